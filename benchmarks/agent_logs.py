@@ -41,7 +41,7 @@ def one(setup: Setup, sessions: Sequence[Session], scope: Scope, server: str, bu
     started = time.perf_counter()
     run = Simulation(setup, sessions, scope)
     run.run()
-    found = run.figures()
+    found = run.compute_figures()
     return {
         "server": server,
         "scope": str(scope),
@@ -83,7 +83,7 @@ def main() -> int:
     given = parser.parse_args()
     logs, rows = read_logs(given.logs), list[dict[str, Any]]()
     for server, costs in SERVERS.items():
-        settings = fit_settings(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
+        settings = fit_settings(Settings(slots=4, store=True, min_tokens=512, rates=costs.build_rates()), logs.sessions)
         budget = given.tokens * costs.token_bytes
         setup = Setup(settings, costs, budget, 0, given.restart_every, given.interleave)
         for scope in map(parse_scope, given.scopes.split(",")):

@@ -316,7 +316,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             await compared.run("from disk, of a process that was killed", compared.restored)
             await compared.target.close()
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
-    where = {"numerics": dict(target.numerics_shown), "draft": target.draft is not None}
+    where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs}
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     kinds = [kind for kind in (given.dtype, given.kv_dtype) if kind != "auto"]

@@ -55,9 +55,9 @@ def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
     path, _, rounding = weighed.partition(":")
     checkpoint = Checkpoint.open(demo.FOLDERS.get(path, path))
     if rounding:
-        checkpoint = checkpoint.quantised(int(rounding.removeprefix("int")))
+        checkpoint = checkpoint.with_quantisation(int(rounding.removeprefix("int")))
     dtype = resolve_dtype("auto", checkpoint)
-    weights = checkpoint.rounded(dtype)
+    weights = checkpoint.with_dtype(dtype)
     how = {"device": torch.device("cpu"), "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
     how["rows"] = row_dtype(kept, dtype)
     shard = checkpoint.family.build(checkpoint.config, weights, CpuKernels(dtype), ShardPlacement(**how))
@@ -70,7 +70,7 @@ def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
             shard.commit(step, [len(tokens)])
             wanted = torch.tensor(run[start + 1 : start + 1 + CHUNK])
             losses.append(cross_entropy(logits[: len(wanted)].double(), wanted, reduction="none"))
-    return PackedLoss(name, weights.bits, weights.error, torch.cat(losses))
+    return PackedLoss(name, weights.stored_bits, weights.rounding_error, torch.cat(losses))
 
 
 def main() -> None:

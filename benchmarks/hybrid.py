@@ -43,7 +43,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, draft_tensors
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
@@ -266,7 +266,7 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     words += ["--kv-dtype", "int8", "--state-checkpoints", "4", "--chunk", "512"] if given.gib else []
     words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(max(given.contexts) + 1024)]
     if given.draft:
-        words += ["--draft", str(holes(folder / "draft", DRAFT, draft_tensors(draft_of(given.layers))))]
+        words += ["--draft", str(holes(folder / "draft", DRAFT, list_draft_tensors(draft_of(given.layers))))]
     prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]
     found: dict[str, Any] = {"bandwidth": speed, "prefill": {}}
     with server(given, words, home) as (client, process, ready):

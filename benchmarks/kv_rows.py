@@ -105,7 +105,7 @@ def subject(shape: str, layers: int, positions: int, device: torch.device) -> tu
     if shape == "demo":
         checkpoint = Checkpoint.open(demo.FOLDER)
         assert isinstance(checkpoint.config, DenseConfig)
-        return checkpoint.config, checkpoint.rounded(DTYPE)
+        return checkpoint.config, checkpoint.with_dtype(DTYPE)
     config = Qwen3Config(151936, 4096, 12288, layers, 32, 8, 128, positions, 1e6)
     return config, RandomWeights(config, 0, device, DTYPE)
 

@@ -18,7 +18,7 @@ import torch
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native.library import explain_missing, find_library
+from adapters.models.kernels.cpu.native.native_library import explain_missing, find_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.product_list import NATIVE
 from adapters.models.kernels.step import Segment, Step

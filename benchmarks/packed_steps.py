@@ -31,7 +31,7 @@ def main() -> None:
     with torch.inference_mode():
         found = {"bf16": Checkpoint.open(options.model)}
         found |= {path.stem: Checkpoint.open(path) for path in options.files}
-        shards = {name: made(name, one.rounded(DTYPE), CpuKernels(DTYPE), DTYPE) for name, one in found.items()}
+        shards = {name: made(name, one.with_dtype(DTYPE), CpuKernels(DTYPE), DTYPE) for name, one in found.items()}
         kept = [{"": name, "weights, MB": shard.memory()["weights"] / 1e6} for name, (shard, _) in shards.items()]
         print_table("in memory", kept)
         by_step = steps(shards, options.steps)

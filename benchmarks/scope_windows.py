@@ -86,12 +86,12 @@ SHAPES = (
 def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
     """(selected, hits, requests), less those before the bar."""
     session, costs = shape.session(), Costs()
-    settings = fit_settings(Settings(slots=1, store=True, min_tokens=512, rates=costs.rates()), [session])
+    settings = fit_settings(Settings(slots=1, store=True, min_tokens=512, rates=costs.build_rates()), [session])
     run = Simulation(Setup(settings, costs, 1 << 40, 0, restart_every=1), [session], Scope("auto", window))
     run.run()
     counts = list(run.tally.counts.values())[shape.warm :]
     selected = [count.selected for count in counts if count.selected]
-    return sum(selected) / max(1, len(selected)), sum(count.whole for count in counts), len(counts)
+    return sum(selected) / max(1, len(selected)), sum(count.is_whole_hit for count in counts), len(counts)
 
 
 def main() -> int:

@@ -237,7 +237,7 @@ def never_right(draft: DraftModel | None) -> None:
     """From now on it does its work and says `NEVER`, the first of all tokens: with this norm all are equally likely."""
     assert isinstance(draft, DFlashDraft)
     with torch.inference_mode():
-        draft._loaded().norm.zero_()  # noqa: SLF001 - what was loaded is not for others to change
+        draft._require_weights().norm.zero_()  # noqa: SLF001 - what was loaded is not for others to change
 
 
 async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any]]:

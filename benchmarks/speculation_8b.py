@@ -29,7 +29,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Kept, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest as Wanted
-from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
@@ -69,7 +69,7 @@ class DeviceDraft:
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.shapes = draft_tensors(self.config)
+        self.shapes = list_draft_tensors(self.config)
 
     def read(self, name: str) -> Tensor:
         key = hashlib.blake2b(name.encode(), digest_size=7).digest()
@@ -77,7 +77,7 @@ class DeviceDraft:
         tensor = torch.empty(self.shapes[name], device=DEVICE, dtype=DTYPE).normal_(0.0, 0.02, generator=generator)
         return tensor.add_(1.0) if tensor.dim() == 1 else tensor
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self.shapes
 
     def digest(self) -> str:

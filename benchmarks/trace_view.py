@@ -58,8 +58,8 @@ class RecordedSimulation(Simulation):
 
     file: IO[str] = field(kw_only=True)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _start_process(self) -> None:
+        super()._start_process()
         plain = self.process
         self.process = RecordedProcess(plain.settings, plain.costs, plain.clock, plain.keeping, file=self.file)
 
@@ -86,7 +86,7 @@ def agents(requests: int, turns: int = 8) -> list[Session]:
 
 def record(path: Path, requests: int) -> None:
     sessions, costs = agents(requests), Costs()
-    settings = Settings(slots=4, store=True, min_tokens=64, chunk=256, rates=costs.rates())
+    settings = Settings(slots=4, store=True, min_tokens=64, chunk=256, rates=costs.build_rates())
     setup = Setup(fit_settings(settings, sessions), costs, disk_budget=256 << 20, host_budget=4 << 20)
     with path.open("w", encoding="utf-8") as file:
         header = Header(VERSION, "simulated", setup.settings, "simulated", {"model": "simulated"})

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def drop_output() -> bool:
-    """Let output go nowhere if it goes to a pipe that nobody reads. Returns whether there is such a pipe."""
+    """Let output go nowhere if it goes to a pipe that no process reads. Return whether there is such a pipe."""
     broken = [descriptor for descriptor in (1, 2) if is_broken(descriptor)]
     if broken:
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -25,7 +25,9 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (buckets are proven equal), so they are kept
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
-    beside_rows: int = 0  # prefills of more rows run on the prompt lane, beside decode steps; 0: there is no such lane
+    beside_rows: int = (
+        0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane
+    )
     store: bool = False  # blocks are kept in host memory or on disk
     min_tokens: int = 0  # shorter sequences are not kept beyond the device
     stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well

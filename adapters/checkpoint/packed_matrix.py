@@ -1,7 +1,18 @@
 """The packed form in which matrices are multiplied. Published formats are converted to it at load, without loss.
 
-A weight is `step * scale - least` in float32, in the order of its format. A step has 4 or 8 bits. A scale belongs to a
-group of columns of one row. Scales may have two levels: a scale for several groups, times a small integer per group.
+Theory of operation. Published files pack weights in many formats, and kernels must not have one product for each. What
+the formats have in common is a formula: a weight is `step * scale - least` in float32, in the order of its format.
+
+* A step has 4 or 8 bits. Four bits index a table of 16 values.
+* A scale belongs to a group of columns of one row. Scales may have two levels: a scale for several groups, times a
+  small integer per group.
+* `least` is nothing, or a number per group: an integer times the scale, or an integer times a number of its own.
+
+`StepLayout` says which of these a matrix has, and `PackedMatrix` holds the numbers. Invariant: unpacking this form
+gives exactly the weights that unpacking the published format gives.
+
+Example: a Q4_K block of GGUF has 8 groups of 32 columns, one scale and one minimum in float16 for all of them, and
+integer factors of 6 bits per group. It is `StepLayout("uint4", 32, per=8, inner=True, least="own")`.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _read_entry(
     return TensorEntry(path, kinds[dtype], tuple(shape), base + start, base + stop, base)
 
 
-def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, what: str) -> None:
+def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, owner: str) -> None:
     """Raise CheckpointError for a tensor that is missing, has another shape or is not part of `what`."""
     for name, shape in expected.items():
         if name not in tensors:
@@ -270,4 +270,4 @@ def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: S
             )
     for name in tensors:
         if name not in expected:
-            raise CheckpointError(f"{folder}: tensor {name[:200]} is not part of {what}")
+            raise CheckpointError(f"{folder}: tensor {name[:200]} is not part of {owner}")

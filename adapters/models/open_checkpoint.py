@@ -1,4 +1,7 @@
-"""A Hugging Face folder, or a GGUF file, with a model of one of our families: checked before weights are allocated."""
+"""Opens a Hugging Face folder or a GGUF file with a model of one of our families.
+
+Everything is checked before weights are allocated.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ from adapters.models.decoder.family import Family, ModelConfig, family_of
 from adapters.models.decoder.feed_forward import cut_up
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
-"""What chooses experts, and how a recurrent layer forgets: a small part of a model's numbers."""
+"""Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
 
 
 @frozen
 class Checkpoint:
     """An opened, validated folder or GGUF file. `open` reads headers only; `read` reads one tensor.
 
-    folder: or the file. others: tensors that the model is served without, by their published names: those of a draft
-    may be among them. heard: called after each tensor that is read.
+    folder: the folder or the file. others: tensors that the model is served without, by their published names. Those of
+    a draft may be among them. on_read: called after each tensor that is read.
     """
 
     folder: Path
@@ -46,11 +49,11 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, StoredTensor] = {}
-    heard: Callable[[], object] = field(default=lambda: None, eq=False, repr=False)
+    on_read: Callable[[], object] = field(default=lambda: None, eq=False, repr=False)
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
-        """Raises CheckpointError, one line, for whatever keeps the folder from being served."""
+        """Open a folder or a file. Raises CheckpointError, one line, if it cannot be served."""
         path = Path(folder)
         if is_gguf(path):
             from adapters.models.gguf.open_gguf import open_gguf  # noqa: PLC0415 - few need it, and then all families
@@ -72,7 +75,7 @@ class Checkpoint:
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )
         expected = config.tensors()
-        tensors, others = _named(path, family, scanned, expected)
+        tensors, others = _name_tensors(path, family, scanned, expected)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         spare |= {name for name in tensors.keys() - expected.keys() if _adds_nothing(name, tensors)}
@@ -81,65 +84,65 @@ class Checkpoint:
         return cls(path, family, config, tensors, others)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as stored, on the host."""
+        """Return one tensor on the host, in its stored dtype."""
         tensor = self.tensors[name].read(name)
-        self.heard()
+        self.on_read()
         return tensor
 
     def find_layout(self, name: str) -> StepLayout | None:
         return self.tensors[name].layout
 
     def read_packed(self, name: str) -> PackedMatrix:
-        """One tensor that has a layout, as it is packed."""
+        """Return one tensor that has a layout, packed."""
         matrix = self.tensors[name].read_packed(name)
-        self.heard()
+        self.on_read()
         return matrix
 
     @property
     def layouts(self) -> Mapping[str, StepLayout]:
-        """Of all tensors that can be multiplied with as they are packed."""
+        """The layouts of all tensors that products can use packed."""
         found = ((name, entry.layout) for name, entry in self.tensors.items())
         return {name: layout for name, layout in found if layout is not None}
 
-    def followed(self, heard: Callable[[], object]) -> Checkpoint:
-        """The same, with somebody who wants to know how far reading has got."""
-        return evolve(self, heard=heard)
+    def with_hook(self, on_read: Callable[[], object]) -> Checkpoint:
+        """Return this checkpoint with a function that is called after each tensor that is read."""
+        return evolve(self, on_read=on_read)
 
     def digest(self) -> str:
         return digest_tensors(self.tensors)
 
     @property
-    def forms(self) -> tuple[str, ...]:
-        """How weights are packed, what most of them are in first; none where they are not."""
+    def packing_names(self) -> tuple[str, ...]:
+        """The formats of packed weights, the one of most weights first. Empty if no weights are packed."""
         sizes = Counter[str]()
         for entry in self.tensors.values():
             sizes[entry.packing_name] += math.prod(entry.shape)
         return tuple(form for form, _ in sizes.most_common() if form)
 
     @property
-    def bits(self) -> float:
-        """Of one weight, as they are stored."""
-        return self.bits_of(sum(entry.nbytes for entry in self.tensors.values()))
+    def stored_bits(self) -> float:
+        """The stored bits per weight."""
+        return self.compute_bits(sum(entry.nbytes for entry in self.tensors.values()))
 
-    def bits_of(self, nbytes: int) -> float:
-        """Of one weight, where all take so many bytes."""
+    def compute_bits(self, nbytes: int) -> float:
+        """Return the bits per weight if all weights take so many bytes."""
         return 8 * nbytes / sum(math.prod(entry.shape) for entry in self.tensors.values())
 
     @property
-    def error(self) -> float | None:
-        """Of weights that `quantised` rounds, once they have been read: relative, by root mean square."""
+    def rounding_error(self) -> float | None:
+        """The relative error of the weights that were rounded, by root mean square. It is known once they are read."""
         return measure_error(self.tensors)
 
-    def quantised(self, bits: int) -> Checkpoint:
-        """The same, with its matrices to be rounded to so many bits as they are read. Raises CheckpointError."""
-        if self.forms:
-            what = f"weights are packed already ({'; '.join(self.forms[:3])})"
+    def with_quantisation(self, bits: int) -> Checkpoint:
+        """Return this checkpoint with matrices that are rounded to so many bits when read. Raises CheckpointError."""
+        if self.packing_names:
+            what = f"weights are packed already ({'; '.join(self.packing_names[:3])})"
             raise CheckpointError(f"{self.folder}: --quantize int{bits}: its {what}; accepted: none")
-        chosen = {name for name, entry in self.tensors.items() if _worth_rounding(name, entry.shape)}
+        chosen = {name for name, entry in self.tensors.items() if _is_worth_rounding(name, entry.shape)}
         return evolve(self, tensors=round_matrices(self.tensors, bits, chosen))
 
-    def rounded(self, dtype: torch.dtype) -> Checkpoint:
-        """The same, with packed weights to be read in `dtype`: what they are computed in."""
+    def with_dtype(self, dtype: torch.dtype) -> Checkpoint:
+        """Return this checkpoint with packed weights that are unpacked to `dtype`, in which they are computed."""
         tensors, others = (
             {name: entry.with_dtype(dtype) for name, entry in entries.items()}
             for entries in (self.tensors, self.others)
@@ -147,14 +150,14 @@ class Checkpoint:
         return evolve(self, tensors=tensors, others=others)
 
 
-def _worth_rounding(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices of layers, but for those that are small and decide much: packed checkpoints leave them alone, too."""
+def _is_worth_rounding(name: str, shape: tuple[int, ...]) -> bool:
+    """Return True for matrices of layers, except small ones that decide much. Packed checkpoints keep those as well."""
     inner = name.startswith("model.layers.") and len(shape) == 2 and shape[1] >= GROUP
     return inner and name.split(".")[-2] not in DECIDING
 
 
 def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """A bias of zeros beside a packed matrix: tools for GPTQ write one where the model has none."""
+    """Return True for a bias of zeros of a packed matrix. Tools for GPTQ write one if the model has none."""
     matrix = tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
     bias = tensors[name]
     return (
@@ -165,11 +168,12 @@ def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     )
 
 
-def _named(
+def _name_tensors(
     path: Path, family: Family, scanned: Mapping[str, StoredTensor], expected: Shapes
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """The tensors as the family calls them, and those that it is served without; of experts, those of each."""
-    tensors, others = dict[str, StoredTensor](), dict[str, StoredTensor]()
+    """Return the tensors by the family's names, and those that it is served without. Experts get a tensor each."""
+    tensors = dict[str, StoredTensor]()
+    others = dict[str, StoredTensor]()
     for published, entry in scanned.items():
         name = family.named(published)
         found = tensors if name else others
@@ -181,7 +185,7 @@ def _named(
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """`--dtype`: auto is what config.json says, or else what the embedding is stored in."""
+    """Return the dtype of `--dtype`. auto: the one in config.json, or else the stored one of the embedding."""
     if name == "auto":
         return checkpoint.config.dtype or checkpoint.tensors["model.embed_tokens.weight"].dtype
     if name not in DTYPES:

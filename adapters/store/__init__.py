@@ -1,1 +1,4 @@
-"""The prefix cache beyond the device: KV blocks in host memory and on disk, found by the tokens that they stand for."""
+"""The prefix cache outside the device: KV blocks in host memory and on disk, found by their tokens.
+
+Begin with `store.py`. May import `effects`.
+"""

@@ -1,6 +1,6 @@
 """Indexes the blocks that a tier keeps, in runs that were saved together, and chooses the runs to evict.
 
-No clock: age counts turns, one for each run that came or was found, so it survives a clock that jumps.
+There is no clock. Age counts turns, one for each run that was added or found, so a clock that jumps changes nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from adapters.store.files.file_format import Kind, Run
 class Entry:
     """A run of consecutive blocks. `parent` is the key of the block before it; `tokens` are packed.
 
-    A checkpoint is an entry with one block, the one before its position, and hangs on that block: its parent.
-    handle: never used twice in a tier, so what follows under the same keys is not mistaken for this.
+    A checkpoint is an entry with one block, the one before its position, and that block is its parent.
+    handle: never used twice in a tier, so a later run with the same keys is not mistaken for this one.
     """
 
     handle: int
@@ -28,14 +28,14 @@ class Entry:
     parent: bytes
     keys: tuple[bytes, ...]
     tokens: bytes = field(repr=False)
-    size: int  # bytes that it costs the tier
-    origin: bytes = b""  # the root of its identity; those of other identities go first
+    size: int  # bytes that it takes of the tier
+    origin: bytes = b""  # the root of its identity; entries of other identities are evicted first
     hits: int = 0
     last_turn: int = 0  # turn
     leases: int = 0
     children: int = 0  # runs that continue one of our blocks
     kind: Kind = "rows"
-    since: int = 0  # of a checkpoint: where the one before it is
+    since: int = 0  # of a checkpoint: the position of the checkpoint before it
 
     @property
     def length(self) -> int:
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens that would have to be computed without it."""
+        """The tokens that would have to be computed without this entry."""
         return self.stop - self.since if self.kind == "state" else self.length
 
     @property
@@ -57,18 +57,20 @@ class Entry:
 
 @define
 class BlockIndex:
-    """One tier's entries within `budget` bytes. Not thread-safe: the store has one lock for all of it."""
+    """One tier's entries within `budget` bytes. It is not thread-safe: the store has one lock for all of it."""
 
     budget: int
     block_size: int
-    origin: bytes = b""  # of what is being served
+    origin: bytes = b""  # the root of the identity that is served
     entries: dict[int, Entry] = field(factory=dict[int, Entry])
     held_bytes: int = 0  # bytes
     turn: int = 0
     evictions: int = 0
     _blocks: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
-    _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> runs whose parent it is
-    _latest: dict[bytes, Entry] = field(factory=dict[bytes, Entry])  # block key -> the last of those that came, of rows
+    _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> how many runs have it as their parent
+    _latest: dict[bytes, Entry] = field(
+        factory=dict[bytes, Entry]
+    )  # block key -> the last run of rows that was added behind it
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -77,20 +79,22 @@ class BlockIndex:
         return key in self._blocks
 
     def find_block(self, key: bytes, tokens: bytes) -> Entry | None:
-        """The entry that keeps the block `key`, if the block stands for exactly these (packed) tokens."""
+        """Return the entry that keeps the block `key`, if the block stands for exactly these (packed) tokens."""
         entry = self._blocks.get(key)
         if entry is None:
             return None
-        block, step = entry.keys.index(key), self.block_size * TOKEN_BYTES
+        block = entry.keys.index(key)
+        step = self.block_size * TOKEN_BYTES
         return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
 
     def get_holder(self, key: bytes) -> Entry | None:
-        """The entry that keeps the block `key`, its tokens not compared."""
+        """Return the entry that keeps the block `key`. Its tokens are not compared."""
         return self._blocks.get(key)
 
     def get_continuations(self, key: bytes) -> list[bytes]:
         """Return the packed tokens that follow the block `key`: in the last run added behind it, and in its own run."""
-        latest, entry = self._latest.get(key), self._blocks.get(key)
+        latest = self._latest.get(key)
+        entry = self._blocks.get(key)
         found = [] if latest is None else [latest.tokens]
         if entry is not None and key != entry.keys[-1]:
             found.append(entry.tokens[(entry.keys.index(key) + 1) * self.block_size * TOKEN_BYTES :])
@@ -101,11 +105,12 @@ class BlockIndex:
         return self.turn
 
     def add(self, entry: Entry) -> bool:
-        """False, and nothing changes, if one of its blocks is kept already."""
+        """Add an entry. Return False, and change nothing, if one of its blocks is kept already."""
         if not entry.keys or entry.handle in self.entries or not self._blocks.keys().isdisjoint(entry.keys):
             return False
         self.turn = max(self.turn, entry.handle, entry.last_turn)
-        continued, parent = self._continued, entry.parent
+        continued = self._continued
+        parent = entry.parent
         leaf = continued.keys().isdisjoint(entry.keys)
         entry.children = 0 if leaf else sum(continued[key] for key in entry.keys)
         continued[parent] = continued.get(parent, 0) + 1
@@ -124,7 +129,9 @@ class BlockIndex:
         taken = {entry.handle: entry for entry in entries if entry.keys}
         if self.entries or len(taken) < len(entries) or len(blocks) < sum(len(entry.keys) for entry in entries):
             return [entry for entry in entries if self.add(entry)]
-        self.entries, self._blocks, self._continued = taken, blocks, Counter(entry.parent for entry in entries)
+        self.entries = taken
+        self._blocks = blocks
+        self._continued = Counter(entry.parent for entry in entries)
         self._latest = {entry.parent: entry for entry in entries if entry.kind == "rows"}
         for parent, count in self._continued.items():
             if (before := blocks.get(parent)) is not None:
@@ -134,7 +141,7 @@ class BlockIndex:
         return [*entries]
 
     def remove(self, entry: Entry) -> bool:
-        """False if it has left already."""
+        """Remove an entry. Return False if it is gone already."""
         if self.entries.get(entry.handle) is not entry:
             return False
         del self.entries[entry.handle]
@@ -152,21 +159,23 @@ class BlockIndex:
 
     def touch(self, entry: Entry) -> None:
         self.turn += 1
-        entry.last_turn, entry.hits = self.turn, entry.hits + 1
+        entry.last_turn = self.turn
+        entry.hits = entry.hits + 1
 
     def compute_score(self, entry: Entry) -> tuple[bool, float]:
         """Return what the entry is worth: saved tokens per byte, divided by age. The lowest is evicted first.
 
-        Having been found makes it young again, and nothing more: an agent's sequence is found at every turn, and never
-        again when the agent is done. Counting hits cost 2 % of the hits on agents' logs (benchmarks.agent_logs).
+        A hit makes an entry young again, and nothing more. An agent's sequence is found at every turn, and never again
+        when the agent is done. Counting hits cost 2 % of the hits on agents' logs (benchmarks.agent_logs).
         """
         age = self.turn - entry.last_turn
         return entry.origin == self.origin, entry.saved_tokens / (entry.size * (1 + age))
 
     def make_room(self, size: int, parent: bytes = b"") -> list[Entry]:
-        """Evict until `size` more bytes fit: leaves first, nothing leased, not the run that `parent` is in.
+        """Evict until `size` more bytes fit. Only leaves without leases are evicted, and never the run that holds
+        `parent`.
 
-        Whether they fit then is another question: `fits`.
+        It may end before they fit; `fits` says whether they do.
         """
         gone = list[Entry]()
         if self.fits(size):

@@ -19,16 +19,19 @@ class SequenceBlocks:
 
     keys: tuple[bytes, ...]
     packed: bytes
-    salt: str  # nothing is shared with sequences of another
+    salt: str  # sequences with different salts share nothing
 
 
 def compute_root(identity: str, block_size: int, salt: str = "") -> bytes:
-    """The parent of every first block: two identities, two block sizes or two salts share no key."""
+    """Return the parent of every first block. Two identities, two block sizes or two salts share no key."""
     return blake2b(f"rekindle kv\0{identity}\0{block_size}{format_salt(salt)}".encode(), digest_size=KEY_BYTES).digest()
 
 
 def compute_draft_root(identity: str, draft: str, block_size: int, salt: str = "") -> bytes:
-    """The parent of the first block of a draft's rows: they stand for the same tokens, and go with one draft only."""
+    """Return the parent of the first block of a draft's rows.
+
+    The rows stand for the same tokens, but belong to one draft.
+    """
     named = f"rekindle draft\0{identity}\0{draft}\0{block_size}{format_salt(salt)}"
     return blake2b(named.encode(), digest_size=KEY_BYTES).digest()
 
@@ -44,7 +47,7 @@ def derive_checkpoint_key(key: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """int32, little-endian."""
+    """Return tokens as int32, little-endian."""
     packed = array("i", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -59,8 +62,9 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 
 def chain_keys(parent: bytes, packed: bytes, block_size: int) -> tuple[bytes, ...]:
-    """The key of each whole block of `packed`, the first one's parent being `parent`."""
-    keys, step = list[bytes](), block_size * TOKEN_BYTES
+    """Return the key of each whole block of `packed`. parent: the parent of the first one."""
+    keys = list[bytes]()
+    step = block_size * TOKEN_BYTES
     for start in range(0, len(packed) // step * step, step):
         parent = blake2b(packed[start : start + step], digest_size=KEY_BYTES, key=parent).digest()
         keys.append(parent)

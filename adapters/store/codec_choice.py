@@ -1,4 +1,4 @@
-"""What `--kv-cache-codec auto` chose, kept in the cache folder: every start writes files as the first one did."""
+"""The codec that `--kv-cache-codec auto` chose, kept in the cache folder, so that every start writes files alike."""
 
 from __future__ import annotations
 

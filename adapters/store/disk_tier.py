@@ -3,10 +3,10 @@
 Files are found through the index, never by listing the folder. The index is in memory; a journal of additions,
 removals and hits brings it back at the next start. A lost journal costs time only: its files are read.
 
-One thread, the writer, owns everything that changes in the folder. It takes jobs from a bounded queue: a run is
-compressed, room is made for it, and it is written under a temporary name, made durable, renamed, and only then added
-to the index and to the journal. So a kill at any point leaves whole files, and temporary ones that the next start
-removes. The writer has an event loop of its own and makes all system calls itself (`SameThreadExecutor`).
+One thread, the writer, owns everything that changes in the folder. It takes jobs from a bounded queue. It compresses a
+run, makes room for it, writes it under a temporary name, makes it durable and renames it. Only then it adds the run to
+the index and to the journal. So a kill at any point leaves whole files, and temporary ones that the next start removes.
+The writer has an event loop of its own and makes all system calls itself (`SameThreadExecutor`).
 
 A read checks all of a file: size, checksums, and that the head is what we would write. A file that fails is
 quarantined and leaves the index: a miss, never wrong rows. What cannot be written is counted.
@@ -208,7 +208,7 @@ class DiskTier:
 
     @property
     def has_unindexed_files(self) -> bool:
-        """Are there files that the journal did not name and that have not been read yet?"""
+        """True if there are files that the journal does not name and that have not been read yet."""
         return bool(self._unindexed_names)
 
     # --- the writer's thread ---

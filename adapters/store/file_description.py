@@ -1,4 +1,7 @@
-"""Reads what a run's file says of itself, from its name, seek table and first frame, as an entry of the index."""
+"""Reads the description of a run from its file, and returns it as an entry of the index.
+
+The description is in the file's name, its seek table and its first frame.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def read_entry(folder: PrivateFolder, name: str) -> Entry:
 
 
 def make_named_entry(named: tuple[bytes, int], said: FileHead, size: int) -> Entry:
-    """The entry of a file of so many bytes, from its name and its head. Raises Damaged where they do not agree."""
+    """Return the entry of a file of so many bytes, from its name and its head. Raises Damaged if these do not agree."""
     key, handle = named
     if said.run.keys[-1] != key:
         raise Damaged("the file has another run's name")
@@ -58,7 +61,10 @@ def make_entry(run: Run, handle: int, size: int, origin: bytes) -> Entry:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Many objects are made at once and none of them is garbage: looking for some took half of the time."""
+    """Pause the garbage collector.
+
+    Many objects are made at once and none of them is garbage; looking took half of the time.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -18,17 +18,19 @@ from adapters.store.files.seekable import Damaged
 log = logging.getLogger("rekindle.store")
 
 KINDS = ("run", "journal", "recent", "codec")  # of files, as they are labelled where damage is counted
-MOST_QUARANTINED = 8  # files that are kept for people to look at
+MOST_QUARANTINED = 8  # files that are kept for people to examine
 
 
 @define(eq=False)
 class FolderUpkeep:
-    """Upkeep of one folder, callable from any thread."""
+    """Upkeep of one folder. Any thread may call it."""
 
     folder: PrivateFolder
     lock: threading.RLock
     counts: Counter[str] = field(factory=Counter[str])
-    damaged_files: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
+    damaged_files: Counter[str] = field(
+        factory=lambda: Counter(dict.fromkeys(KINDS, 0))
+    )  # files that were found damaged, by kind
     _quarantined: dict[str, None] = field(
         factory=dict[str, None]
     )  # names of what is quarantined, the first to go first
@@ -43,7 +45,7 @@ class FolderUpkeep:
             self.folder.remove(name)
 
     def read_small(self, name: str, most: int = -1) -> bytes:
-        """Nothing, where reading fails. most: bytes of it."""
+        """Return the content of a file; empty if reading fails. most: the limit in bytes."""
         try:
             descriptor = self.folder.open_existing(name)
             with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
@@ -58,7 +60,7 @@ class FolderUpkeep:
         log.warning("torn or damaged files are replaced: %s", which)
 
     def report_write(self, error: OSError | MemoryError | None) -> None:
-        """Or not: one line when that starts, one when it is over."""
+        """Count whether writing worked. One line is logged when failures begin, and one when they end."""
         if error is not None:
             self.counts["write_errors"] += 1
             if not self._is_failing:
@@ -68,7 +70,7 @@ class FolderUpkeep:
         self._is_failing = error is not None
 
     def dispose_unreadable(self, name: str, error: Exception) -> None:
-        """Count a file that could not be read. An outdated one is removed, a damaged one is put aside."""
+        """Count a file that could not be read. An outdated one is removed, and a damaged one is quarantined."""
         if isinstance(error, Outdated):
             self.counts["outdated"] += 1
             self.remove(name)
@@ -78,7 +80,7 @@ class FolderUpkeep:
             self.counts["newer" if isinstance(error, Newer) else "read_errors"] += 1
 
     def quarantine(self, name: str, why: str) -> None:
-        """The last few are kept for a look."""
+        """Rename a damaged file, so that people can examine it. Only the last few are kept."""
         self.counts["quarantined"] += 1
         self.damaged_files["run"] += 1
         log.warning("a damaged cache file was set aside: %s: %s", name, why)

@@ -1,4 +1,4 @@
-"""The tier in host memory: buffers and their index. With a budget of 0 it holds only what waits to be written."""
+"""The tier in host memory: buffers and their index. With a budget of 0 it holds only rows that wait to be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effects.ids import Tier
 
 @define(eq=False)
 class HostTier:
-    """The tier, used with the store's lock. memory: for its buffers, and those that lower tiers read into."""
+    """The tier, used with the store's lock. memory: for its buffers, and for the buffers that lower tiers read into."""
 
     name: ClassVar[Tier] = "host"
     index: BlockIndex
@@ -24,7 +24,7 @@ class HostTier:
         self.index.touch(entry)
 
     def add_run(self, entry: Entry, rows: Buffer) -> bool:
-        """False, and nothing changes, if one of its blocks is kept already."""
+        """Take in the rows of an entry. Return False, and change nothing, if one of its blocks is kept already."""
         if not self.index.add(entry):
             return False
         self.rows[entry.handle] = rows

@@ -1,8 +1,13 @@
-"""The disk index in one file that is read at once. It may always be lost: the files say the same, only slower.
+"""Encodes the disk index as a journal, which is read at once at the start.
 
-The body of a record of a run that came: `+`, handle, start, size, hits, used, number of blocks, kind (its first
-letter), since, origin, parent, keys, tokens; of one that left: `-`, handle; of one that was found: `!`, handle, hits,
-used. What follows a record that does not check is not read.
+The journal may always be lost: the files hold the same facts, and only take longer to read. The body of a record is one
+of these:
+* An added run: `+`, handle, start, size, hits, used, number of blocks, kind (its first letter), since, origin, parent,
+  keys, tokens.
+* A removed run: `-`, handle.
+* A run that was found: `!`, handle, hits, used.
+
+Nothing after a damaged record is read.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from adapters.store.files.append_log import frame_record, parse_records
 from adapters.store.files.file_format import MAX_HANDLE, Kind
 
 NAME = "journal"
-ANY_MAGIC = b"rekindle-journal-"  # what every version begins with
+ANY_MAGIC = b"rekindle-journal-"  # the beginning of every version
 MAX_BYTES = 1 << 30  # bytes
 MAGIC_BYTES = (
     512  # bytes that tell whether it is ours: a disk writes so many at once, so a power cut leaves all or none
@@ -54,14 +59,14 @@ def encode_hit(entry: Entry) -> bytes:
 
 
 def encode_snapshot(entries: Iterable[Entry]) -> Iterable[bytes]:
-    """A whole journal that says: these."""
+    """Return a whole journal with these entries."""
     yield MAGIC
     yield from map(encode_addition, entries)
 
 
 @frozen
 class JournalContents:
-    """The entries that a journal leads to. whole: it ended with a record's end. records: how many it took to say it."""
+    """The entries of a journal. whole: it ended with a whole record. records: how many it has."""
 
     entries: dict[int, Entry]
     whole: bool
@@ -70,13 +75,15 @@ class JournalContents:
 
 def parse_journal(raw: bytes) -> JournalContents:
     entries: dict[int, Entry] = {}
-    at, count = len(MAGIC), 0
+    at = len(MAGIC)
+    count = 0
     if raw[:at] != MAGIC:
         return JournalContents(entries, whole=False, records=0)
     for body, end in parse_records(raw, at):
         if not apply_record(entries, body):
             break
-        at, count = end, count + 1
+        at = end
+        count = count + 1
     return JournalContents(entries, at == len(raw), count)
 
 
@@ -94,14 +101,18 @@ def apply_record(entries: dict[int, Entry], body: bytes) -> bool:
             if max(hits, used) > MAX_HANDLE:
                 return False
             if handle in entries:
-                entries[handle].hits, entries[handle].last_turn = hits, used
+                entries[handle].hits = hits
+                entries[handle].last_turn = used
     except (struct.error, ValueError, KeyError):
         return False
     return True
 
 
 def parse_addition(body: bytes) -> Entry:
-    """A start waits for thousands of these, so all names are cut out at once, and no block is looked at alone."""
+    """Parse the record of an added run.
+
+    A start waits for thousands of these. So all keys are cut out at once, and blocks are not handled one by one.
+    """
     _, handle, start, size, hits, used, count, kind, since = ADDITION.unpack_from(body)
     at = ADDITION.size + KEY_BYTES * (2 + count)
     if not count or at >= len(body) or (len(body) - at) % (count * TOKEN_BYTES):

@@ -1,4 +1,4 @@
-"""The journal in its folder: read at the start, appended to as runs come and go, written anew when it has grown."""
+"""Keeps the journal in its folder: read at the start, appended to as runs come and go, rewritten when it has grown."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SLACK = 4096  # records beyond what its entries need, before it is written anew
 
 @define(eq=False)
 class JournalFile:
-    """All but `touch` on the writer's thread. What cannot be written is made up for at the next start.
+    """The journal's file. All methods except `touch` are called on the writer's thread.
 
-    stale: it has to be written anew.
+    A record that cannot be written is recovered at the next start. stale: the file has to be rewritten.
     """
 
     index: BlockIndex
@@ -29,12 +29,13 @@ class JournalFile:
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
 
     def touch(self, entry: Entry) -> None:
-        """It was found, which the next records say too. With the lock."""
+        """Note a hit, which the next write records. Called with the store's lock."""
         self._touched[entry.handle] = entry
 
     def read(self, listing: dict[str, int]) -> index_journal.JournalContents:
         """Read the journal. Raises OSError for a foreign file of that name in a folder without runs."""
-        there, size = index_journal.NAME in listing, listing.pop(index_journal.NAME, 0)
+        there = index_journal.NAME in listing
+        size = listing.pop(index_journal.NAME, 0)
         beginning = self.upkeep.read_small(index_journal.NAME, index_journal.MAGIC_BYTES) if size else b""
         ours = not beginning or index_journal.may_be_journal(
             beginning
@@ -49,9 +50,10 @@ class JournalFile:
         return kept
 
     def append(self, *records: bytes) -> None:
-        """And what was found meanwhile."""
+        """Append records, and the hits that were noted since the last write."""
         with self.upkeep.lock:
-            touched, self._touched = self._touched, {}
+            touched = self._touched
+            self._touched = {}
             touches = [
                 index_journal.encode_hit(entry) for entry in touched.values() if entry.handle in self.index.entries
             ]
@@ -62,7 +64,8 @@ class JournalFile:
         if raw := b"".join((*records, *touches)):
             try:
                 self.upkeep.folder.extend_file(index_journal.NAME, raw)
-            except FileNotFoundError:  # it could not be written before; records without a beginning would be nobody's
+            except FileNotFoundError:
+                # Earlier writes failed. A journal without its beginning could not be read, so all of it is written.
                 self.compact()
             except OSError:
                 return
@@ -72,4 +75,5 @@ class JournalFile:
             parts = list(index_journal.encode_snapshot(self.index.entries.values()))
         with suppress(OSError):
             self.upkeep.folder.write_file(index_journal.NAME, [b"".join(parts)])
-            self._records, self.needs_rewrite = len(parts) - 1, False
+            self._records = len(parts) - 1
+            self.needs_rewrite = False

@@ -11,7 +11,7 @@ from effects.ports import Divergence
 
 @frozen(eq=False)
 class LeasedPart:
-    """Rows `[start, stop)` of a sequence, in one entry. A checkpoint's are those of its block."""
+    """The rows `[start, stop)` of a sequence in one entry. Those of a checkpoint are its block's."""
 
     tier: Tier
     entry: Entry
@@ -23,17 +23,17 @@ class LeasedPart:
 class Lease:
     """A kept prefix whose entries stay until it is released.
 
-    parts: the target's rows, from where the slot has none. draft: those of the draft, which end where the target's end
-    and may begin later. states: for a target that needs one, checkpoints that could be gone on from, ascending, the
-    last one at `length`.
+    parts: the target's rows, from where the slot has none.
+    draft: those of the draft, which end where the target's end and may begin later.
+    states: for a target that needs one, checkpoints from which it could continue, ascending, the last one at `length`.
     """
 
     parts: tuple[LeasedPart, ...]
     length: int  # tokens
     draft: tuple[LeasedPart, ...] = ()
     states: tuple[LeasedPart, ...] = ()
-    diverged: Divergence | None = None  # from what else is kept, where it ends
-    tier: Tier = "none"  # the one that most of it comes from
+    diverged: Divergence | None = None  # where it ends, the tokens that other kept sequences have
+    tier: Tier = "none"  # the tier that has most of it
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Lease:
 
 @frozen
 class Miss:
-    """Nothing kept beyond what the slot has. reason: machine-readable. length: tokens that are kept all the same."""
+    """Nothing is kept beyond what the slot has. reason: machine-readable. length: tokens that are kept all the same."""
 
     reason: str
     length: int = 0

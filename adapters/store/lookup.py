@@ -1,4 +1,4 @@
-"""Carries lookups out: which prefix of a prompt is kept, and what it shares with recent prompts."""
+"""Looks prompts up: which prefix of a prompt is kept, and what the prompt shares with recent prompts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ log = logging.getLogger("rekindle.store")
 LookupOutcome: TypeAlias = PrefixFound | PrefixMissed
 
 LONG_PROMPT = 8192  # tokens: a longer prompt is looked up on a thread of its own
-MAX_REMEMBERED = 4096  # requests; of each some 64 token ids
-HASHING_THREADS = 2  # lookups that hash on threads at once: more would take the interpreter from each other
+MAX_REMEMBERED = 4096  # requests; each takes some 64 token ids
+HASHING_THREADS = 2  # lookups that hash on threads at once; more would compete for the interpreter
 
 
 @define(eq=False)
 class Lookup:
-    """Called on the event loop."""
+    """The lookups of a server. It is called on the event loop."""
 
     store: Store[Any]
     limiter: anyio.CapacityLimiter = field(factory=lambda: anyio.CapacityLimiter(HASHING_THREADS))
-    divergences: dict[RequestId, Divergence] = field(factory=dict[RequestId, Divergence])  # for the reports
+    divergences: dict[RequestId, Divergence] = field(factory=dict[RequestId, Divergence])  # for reports
 
     def find_prefix(self, request: RequestId, effect: FindPrefix) -> LookupOutcome | Awaitable[LookupOutcome]:
         if len(effect.prompt) < LONG_PROMPT:

@@ -1,7 +1,7 @@
-"""Finds where a prompt leaves what is kept: the most similar sequence, and what that has instead of the rest.
+"""Finds where a prompt diverges from what is kept: the most similar sequence, and the tokens that it has instead.
 
-What hangs on the last block that is there is looked at, and nothing else: the next block of the same run, and the last
-run that came behind it. So this costs the same however much is kept.
+Only the sequences behind the last matching block are compared: the next block of the same run, and the last run that
+was added behind it. So the cost does not depend on how much is kept.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: int, rest: bytes) -> Divergence | None:
-    """key: of the last block that is kept, `at` tokens into the prompt, or the root. rest: packed tokens of the prompt
-    behind it, a block at least.
+    """Return the most similar sequence.
+
+    key: of the last block that is kept, `at` tokens into the prompt, or the root. rest: packed tokens of the prompt
+    behind it, at least one block.
     """
     found = [
         Divergence(
@@ -34,9 +36,9 @@ def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: 
     return max(found, key=lambda one: one.at, default=None)
 
 
-def count_common_tokens(one: bytes, other: bytes) -> int:
-    """Tokens that two packed sequences begin with alike; they differ within a block."""
+def count_common_tokens(first: bytes, second: bytes) -> int:
+    """Return how many tokens two packed sequences have in common at their beginning. They differ within a block."""
     shared = 0
-    while (token := one[shared : shared + TOKEN_BYTES]) and token == other[shared : shared + TOKEN_BYTES]:
+    while (token := first[shared : shared + TOKEN_BYTES]) and token == second[shared : shared + TOKEN_BYTES]:
         shared += TOKEN_BYTES
     return shared // TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""A store from its limits: budgets, folder, codec."""
+"""Opens a store with the limits that it is given: budgets, folder and codec."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from adapters.store.store import RUN_BYTES, RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.watched_thread import WatchedThread
 
-GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
+# A GPU copies less than this at a lower speed than its bus has.
+GPU_RUN_BYTES = 32 << 20
 MOVING_RUNS = 8  # runs that are on their way to or from the device
 MAX_PINNED_BYTES = (
     8 << 30
 )  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
-PINNED_SHARE = 16  # of the machine's memory, that may take the 16th part
-QUEUE_SHARE = 8  # of the machine's memory, what waits to be written may take the 8th part
-RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
+PINNED_SHARE = 16  # rows on their way may take a 16th of the machine's memory
+QUEUE_SHARE = 8  # rows that wait to be written may take an 8th of the machine's memory
+RECENT_SHARE = 16  # recent prompts may take a 16th of the disk's budget
 
 
 def open_store(
@@ -42,14 +43,15 @@ def open_store(
     codec: Codec = "auto",
     memory: SlabMemory | None = None,
 ) -> Store[ReadableTier] | None:
-    """None if there is nothing to keep anything in. Raises FolderUnusable.
+    """Open a store. Return None if there is neither memory nor a disk to keep rows in. Raises FolderUnusable.
 
-    path: the disk tier's folder. memory: as the function of that name makes it.
+    path: the disk tier's folder. memory: as `create_memory` makes it.
     """
     if path is None and not host_bytes:
         return None
     pool = create_memory(host_bytes, pin=False) if memory is None else memory
-    run_bytes, lock = choose_run_bytes(pin=pool.pin), threading.RLock()
+    run_bytes = choose_run_bytes(pin=pool.pin)
+    lock = threading.RLock()
     if pool.pin:
         pool.slab = choose_slab_bytes(layout, run_bytes)
     disk = None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
@@ -58,13 +60,15 @@ def open_store(
     if disk is not None:
         disk.max_queued_bytes = max(disk.max_queued_bytes, host_bytes, get_physical_memory() // QUEUE_SHARE)
     host = HostTier(create_index(layout, host_bytes), pool)
-    tiers = (host,) if disk is None else (host, disk)  # the quickest first: a further tier is put in here
+    # The quickest tier comes first. A further tier is added here.
+    tiers = (host,) if disk is None else (host, disk)
     return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
 
 
 def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> SlabMemory:
-    """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked. source: as
-    `Memory` has it.
+    """Return the memory for kept rows and for rows on their way.
+
+    pin: a GPU copies from it, so it is page-locked. source: as in `SlabMemory`.
     """
     moving = MOVING_RUNS * choose_run_bytes(pin=pin)
     most = host_bytes + (max(moving, min(MAX_PINNED_BYTES, get_physical_memory() // PINNED_SHARE)) if pin else moving)
@@ -72,20 +76,21 @@ def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor]
 
 
 def choose_run_bytes(*, pin: bool) -> int:
-    """Bytes of rows that are saved together."""
+    """Return the bytes of rows that are saved together."""
     return GPU_RUN_BYTES if pin else RUN_BYTES
 
 
 def choose_slab_bytes(layout: Layout, run_bytes: int) -> int:
-    """Return the bytes of memory to register at once, few of them: a run of rows, or some where positional state is
-    larger, so that little is left over.
+    """Return the bytes of a slab: a run of rows, or some states if recurrent state is larger, so that little is left
+    over.
     """
-    run, state = compute_longest_run(layout, run_bytes), layout.compute_size("state", 0)
+    run = compute_longest_run(layout, run_bytes)
+    state = layout.compute_size("state", 0)
     return run * max(1, -(-state // run))
 
 
 def compute_longest_run(layout: Layout, run_bytes: int) -> int:
-    """Bytes of the longest run of rows, the target's or its draft's, as `Memory` gives them."""
+    """Return the bytes of the longest run of rows, the target's or its draft's, as `SlabMemory` allocates them."""
     kinds: tuple[Kind, ...] = ("rows",) if layout.draft is None else ("rows", "draft")
     blocks = [layout.compute_size(kind, layout.block_size) for kind in kinds]
     most = max(max(1, run_bytes // block) * block for block in blocks)
@@ -93,7 +98,7 @@ def compute_longest_run(layout: Layout, run_bytes: int) -> int:
 
 
 def get_physical_memory() -> int:
-    """Bytes of memory that the machine has."""
+    """Return the bytes of memory that the machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -109,7 +114,7 @@ def prepare_memory(memory: SlabMemory, run_bytes: int, ready: threading.Event) -
 def open_disk(
     layout: Layout, folder: PrivateFolder, lock: threading.RLock, *, budget: int, codec: Codec = "auto"
 ) -> DiskTier:
-    """The folder is the disk's from here on, and closed if it cannot be read."""
+    """Open the disk tier. It owns the folder from here on, and the folder is closed if it cannot be read."""
     recents = RecentPrompts(max_bytes=min(MAX_BYTES, budget // RECENT_SHARE))
     disk = DiskTier(folder, layout, create_index(layout, budget), lock, CodecChooser(codec), recents)
     try:

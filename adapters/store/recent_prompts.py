@@ -76,7 +76,7 @@ class RecentPrompts:
             return max(list(self._count_shared_tokens(pack_tokens(prompt)).values())[-window:], default=0)
 
     def add(self, prompt: Tokens) -> RecentPrompt:
-        """It is the most recent one from now on."""
+        """Add a prompt as the most recent one."""
         return self.add_and_compare(prompt, 0)[1]
 
     def add_and_compare(
@@ -84,13 +84,13 @@ class RecentPrompts:
     ) -> tuple[int, RecentPrompt, Divergence | None]:
         """Do `longest_match` and `add` with one comparison.
 
-        Also return where the prompt leaves the most similar of all.
+        Also return where the prompt diverges from the most similar one of all.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)
         with self._lock:
             found = self._count_shared_tokens(packed)
-            likest = max(list(found.values())[-window:], default=0) if window > 0 else 0
+            longest = max(list(found.values())[-window:], default=0) if window > 0 else 0
             parent = max(found, key=lambda serial: (found[serial], serial), default=0)
             shared = found.get(parent, 0)
             diverged = (
@@ -101,7 +101,7 @@ class RecentPrompts:
             recent = RecentPrompt(self._last + 1, parent if shared else 0, shared, packed[shared * TOKEN_BYTES :])
             self._keep(recent)
             self.trim()
-        return max(0, likest - len(before) // TOKEN_BYTES), recent, diverged
+        return max(0, longest - len(before) // TOKEN_BYTES), recent, diverged
 
     def _find_divergence(self, serial: int, shared: int, before: int) -> Divergence | None:
         """Return what prompt `serial` has behind its first `shared` tokens.
@@ -133,7 +133,7 @@ class RecentPrompts:
             return list(self._prompts.values())
 
     def trim(self) -> None:
-        """The oldest go first."""
+        """Remove the oldest prompts beyond the limits."""
         with self._lock:
             while len(self._prompts) > self.max_prompts or (self.held_bytes > self.max_bytes and self._prompts):
                 self._drop(next(iter(self._prompts.values())))
@@ -144,10 +144,11 @@ class RecentPrompts:
         self.held_bytes += len(recent.rest)
 
     def _count_shared_tokens(self, packed: bytes) -> dict[int, int]:
-        """Tokens that each prompt shares with this one."""
+        """Return how many tokens each prompt shares with this one."""
         import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
-        mine, found = np.frombuffer(packed, np.int32), {0: 0}
+        mine = np.frombuffer(packed, np.int32)
+        found = {0: 0}
         for serial, recent in self._prompts.items():
             shared = found[recent.parent]
             if shared >= recent.shared:
@@ -170,7 +171,7 @@ class RecentPrompts:
 
 
 def encode_salt(salt: str) -> bytes:
-    """A digest as tokens, the first of which is below 0."""
+    """Return a digest of the salt as tokens. The first one is below 0, so no vocabulary has it."""
     if not salt:
         return b""
     digest = bytearray(blake2b(salt.encode(), digest_size=SALT_TOKENS * TOKEN_BYTES).digest())
@@ -178,12 +179,12 @@ def encode_salt(salt: str) -> bytes:
     return bytes(digest)
 
 
-def count_common(one: np.ndarray, other: np.ndarray) -> int:
+def count_common(first: np.ndarray, second: np.ndarray) -> int:
     """Count the equal elements that two arrays begin with."""
-    most = min(len(one), len(other))
+    most = min(len(first), len(second))
     for start in range(0, most, CHUNK):
         stop = min(start + CHUNK, most)
-        differ = one[start:stop] != other[start:stop]
+        differ = first[start:stop] != second[start:stop]
         if differ.any():
             return start + int(differ.argmax())
     return most
@@ -194,13 +195,13 @@ def encode_prompt(recent: RecentPrompt) -> bytes:
 
 
 def encode_snapshot(recents: Iterable[RecentPrompt]) -> Iterator[bytes]:
-    """A whole file that says: these."""
+    """Return a whole file with these prompts."""
     yield MAGIC
     yield from map(encode_prompt, recents)
 
 
 def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:
-    """Put what a file says into `recents`. False if it did not end with a record's end."""
+    """Add the prompts of a file to `recents`. Return False if the file did not end with a whole record."""
     at = len(MAGIC)
     if raw[:at] != MAGIC:
         return False

@@ -1,4 +1,4 @@
-"""The recent prompts of one identity in their file: brought back at the start, appended to one by one."""
+"""Keeps the recent prompts of one identity in a file: read at the start, then appended to."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ class RecentPromptsFile:
             which = f"the list of recent prompts, {len(self.prompts)} of which could be read"
             self.upkeep.report_rebuilt("recent", which)
 
-    def write_prompt(self, one: RecentPrompt) -> None:
+    def write_prompt(self, prompt: RecentPrompt) -> None:
         """Should it fail half way, all of them are written anew with the next one."""
-        if one.serial <= self._last:
+        if prompt.serial <= self._last:
             return  # they were, meanwhile
-        before, self._bytes, kept = self._bytes, 0, [one]
-        lost, self.has_lost_prompt = self.has_lost_prompt, False
+        before = self._bytes
+        self._bytes = 0
+        kept = [prompt]
+        lost = self.has_lost_prompt
+        self.has_lost_prompt = False
         if before and not lost and before <= 2 * self.prompts.held_bytes + recent_prompts.SLACK:
-            raw = recent_prompts.encode_prompt(one)
+            raw = recent_prompts.encode_prompt(prompt)
             self.upkeep.folder.extend_file(self.name, raw)
             self._bytes = before + len(raw)
         else:

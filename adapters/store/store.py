@@ -14,9 +14,9 @@ tiers are a tuple, the quickest first. The first one is host memory; the others 
 
 Invariants, all of them under `lock`, which the tiers share:
 
-* an entry is evicted only when it is not leased and no kept run continues it;
-* `HostTier.rows` has a buffer for exactly the entries of its index;
-* a run that is queued for a tier is in `_queued_writes` until the tier calls `WriteRun.finish`, once.
+* An entry is evicted only when it is not leased and no kept run continues it.
+* `HostTier.rows` has a buffer for exactly the entries of its index.
+* A run that is queued for a tier is in `_queued_writes` until the tier calls `WriteRun.finish`, once.
 
 Example: prompts ABCD and ABEF, of four blocks each. The first leaves one run ABCD. The second finds AB in it, leases
 the entry, restores two blocks, computes EF, and keeps them as a run whose parent is B.

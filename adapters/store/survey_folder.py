@@ -1,4 +1,4 @@
-"""A cache folder looked at from outside, of whatever model, without a lock: what it holds, and whether it is whole."""
+"""Examines a cache folder from outside, without a lock and for any model: what it holds, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_DIMENSIONS = 8  # dimensions of a tensor
 
 @frozen(eq=False)
 class SurveyedFile:
-    """A file as it describes itself. content: bytes of its tensors, uncompressed."""
+    """A file and its own description. content: bytes of its tensors, uncompressed."""
 
     name: str
     entry: Entry
@@ -72,12 +72,12 @@ class Survey:
 
 
 def is_cache(folder: PrivateFolder) -> bool:
-    """Has a server ever used it? It leaves a journal from its start on."""
+    """Return True if a server has ever used the folder. A server leaves a journal there from its start on."""
     return has_journal(folder) or any(classify_name(name) == "run" for name, _ in folder.list_names())
 
 
 def has_journal(folder: PrivateFolder) -> bool:
-    """One of ours, of whatever version."""
+    """Return True if the folder has a journal of ours, of any version."""
     try:
         return read_whole(folder, journal.NAME, len(journal.ANY_MAGIC)) == journal.ANY_MAGIC
     except OSError:
@@ -85,7 +85,7 @@ def has_journal(folder: PrivateFolder) -> bool:
 
 
 def open_for_survey(path: Path) -> PrivateFolder:
-    """Raises FolderUnusable, also for a folder that is no cache."""
+    """Open a folder for a survey. Raises FolderUnusable, also for a folder that is no cache."""
     folder = PrivateFolder.open_read_only(path)
     try:
         used = is_cache(folder)
@@ -99,7 +99,10 @@ def open_for_survey(path: Path) -> PrivateFolder:
 
 
 def survey(folder: PrivateFolder) -> Survey:
-    """Reads the journal, and of each run its seek table and first frame. A file that vanishes meanwhile was evicted."""
+    """Survey the folder. It reads the journal, and the seek table and first frame of each run.
+
+    A file that vanishes meanwhile was evicted.
+    """
     found = Survey(sizes=dict(folder.list_names()))
     known = read_journal(folder, found)
     with pause_garbage_collection():
@@ -157,7 +160,8 @@ def describe_file(name: str, descriptor: int, known: Mapping[int, Entry]) -> Sur
     entry = make_named_entry(named, said, size)
     remembered = known.get(named[1])
     if remembered is not None and remembered.keys == entry.keys:
-        entry.hits, entry.last_turn = remembered.hits, remembered.last_turn
+        entry.hits = remembered.hits
+        entry.last_turn = remembered.last_turn
     return SurveyedFile(
         name,
         entry,
@@ -168,7 +172,7 @@ def describe_file(name: str, descriptor: int, known: Mapping[int, Entry]) -> Sur
 
 
 def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
-    """(compressed, content) bytes of each frame. Raises Damaged, OSError."""
+    """Return (compressed, content) bytes of each frame. Raises Damaged, OSError."""
     foot = seekable.FOOT.size
     if size < foot:
         raise Damaged("the file is too short")
@@ -182,7 +186,7 @@ def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
 
 
 def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each run's name, and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
+    """Yield each run's name and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
     for name in names:
         try:
             descriptor = folder.open_existing(name)
@@ -199,15 +203,21 @@ def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[s
 
 
 def check_run(name: str, descriptor: int) -> None:
-    """Name, seek table, head, keys, tensors, every frame and its checksum. Raises Damaged, Newer, Outdated, OSError."""
-    size, named = os.fstat(descriptor).st_size, parse_name(name)
+    """Check name, seek table, head, keys, tensors, and every frame with its checksum.
+
+    Raises Damaged, Newer, Outdated, OSError.
+    """
+    size = os.fstat(descriptor).st_size
+    named = parse_name(name)
     assert named is not None
-    frames, checksums = read_seek_table(descriptor, size), list[bytes]()
+    frames = read_seek_table(descriptor, size)
+    checksums = list[bytes]()
     if len(frames) < 2 or frames[0][1] > MAX_HEAD_BYTES:
         raise Damaged("the header is too long, or all that there is")
     data = sum(content for _, content in frames[1:])
     check_frames(frames, data)
-    at, first = frames[0][0], bytearray(frames[0][1])
+    at = frames[0][0]
+    first = bytearray(frames[0][1])
     seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
     said = parse_head(first)
     make_named_entry(named, said, size)
@@ -222,7 +232,9 @@ def check_run(name: str, descriptor: int) -> None:
 
 
 def check_tensors(raw: bytearray, run: Run, content: int) -> None:
-    """The header's tensors lie end to end: the token ids, then what the other frames hold, to the last byte."""
+    """Check that the header's tensors lie end to end: the token ids, then the contents of the other frames, to the last
+    byte.
+    """
     header = json.loads(bytes(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
     tensors = [(name, about) for name, about in header.items() if name != "__metadata__"]
     try:
@@ -279,10 +291,12 @@ def read_whole(folder: PrivateFolder, name: str, most: int) -> bytes:
 
 @define(eq=False)
 class StoredSequence:
-    """Tokens up to the end of a run that nothing continues. files: its own, so that each is in one sequence only.
+    """The tokens up to the end of a run that no other run continues.
 
-    start: where its own files begin. whole: nothing in front of them is missing. beginning: its first tokens, packed,
-    or where they are missing the first that are there.
+    files: those of this sequence; each file is in one sequence only.
+    start: where these files begin.
+    whole: nothing before them is missing.
+    beginning: the first packed tokens of the sequence that are there.
     """
 
     files: list[SurveyedFile]
@@ -319,11 +333,15 @@ def group_sequences(kept: Iterable[SurveyedFile]) -> list[StoredSequence]:
 
 def trace_sequence(last: SurveyedFile, holders: Mapping[bytes, SurveyedFile], taken: set[str]) -> StoredSequence:
     """Collect a sequence from its end back to the first file that another sequence has taken."""
-    files, one, before = [last], last, holders.get(last.entry.parent)
+    files = [last]
+    one = last
+    before = holders.get(last.entry.parent)
     while before is not None and before.name not in taken:
         taken.add(before.name)
         files.append(before)
-        one, before = before, holders.get(before.entry.parent)
+        one = before
+        before = holders.get(before.entry.parent)
     while before is not None:
-        one, before = before, holders.get(before.entry.parent)
+        one = before
+        before = holders.get(before.entry.parent)
     return StoredSequence(files[::-1], one.entry.start == 0, one.entry.tokens)

@@ -99,8 +99,8 @@ class WrittenTurn:
     controls: Tokens
     reading: Reading
 
-    def matches(self, one: RecognisedTurn) -> bool:
-        return self.text.startswith(one.lead) and (self.controls, self.reading) == (one.controls, one.reading)
+    def matches(self, token: RecognisedTurn) -> bool:
+        return self.text.startswith(token.lead) and (self.controls, self.reading) == (token.controls, token.reading)
 
 
 @frozen

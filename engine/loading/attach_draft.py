@@ -20,13 +20,13 @@ from states.residency import make_unload
 from states.settings import Settings
 
 
-def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
+def offload_unused_draft(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
     """Offload the draft, since no request needs it yet."""
     if drafting is not None and settings.residency.draft != "keep":
         drafting.offload(RequestId(0), make_unload(settings.residency, "draft"))
 
 
-def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
+def get_last_kernels(kernels: Sequence[Kernels | None]) -> Kernels:
     """Return the kernels for the last layers, which are in this process wherever the layers are."""
     last = kernels[-1]
     assert last is not None

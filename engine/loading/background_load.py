@@ -1,4 +1,4 @@
-"""A model loads on its device thread while the start does other things. What is timed waits until those are done."""
+"""Loads a model on its device thread while the start does other things. Measurements wait until those are done."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from engine.settings.user_error import UserError, build_memory_error
 class BackgroundLoad:
     """A target that is being loaded on its lane.
 
-    result: the target, or what kept it from being loaded. measuring_allowed: set when the rest of the start is done, so
-    that nothing disturbs measurements. cancelled: set when nobody waits for the target any more.
+    result: the target, or the error that kept it from being loaded.
+    measuring_allowed: set when the rest of the start is done, so that nothing disturbs measurements.
+    cancelled: set when the target is no longer needed.
     """
 
     lane: DeviceLane
@@ -33,9 +34,7 @@ class BackgroundLoad:
     cancelled: threading.Event = field(factory=threading.Event)
 
     async def wait_for_target(self) -> Target:
-        """Return the target when it is loaded. Raises UserError with one line for whatever keeps it from
-        being served.
-        """
+        """Return the target when it is loaded. Raises UserError with one line if it cannot be served."""
         self.measuring_allowed.set()
         try:
             return await anyio.to_thread.run_sync(self.result.result)
@@ -58,7 +57,7 @@ class BackgroundLoad:
 
 
 class LoadCancelled(Exception):
-    """The load was cancelled: nobody waits for the target."""
+    """The load was cancelled: the target is no longer needed."""
 
 
 def begin_load(
@@ -66,7 +65,7 @@ def begin_load(
 ) -> BackgroundLoad:
     """Begin to load a target on its lane.
 
-    only: the identity that is wanted. If the target has another one, Mismatched is raised before shards are built.
+    only: the identity that is wanted. Another one raises IdentityMismatch before shards are built.
     """
     *others, last = choose_devices(options.placement)
     beginning = BackgroundLoad(DeviceLane(last, (*others, choose_draft_device(options.speculation, last))))

@@ -1,4 +1,4 @@
-"""The executor of a loaded target: complete, with its draft, its scoring model, its store and its prompt lane."""
+"""Builds the executor of a loaded target: complete, with its draft, its scorer, its store and its prompt lane."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effects.all import Outcome
 from effects.ids import ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
-from engine.loading.load_scorer import Drafter
+from engine.loading.load_scorer import LoadedScorer
 from states.settings import Settings
 
 
@@ -24,7 +24,7 @@ def build_executor(
     settings: Settings,
     *,
     drafting: DraftProposer[Any] | None,
-    drafter: Drafter | None,
+    scorer: LoadedScorer | None,
     transfer: Transfer | None,
 ) -> DeviceExecutor:
     """Return the executor that serves. parts: what is known before the scoring model and the store are there.
@@ -33,23 +33,23 @@ def build_executor(
     """
     whole = evolve(
         parts,
-        handlers=model_handlers(drafting, drafter),
+        handlers=model_handlers(drafting, scorer),
         prompt_lane=DeviceLane(parts.lane.device, purpose="prompts") if settings.beside_rows else None,
         keep_state=None if transfer is None else transfer.saver.save_checkpoint,
     )
     return DeviceExecutor(whole)
 
 
-def model_handlers(drafting: DraftProposer[Any] | None, drafter: Drafter | None) -> dict[type, Handler]:
-    """Return what carries out the effects on other models than the target, where these are on the target's lane."""
-    # By model: what brings it in, and what sends it away.
+def model_handlers(drafting: DraftProposer[Any] | None, scorer: LoadedScorer | None) -> dict[type, Handler]:
+    """Return the handlers of effects on other models than the target, as far as these use the target's lane."""
+    # For each model, the handler that loads it and the one that unloads it.
     movers: dict[ModelName, tuple[Handler, Handler]] = {}
     handlers: dict[type, Handler] = {}
     if drafting is not None:
         movers["draft"] = (drafting.load_back, drafting.offload)
-    if drafter is not None and drafter.beside is None:
-        movers["drafter"] = (drafter.compressor.load, drafter.compressor.unload)
-        handlers[CompressPrompt] = drafter.compressor.compress
+    if scorer is not None and scorer.own_lane is None:
+        movers["drafter"] = (scorer.compressor.load, scorer.compressor.unload)
+        handlers[CompressPrompt] = scorer.compressor.compress
 
     def load(request: RequestId, effect: LoadModel) -> Outcome:
         return movers[effect.name][0](request, effect)

@@ -1,4 +1,4 @@
-"""How long chunks and decode steps take on this machine: measured at start, or kept from an earlier one.
+"""Measures how long chunks and decode steps take on this machine, unless an earlier start has measured them.
 
 The scheduler decides by these rates until it has seen better ones.
 """
@@ -30,19 +30,25 @@ from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states import launch_prices
 from states.rates import FIRST_SPAN, Rates
 
-BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
-STEADY = 8  # they fall, if one is less by more than that part
+BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
+# Times still fall if one is smaller than before by more than this part of it.
+STEADY = 8
 PASSES = 4
-IN_A_ROW = 4  # steps
-STRIDE = 7919  # between the tokens that are tried
+IN_A_ROW = 4  # launches of one width that follow each other
+STRIDE = 7919  # distance between the token ids that are used
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 4  # of what is kept
+VERSION = 4  # of the kept rates
 MOST_NS = 10**11
-TRIES = 2  # to find that what was kept still holds: something may have been in the way of the first
-BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
-FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
+# Attempts to confirm the kept rates: something may have disturbed the first one.
+TRIES = 2
+# Measured times may differ from kept ones by this factor. Beyond it other programs use the machine, and they would
+# disturb a complete measurement too.
+BUSY = 4
+# Chunks are measured at 0 and at this position. Beyond it, time is assumed to grow as it does between the two.
+FAR = {"cpu": 2048, "cuda": 16384}
 
-MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: streams wait for a quarter of a chunk
+# On a CPU a row takes about as long in any forward. With 64 of 256 rows, streams wait for a quarter of a chunk.
+MIXED_ROWS = 64
 
 
 @frozen
@@ -58,16 +64,16 @@ class RateShape:
 
 
 def choose_mixed_rows(devices: Set[str]) -> int:
-    """Return how many prompt rows a forward may have beside decode steps. 0: none.
+    """Return how many prompt rows a forward may have together with decode steps. 0: none.
 
-    devices: the kinds of device that have layers. It is 0 with a GPU: there both can run at once
+    devices: the kinds of device that have layers. The result is 0 with a GPU: there both can run at once
     (`choose_concurrent_rows`), or they take turns.
     """
     return MIXED_ROWS if devices == {"cpu"} else 0
 
 
 def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
-    """Return the number of rows above which a prefill runs beside decode steps. 0: no prefill does.
+    """Return the number of rows above which a prefill runs at the same time as decode steps. 0: no prefill does.
 
     That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
     those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
@@ -80,8 +86,8 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
 def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
     """Return the number of chunks that one prefill effect may span.
 
-    On devices that are only launched ahead, a span is used beside decode steps or not at all: nothing would make such a
-    launch give way on their lane.
+    On devices that are only launched ahead, a span is used only if prefills run concurrently with decode steps: nothing
+    could interrupt such a launch on their lane.
     """
     return shard.span if concurrent or not shard.launches_ahead else 1
 
@@ -132,13 +138,14 @@ def do_rates_agree(before: Rates, now: Rates) -> bool:
 
 def take_quicker_steps(before: Rates, now: Rates) -> Rates:
     """Return the earlier rates with the decode steps of `now` that took less. The times of mixed steps are kept."""
-    found = {(span, members, rows): (ns, beside) for span, members, rows, ns, beside in before.decode}
+    found = {(span, members, rows): (ns, plain_ns) for span, members, rows, ns, plain_ns in before.decode}
     plain = 0
-    for span, members, rows, ns, beside in now.decode:  # the plain one comes first
+    # The plain step comes first.
+    for span, members, rows, ns, plain_ns in now.decode:
         if ns < found[span, members, rows][0]:
-            found[span, members, rows] = ns, beside and plain
+            found[span, members, rows] = ns, plain_ns and plain
         plain = plain or found[span, members, rows][0]
-    return evolve(before, decode=tuple((*key, ns, beside) for key, (ns, beside) in found.items()))
+    return evolve(before, decode=tuple((*key, ns, plain_ns) for key, (ns, plain_ns) in found.items()))
 
 
 def to_json(rates: Rates) -> str:
@@ -171,8 +178,9 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
 
 
 def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
-    """Return nanoseconds per token by position, as `Rates.prefill` has them. Two chunks are measured, with a straight
-    line between them.
+    """Return nanoseconds per token by position, as in `Rates.prefill`.
+
+    Two chunks are measured, and times between them are interpolated.
     """
     rows = min(chunk, context)
     far = (min(context, FAR[shard.spec.device.type]) - rows) // shard.states.block * shard.states.block
@@ -218,21 +226,21 @@ def time_call(work: Callable[[], None]) -> int:
 def measure_decode(
     executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
 ) -> launch_prices.DecodeTimes:
-    """Measure the launches of one request, its draft included, as `Rates.decode` has them.
+    """Measure the launches of one request, its draft included, in the format of `Rates.decode`.
 
-    Widths take turns, so that a disturbance costs one time of each width and not all of one; the quickest counts. Some
-    launches of a width follow each other as they do when requests are served: the device goes on alone, and each takes
-    less time. The first may warm up, and lets the draft catch up.
+    Widths take turns, so that a disturbance costs one time of each width and not all times of one. The quickest time
+    counts. Some launches of a width follow each other as in serving: the device continues alone, and each takes less
+    time. The first launch may warm up, and lets the draft catch up.
     """
     slot = SlotId(0)
     known = min(CONTEXT, context // 2)
     started = time.perf_counter_ns()
     tokens = make_tokens(shard, known)
-    # of each launch the outcomes before it
+    # for each launch, the number of outcomes before it
     rounds = list[dict[int, int]]()
     begun = list[int]()
 
-    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
+    def choose_next_launch(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         if not outcomes:
             return EffectRequest(RequestId(0), RunPrefill(slot, 0, known - 1))
         if isinstance(outcomes[-1], DeviceFailed):
@@ -240,8 +248,8 @@ def measure_decode(
         new = outcomes[begun[-1] :] if begun else ()
         tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
         if begun and len(begun) % len(widths) == 0:
-            rounds.append(least(outcomes[begun[-len(widths)] :]))
-            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
+            rounds.append(find_quickest_launches(outcomes[begun[-len(widths)] :]))
+            if has_enough_rounds(rounds, time.perf_counter_ns() - started, passes // 2):
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
@@ -249,14 +257,14 @@ def measure_decode(
 
     if known < 2:
         return ()
-    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
-    found = least(outcomes)
+    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), choose_next_launch)
+    found = find_quickest_launches(outcomes)
     shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
-def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
-    """The quickest launch with so many proposals."""
+def find_quickest_launches(outcomes: Sequence[Outcome]) -> dict[int, int]:
+    """Return the nanoseconds of the quickest launch for each number of proposals."""
     times: dict[int, int] = {}
     for done in outcomes:
         if isinstance(done, Decoded):
@@ -264,8 +272,12 @@ def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
     return dict(sorted(times.items()))
 
 
-def enough(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
-    """Of `wanted` rounds at least, the last one brought nothing that is clearly quicker; or they take too long."""
+def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
+    """Return True if measuring may stop.
+
+    That is when `wanted` rounds are done and the last one found no clearly quicker time, or when the budget of time is
+    spent.
+    """
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
     falls = any(ns + ns // STEADY < known[width] for width, ns in last.items())

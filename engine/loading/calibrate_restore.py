@@ -1,4 +1,4 @@
-"""Times to restore rows on this machine, known before the first request: kept from an earlier start, or measured."""
+"""Finds the times to restore rows on this machine before the first request: kept by an earlier start, or measured."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ SLOWLY = (
 )
 VERSION = 4
 MOST_NS = 10**9  # a second for one token's rows
-PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
-SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
+# Passes over each codec's samples, in turn. The quicker one counts, because other work on the machine only slows them.
+PASSES = 2
+# Nanoseconds of a chunk. If computing takes longer, it is not measured how loading slows it: the start would take too
+# long.
+SLOW_NS = 50_000_000
 
 
 @frozen
 class RestoreTimes:
-    """Nanoseconds to load one token's rows from host memory and from the disk tier's files, and how much longer both
-    sides take beside each other, as in `Rates`.
+    """Nanoseconds to load one token's rows from host memory and from the disk tier's files.
 
-    single: from files, where one run is all that is on its way; 0: the store had none of its own. zstd:
-    how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
+    prefill_beside, load_beside: how much longer computing and loading take at the same time, as in `Rates`.
+    single: as `from_files` if only one run is being read; 0: the store had no runs of its own.
+    zstd: the time of zstd files relative to plain ones, in thousandths; 0: it was not measured.
     """
 
     from_memory: int = 0
@@ -54,7 +57,7 @@ class RestoreTimes:
     zstd: int = 0
 
     def add_to(self, rates: Rates, loads: Mapping[Tier, int]) -> Rates:
-        """Return the rates with these times. loads: by the name of the tier that has each."""
+        """Return the rates with these times. loads: the time of each tier by its name."""
         known = {tier: time for tier, time in loads.items() if time}
         return evolve(rates, loads=known, prefill_beside=self.prefill_beside, load_beside=self.load_beside)
 
@@ -133,9 +136,11 @@ def add_restore_times(
 def load_or_measure_times(
     kept: CalibrationCache, key: str, rehearsal: CopyMeasurement, compute: Callable[[], None] | None
 ) -> RestoreTimes:
-    """A few of its own files are read in any case, so that what was kept is of the disk as it is today: one after the
-    other, which is soon done, and as a restore does it where that took much longer or less before, or where only
-    samples have told so far.
+    """Return the times of this machine's memory and disk, kept or measured.
+
+    A few of the store's own files are read in any case, because a disk may be slower or faster than it was. First they
+    are read one after the other, which is quick. If that differs from the earlier start, or if the earlier start had
+    only samples, they are read again as a restore reads them.
     """
     before = kept.recall(key, RestoreTimes.from_json)
     disk = rehearsal.store.find_tier(DiskTier)
@@ -143,7 +148,8 @@ def load_or_measure_times(
         own = [] if disk is None else stack.enter_context(rehearsal.lease_files(disk))
         if before is not None and not own:
             return before
-        rehearsal.store.memory_ready.wait()  # buffers that were not prepared yet would be slower ones
+        # Buffers that were not prepared yet would be slower.
+        rehearsal.store.memory_ready.wait()
         single = rehearsal.measure_single(own)
         if before is not None and before.single and are_similar(single, before.single):
             return before.scale_to(single)

@@ -1,4 +1,4 @@
-"""The settings that the engine starts with, from options, the loaded model and measured rates."""
+"""Chooses the settings that the engine starts with, from options, the loaded model and measured rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.loading.load_draft import (
     count_most_proposals,
     is_short_of_memory,
 )
-from engine.loading.load_scorer import FoundDrafter, cannot_stay
+from engine.loading.load_scorer import FoundScorer, cannot_stay
 from engine.loading.memory_estimate import shares_pages
 from engine.loading.plan_load import ProvenPlan
 from engine.loading.shard_peers import (
@@ -45,7 +45,7 @@ def choose_settings(
     parts: ExecutorParts,
     shard: Pipeline,
     draft: DraftModel | None,
-    scores: FoundDrafter | None = None,
+    scores: FoundScorer | None = None,
     *,
     plan: Sequence[Placement],
     proven: ProvenPlan,
@@ -54,7 +54,7 @@ def choose_settings(
     """Return the settings that the engine starts with, and measure their rates. They do not know of a store yet."""
     fit, numerics = proven.fit, proven.numerics
     has_draft, stateful = draft is not None, bool(shard.states.specs)
-    branches = draft is not None and draft.branches and not stateful
+    branches = draft is not None and draft.can_branch and not stateful
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
@@ -72,7 +72,8 @@ def choose_settings(
     )
     if message:
         log.warning(message)
-    block, has_buckets = count_most_proposals(draft, shard), numerics.mode == "buckets"
+    block = count_most_proposals(draft, shard)
+    has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree))
     places = (

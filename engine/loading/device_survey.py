@@ -1,6 +1,4 @@
-"""What this machine can do for a model before any of it is loaded: devices, free memory, kernels,
-and proven numerics.
-"""
+"""Surveys what this machine can do for a model before it is loaded: devices, free memory, kernels, proven numerics."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 
-MOST_OFFERS = 15  # what `Prove` holds, less one
-GRAPH_CHUNK = 1024  # C on a CUDA device: within 1 % of 2048, and a cancelled prefill stops sooner
+MOST_OFFERS = 15  # one less than `Prove` holds
+GRAPH_CHUNK = 1024  # C on a CUDA device: speed is within 1 % of 2048 rows, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
 
 
@@ -69,12 +67,12 @@ class Placement:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the rows are in host memory of this machine."""
+        """True if the rows are in host memory of this machine."""
         return self.memory == (read_boot_id(), "cpu")
 
 
 def known_facts(peer: Peer) -> Facts:
-    """Return what the process said of itself when it was connected."""
+    """Return what the process reported when it was connected."""
     if peer.facts is None:
         raise LookupError(f"{peer.dial.name} was never connected")
     return peer.facts
@@ -128,8 +126,9 @@ def plan_placement(
 
 
 def read_boot_id() -> str:
-    """Return the id of this machine since it was started. It is empty if the system does not tell it; then it matches
-    no other.
+    """Return the id of this machine since it was started.
+
+    It is empty if the system has none; then it matches no other.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -138,7 +137,7 @@ def read_boot_id() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device. For a host, this includes what its caches would give back."""
+    """Return the bytes that are free on a device. For a host, this includes memory that its caches would give back."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -185,7 +184,7 @@ def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
         size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"
         fewer = "fewer --slots or a smaller --max-ctx may help"
         if states:
-            size += f" and {state_checkpoints} states beside them {states / 1e9:.0f} GB"
+            size += f" and {state_checkpoints} states with them {states / 1e9:.0f} GB"
             fewer = "fewer --slots, fewer --state-checkpoints or a smaller --max-ctx may help"
         raise UserError(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
 
@@ -219,7 +218,8 @@ def prove(
     rows = row_dtype(weights.kv_dtype, dtype)
     found = dict[torch.device, tuple[Numerics, Kernels]]()
     offers = list[Offer]()
-    # Beside the last layers is a draft, with a copy of the head: in this process, wherever they are.
+    # A draft may run on the device of the last layers, with a copy of the head. It is in this process wherever they
+    # are.
     for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
         with current(device):
             kernels = build_kernels(device, dtype)
@@ -310,7 +310,8 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 def set_compile_cache() -> None:
     """Have Triton keep compiled kernels in our user folder, unless the environment names another folder."""
     folder = find_user_folder() / "triton"
-    with suppress(OSError):  # a home that cannot be written: it stays where Triton would have it
+    # Where the home cannot be written, Triton uses its own default.
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 

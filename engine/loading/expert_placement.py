@@ -1,4 +1,4 @@
-"""`--experts`: how much device memory the experts get that host memory keeps, and which experts begin there."""
+"""`--experts`: decides how much device memory the experts get that host memory keeps, and which experts begin there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def compute_identity(
 ) -> str:
     """Return 32 hex digits over everything that changes numbers, and nothing about this machine.
 
-    rows: the dtype of cached keys and values, if it is not `dtype`. digest: of the checkpoint, if it is known already.
+    rows: the dtype of cached keys and values, if it is not `dtype`. digest: that of the checkpoint, if it is known
+    already.
     """
     parts = (
         digest or checkpoint.digest(),
@@ -30,7 +31,8 @@ def compute_identity(
         str(numerics.block_size),
         numerics.numerics_class,
         numerics.mode,
-        repr(numerics.buckets),  # what serves: other shapes may round otherwise, and two starts may have proven others
+        # The buckets that serve: other shapes may round differently, and two starts may have proven different ones.
+        repr(numerics.buckets),
         mode,
     )
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

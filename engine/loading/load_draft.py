@@ -1,4 +1,4 @@
-"""The draft of a target: found, checked and loaded."""
+"""Finds the draft of a target, checks it and loads it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.projection import FeatureProjection
-from adapters.models.drafts.dflash.weights import products as block_products
+from adapters.models.drafts.dflash.weights import list_draft_products as block_products
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Projection
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.projection import LastHidden
-from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.drafts.mtp.weights import list_head_products
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
 from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
@@ -49,19 +49,23 @@ from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
 
-WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
+# The numbers of proposals of the decode steps that are measured at start.
+WIDTHS = (3, 7, 15)
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
 
 
 @frozen
 class FoundDraft:
-    """A draft that was asked for, checked against its target. name: as `--draft` has it. weights: how many it has."""
+    """A draft that was requested, checked against its target.
+
+    name: the value of `--draft`. weights: how many it has.
+    """
 
     name: str
     shape: DraftShape
     weights: int
-    digest: str  # of these
+    digest: str  # of the weights
     products: Callable[..., Products]
     build: Callable[..., CachedDraft[Any]]
     projection: Callable[[Kernels, torch.device, torch.dtype], Projection]
@@ -73,16 +77,17 @@ class FoundDraft:
 
 
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
-    """Return the draft that was asked for, or that comes with a demo. Raises UserError if it cannot draft for this
-    target.
+    """Return the draft that was requested, or that comes with a demo.
+
+    Raises UserError if it cannot draft for this target.
     """
-    found = named_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
+    found = open_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
     if found is None and options.speculation.ddtree:
         log.warning("--ddtree has no effect without a draft (--draft none)")
     return found
 
 
-def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
+def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
     """Return the draft of this name. Raises UserError."""
     if name == "none":
         return None
@@ -122,7 +127,7 @@ def find_own_head(target: Checkpoint) -> FoundDraft:
         config,
         count_weights(found.tensors),
         found.digest(),
-        partial(head_products, config),
+        partial(list_head_products, config),
         partial(MtpDraft, config, found),
         lambda *_: LastHidden(config.aux_layers[0]),
     )
@@ -291,8 +296,10 @@ def is_short_of_memory(device: torch.device, coming: int = 0) -> bool:
 
 
 def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
-    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
-    token that is fed, and the proposals after it.
+    """Return the most proposals of one decode step.
+
+    If the model has recurrent state, only one block can be rolled back: the token that is fed, and the proposals after
+    it.
     """
     wanted = 0 if draft is None else draft.block - 1
     most = min(wanted, shard.states.block - 1) if shard.states.specs else wanted

@@ -1,4 +1,4 @@
-"""The prompt scorer (`--prefill-drafter`) of prompt compression: found, checked against its target, and loaded."""
+"""Finds the prompt scorer (`--prefill-drafter`) of prompt compression, checks it against its target, and loads it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
-BESIDE = LaneId(1)  # of a drafter on a device of its own
-CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
+SCORER_LANE = LaneId(1)  # the lane of a scorer on a device of its own
+# Rows at once on a GPU. So narrow a model computes fewer rows faster than the host can launch the next ones.
+CUDA_CHUNK = 4096
 
 
 @frozen
-class FoundDrafter:
-    """A drafter that was asked for, checked against its target. name: as `--prefill-drafter` has it."""
+class FoundScorer:
+    """A prompt scorer that was requested, checked against its target. name: the value of `--prefill-drafter`."""
 
     name: str
     checkpoint: Checkpoint
-    device: torch.device  # of this process
+    device: torch.device  # in this process
     limit: int
     tokenizer: Tokenizer
-    peer: Peer | None = None  # of the process that it is in, where that is another one
+    peer: Peer | None = None  # the process that has the scorer, if another one has it
 
     @property
     def place(self) -> str:
@@ -62,54 +63,56 @@ class FoundDrafter:
 
 
 @define(eq=False)
-class Drafter:
-    """What the engine knows of it. beside: what works on its lane, if it has one of its own."""
+class LoadedScorer:
+    """A prompt scorer that serves. own_lane: runs it on a lane of its own, if it has one."""
 
-    found: FoundDrafter
+    found: FoundScorer
     compressor: Compressor
     lane: DeviceLane
-    beside: PromptScorerLane | None = None
-    identity: str = ""  # of the model and the numerics that it scores with
+    own_lane: PromptScorerLane | None = None
+    identity: str = ""  # of the model and its numerics
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
-        return () if self.beside is None else (self.beside.lane.thread,)
+        return () if self.own_lane is None else (self.own_lane.lane.thread,)
 
     def memory(self) -> Mapping[str, int]:
         device, host = self.compressor.weights_bytes
         return {"weights": device, "host": host, "buffers": self.compressor.buffers}
 
     def abandon(self, request: RequestId) -> None:
-        """Drop what was scored for a request, after what is in flight."""
-        if self.beside is not None:
-            self.beside.abandon(request)
+        """Drop the scores of a request, after the work that is in flight."""
+        if self.own_lane is not None:
+            self.own_lane.abandon(request)
         elif not self.lane.closed:
             self.lane.post(partial(self.compressor.forget, request), log_drop_failure)
 
     def close(self) -> None:
-        if self.beside is not None:
-            self.beside.close()
+        if self.own_lane is not None:
+            self.own_lane.close()
         if self.found.peer is not None:
             self.found.peer.close()
 
 
-def drafter_folder(options: Options) -> Path:
-    """Or its GGUF file."""
+def find_scorer_folder(options: Options) -> Path:
+    """Return the folder or the GGUF file of the prompt scorer."""
     return demo.FOLDERS.get(options.scorer_name) or Path(options.scorer_name)
 
 
-def find_drafter(
+def find_scorer(
     options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
-) -> FoundDrafter | None:
-    """folder: of the target. peer: of a drafter in another process. Raises UserError for one that cannot score its
-    prompts.
+) -> FoundScorer | None:
+    """Return the prompt scorer that was requested, if any. Raises UserError if it cannot score the target's prompts.
+
+    folder: that of the target. peer: the process that has the scorer, if another one has it.
     """
     name = options.scorer_name
     if not name:
         return None
-    path = drafter_folder(options)
+    path = find_scorer_folder(options)
     try:
-        checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
+        checkpoint = Checkpoint.open(path)
+        tokenizer = Tokenizer.load(path)
         own = tokenizer if path == folder else Tokenizer.load(folder)
     except CheckpointError as error:
         raise UserError(f"--prefill-drafter {error}") from error
@@ -122,7 +125,7 @@ def find_drafter(
     device = torch.device("cpu")
     if peer is None:
         device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
-    return FoundDrafter(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
+    return FoundScorer(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
@@ -138,35 +141,36 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int)
         )
 
 
-def add_drafter(
-    found: FoundDrafter | None,
+def add_scorer(
+    found: FoundScorer | None,
     options: Options,
     lane: DeviceLane,
     *,
     settings: Settings,
     kept: CalibrationCache,
-) -> tuple[Drafter | None, Settings]:
-    """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
+) -> tuple[LoadedScorer | None, Settings]:
+    """Make the prompt scorer ready. Return it, and the settings with it.
 
-    lane: the target's.
+    Its weights are read at first use, unless they are to stay loaded. lane: the target's.
     """
     if found is None:
         return None, settings
-    compressor, named = build(found, options, kept)
+    compressor, named = build_compressor(found, options, kept)
     settings = load_if_kept(compressor, settings)
-    if found.peer is None and on(lane, found.device):
-        return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
-    beside = PromptScorerLane(compressor, DeviceLane(found.device))
-    settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
-    return Drafter(found, compressor, beside.lane, beside, named), settings
+    if found.peer is None and shares_device(lane, found.device):
+        return LoadedScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
+    own_lane = PromptScorerLane(compressor, DeviceLane(found.device))
+    settings = evolve(settings, drafter=found.limit, drafter_lane=SCORER_LANE)
+    return LoadedScorer(found, compressor, own_lane.lane, own_lane, named), settings
 
 
-def cannot_stay(found: FoundDrafter) -> bool:
+def cannot_stay(found: FoundScorer) -> bool:
     """Return whether its device is short of memory once its weights are there. The target and the draft are loaded.
 
-    A device of another process says only how much is free, so there the weights have to fit into that.
+    A device of another process reports only its free memory, so there the weights have to fit into that.
     """
-    config, dtype = found.checkpoint.config, resolve_dtype("auto", found.checkpoint)
+    config = found.checkpoint.config
+    dtype = resolve_dtype("auto", found.checkpoint)
     size = estimate_weights(config, dtype, found.device, range(config.num_layers))
     if found.peer is None:
         return is_short_of_memory(found.device, size)
@@ -175,10 +179,10 @@ def cannot_stay(found: FoundDrafter) -> bool:
 
 
 def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
-    """Read the weights where they are to stay between requests.
+    """Read the weights if they are to stay between requests.
 
-    Where there is no room for them after all, `auto` releases them after each use. `persistent` was asked for, so it
-    raises torch.OutOfMemoryError.
+    If there is no room for them after all, `auto` releases them after each use. `persistent` was requested explicitly,
+    so it raises torch.OutOfMemoryError.
     """
     if settings.residency.drafter != "keep":
         return settings
@@ -192,51 +196,54 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     return settings
 
 
-def on(lane: DeviceLane, device: torch.device) -> bool:
-    """Is it one of the lane's, so that they would wait for each other?"""
+def shares_device(lane: DeviceLane, device: torch.device) -> bool:
+    """Return whether the lane uses this device, so that work on it would wait for the lane."""
     return device in lane.devices or device.type == lane.device.type == "cpu"
 
 
-def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
-    """And its identity. Raises UserError."""
+def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
+    """Return the compressor of a scorer, and the identity of its model and numerics. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
-    checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
+    checkpoint = found.checkpoint.with_dtype(dtype)
+    config = found.checkpoint.config
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
     marks = build_token_marks([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
     if found.peer is not None:
-        remote, numerics = apart(found, found.peer, options, dtype)
+        remote, numerics = prove_remote_scorer(found, found.peer, options, dtype)
         return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
     assert isinstance(config, DenseConfig)
     place = Placement(range(config.num_layers), found.device)
-    runtime = evolve(options.runtime, chunk=scored_at_once(options.runtime, place))
+    runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, place))
     numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
     return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
 
 
-def scored_at_once(runtime: RuntimeOptions, place: Placement) -> int:
+def count_scored_rows(runtime: RuntimeOptions, place: Placement) -> int:
     """Return the rows of one forward of the scorer."""
     return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
 
 
-def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
-    """In the process of `peer`, which says itself what holds there."""
+def prove_remote_scorer(
+    found: FoundScorer, peer: Peer, options: Options, dtype: torch.dtype
+) -> tuple[RemoteScorer, Numerics]:
+    """Return the scorer in another process, with the numerics that this process has proven. Raises UserError."""
     config = found.checkpoint.config
     place = Placement(range(config.num_layers), found.device, peer)
     kept_in: Any = dtype_name(dtype)
     try:
         numerics = peer.prove(
-            Prove(kept_in, kept_in, scored_at_once(options.runtime, place), found.limit, read_boot_id())
+            Prove(kept_in, kept_in, count_scored_rows(options.runtime, place), found.limit, read_boot_id())
         )
         return RemoteScorer(peer, build_scorer_request(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 
 
-def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:
-    """`/props.pflash`."""
+def describe_compression(options: Options, settings: Settings, drafter: LoadedScorer | None) -> Mapping[str, Any]:
+    """Return what `/props` shows as `pflash`."""
     return {
         "mode": options.compression.prefill_compression,
         "threshold": options.compression.prefill_threshold,

@@ -1,4 +1,4 @@
-"""Shards of a target's layers, each on its device, and where their weights come from."""
+"""Builds the shards of a target's layers, each on its device, and finds the sources of their weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stage_weights(
     change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
     """
     own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
-    taken = list[Buffer]()  # theirs while they are known
+    taken = list[Buffer]()  # the buffers of the uploads
 
     def buffer() -> Tensor:
         one = memory.allocate(PIECE_BYTES)
@@ -84,7 +84,8 @@ def stage_weights(
     finally:
         for one in uploads.values():
             one.close()
-        taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
+        # Sources may be kept longer than this block, and must not hold the pool's memory.
+        taken.clear()
 
 
 def upload_weights(
@@ -97,7 +98,7 @@ def upload_weights(
         names=checkpoint.config.tensors(place.layers),
         device=place.device,
         new_buffer=buffer,
-        on_tensor_read=checkpoint.heard,
+        on_tensor_read=checkpoint.on_read,
         served_dtype=dtype,
         max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
     )

@@ -1,4 +1,15 @@
-"""From options to a loaded target: the only place that constructs the model side."""
+"""Loads a target from options. No other module constructs the parts of a model.
+
+Theory of operation. A start must not read gigabytes before it knows that it can serve, and a restart must not serve
+other bits than before. So the load has stages, and each gets typed results of those before:
+* Connect the processes that have parts of the model (`RemotePeers`), and plan where the layers go.
+* Estimate slots and context that fit (`Fit`), and prove their numerics (`ProvenPlan`). Now the identity is known.
+* Build the shards and read their weights, then the draft.
+* Warm up, and measure rates for the scheduler (`Settings`).
+* Add the prompt scorer and the store, and build the executor, which is complete from then on.
+
+Begin with `load_on_lane`. All stages run on the lane, because only that thread may use the device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +41,7 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.loading.attach_draft import add_draft, beside_last, sent_away
+from engine.loading.attach_draft import add_draft, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
@@ -42,7 +53,7 @@ from engine.loading.load_draft import (
     check_provable,
     find_draft,
 )
-from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
+from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
@@ -62,7 +73,7 @@ from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from engine.settings.model_catalog import choose_served_name
-from engine.settings.model_options import ModelOptions
+from engine.settings.model_options import ModelOptions, WeightOptions
 from engine.settings.options import Options
 from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
@@ -73,7 +84,7 @@ log = logging.getLogger("rekindle")
 
 @define
 class Target:
-    """A model that is ready to be asked, and what the engine and the edge need to know of it."""
+    """A model that is ready to serve, with the facts that the engine and the HTTP server need."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -85,22 +96,22 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
-    freezes: bool  # messages that have aged, where a drafter is
-    scope: Scope  # of requests that do not say
+    freezes: bool  # for messages that have aged, if there is a prompt scorer
+    scope: Scope  # of requests that do not name one
     kept: CalibrationCache
     draft: DraftModel | None = None
-    drafter: Drafter | None = None
+    scorer: LoadedScorer | None = None
     offloaded: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
-    transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
+    transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
 
     @property
-    def numerics_shown(self) -> Mapping[str, Any]:
+    def numerics_facts(self) -> Mapping[str, Any]:
         return {"mode": self.mode, **self.numerics.shown()}
 
     @property
     def weights(self) -> int:
-        """Bytes, but for experts that are in host memory."""
+        """The bytes of weights, without experts in host memory."""
         held = self.shard.memory()
         return held["weights"] + held["host"]
 
@@ -112,10 +123,10 @@ class Target:
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
             "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
             "size": self.weights,
-            "packed": list(self.checkpoint.forms),
-            "bits_per_weight": round(self.checkpoint.bits, 2),
-            "bits_in_memory": round(self.checkpoint.bits_of(self.weights), 2),
-            "quantize_error": self.checkpoint.error,
+            "packed": list(self.checkpoint.packing_names),
+            "bits_per_weight": round(self.checkpoint.stored_bits, 2),
+            "bits_in_memory": round(self.checkpoint.compute_bits(self.weights), 2),
+            "quantize_error": self.checkpoint.rounding_error,
         }
 
     @property
@@ -124,14 +135,15 @@ class Target:
         return {
             "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
             "pflash": self.pflash,
-            "settings": asdict(self.settings, filter=exclude("rates")),  # those change: `rates_ns`
+            # Rates change and are shown as `rates_ns`.
+            "settings": asdict(self.settings, filter=exclude("rates")),
         }
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
         """Threads whose troubles /health reports."""
         store = () if self.transfer is None else self.transfer.store.threads
-        return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))
+        return (*self.executor.threads, *store, *(() if self.scorer is None else self.scorer.threads))
 
     @property
     def has_disk(self) -> bool:
@@ -144,10 +156,10 @@ class Target:
 
     @property
     def outages(self) -> Mapping[str, str]:
-        """Why shards are gone, by name. Without them no request can be answered."""
+        """The reasons why shards are gone, by name. While one is gone, no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
-    def live(self) -> LiveFigures:
+    def collect_live(self) -> LiveFigures:
         """Return what changes while it serves."""
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
@@ -169,14 +181,14 @@ class Target:
         target = self.shard.memory()
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
-        others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
+        others = {"draft": draft, **({} if self.scorer is None else {"drafter": self.scorer.memory()})}
         models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
         return MemoryLedger(
             models={"target": ModelBytes(target["weights"], host), **models},
             experts=None if self.offloaded is None else self.offloaded.shown(),
             shards=tuple(describe_shard(part) for part in self.shard.parts),
             draft=None if self.draft is None else describe_draft(self.draft),
-            drafter=None if self.drafter is None else describe_scorer(self.drafter),
+            drafter=None if self.scorer is None else describe_scorer(self.scorer),
             slots={"target": target["kv"], "draft": draft.get("kv", 0)},
             buffers={"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             blocks={"host": blocks},
@@ -189,33 +201,33 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
 
     async def close(self) -> None:
-        """Close the copies beside the lane first, then the lane, then the files that it handed over."""
+        """Close the threads that copy rows first, then the lane, then the files of the store."""
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
         if self.draft is not None and find_peer(self.draft) is not None:  # its process would wait for more
             await anyio.to_thread.run_sync(self.draft.close)
-        if self.drafter is not None:
-            await anyio.to_thread.run_sync(self.drafter.close)
+        if self.scorer is not None:
+            await anyio.to_thread.run_sync(self.scorer.close)
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-class Mismatched(Exception):
-    """The model has another identity, which is the argument, than the one that is wanted."""
+class IdentityMismatch(Exception):
+    """The model's identity, which is the argument, is not the one that is wanted."""
 
 
 def load_on_lane(
     options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
 ) -> Target:
-    """Load a target on its lane. only: the identity that is wanted. Raises UserError or Mismatched."""
+    """Load a target on its lane. only: the identity that is wanted. Raises UserError or IdentityMismatch."""
     if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.runtime.threads)
     folder = find_model_folder(options.model)
     checkpoint = Checkpoint.open(folder)
     apart = connect_peers(options, folder, checkpoint)
     try:
-        target = load_over(apart, checkpoint, options, lane, step=step, only=only)
+        target = load_with_peers(apart, checkpoint, options, lane, step=step, only=only)
     except RowsLost as error:
         apart.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
@@ -228,7 +240,7 @@ def load_on_lane(
     return target
 
 
-def load_over(
+def load_with_peers(
     apart: RemotePeers,
     checkpoint: Checkpoint,
     options: Options,
@@ -238,31 +250,31 @@ def load_over(
     only: str | None,
 ) -> Target:
     """Load a target over the processes that have its parts. apart: those processes."""
-    dtype, fast = resolve_dtype(options.weights.dtype, checkpoint), options.runtime.numerics == "fast"
-    checkpoint = (
-        checkpoint.quantised(options.weights.quantized_bits) if options.weights.quantized_bits else checkpoint
-    ).rounded(dtype)
-    plan, opened = plan_placement(options.placement, checkpoint.config, apart.shards), find_draft(options, checkpoint)
+    dtype = resolve_dtype(options.weights.dtype, checkpoint)
+    checkpoint = choose_weights(options.weights, checkpoint, dtype)
+    plan = plan_placement(options.placement, checkpoint.config, apart.shards)
+    opened = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
     fit = load_plan.choose_fit()
     kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
-    heard = checkpoint.followed(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    counted = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(heard, plan, memory, dtype) as sources:
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=kept, step=step)
-        fit, numerics, kernels, named = proven.fit, proven.numerics, proven.kernels, proven.identity
-        if only not in {None, named}:
-            raise Mismatched(named)
+        numerics = proven.numerics
+        if only not in {None, proven.identity}:
+            raise IdentityMismatch(proven.identity)
         found = apart.keep_draft(check_provable(opened, numerics))
-        scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
+        scores = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.scorer)
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
+        fast = options.runtime.numerics == "fast"
         room = plan_shard_room(options, proven, dtype, found, offload_embedding=away)
-        shard = build_shards(heard, plan, kernels, sources, room, experts=hosted, fast=fast)
+        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=hosted, fast=fast)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    beside = DraftNeighbours(shard, beside_last(kernels), numerics, kept, apart.draft)
+    beside = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
     drafting = add_draft(found, options, checkpoint, beside, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
@@ -271,13 +283,13 @@ def load_over(
     step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
     settings = with_expert_counts(settings, hosted)
-    drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
+    drafter, settings = add_scorer(scores, options, lane, settings=settings, kept=kept)
     step(start_progress.CACHE)
-    kind = build_layout(shard, draft, named, numerics.block_size)
+    kind = build_layout(shard, draft, proven.identity, numerics.block_size)
     moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
-    executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
-    sent_away(drafting, settings)
+    executor = build_executor(parts, settings, drafting=drafting, scorer=drafter, transfer=moving)
+    offload_unused_draft(drafting, settings)
     return Target(
         folder=find_model_folder(options.model),
         checkpoint=checkpoint,
@@ -286,18 +298,25 @@ def load_over(
         executor=executor,
         numerics=numerics,
         settings=settings,
-        identity=named,
+        identity=proven.identity,
         model_id=choose_model_id(options.model),
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
         kept=kept,
         draft=draft,
-        drafter=drafter,
+        scorer=drafter,
         offloaded=hosted,
-        pflash=pflash(options, settings, drafter),
+        pflash=describe_compression(options, settings, drafter),
         transfer=moving,
     )
+
+
+def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
+    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
+    if weights.quantized_bits:
+        checkpoint = checkpoint.with_quantisation(weights.quantized_bits)
+    return checkpoint.with_dtype(dtype)
 
 
 def plan_shard_room(

@@ -1,4 +1,4 @@
-"""Load a model's tokenizer and template on a thread while torch is imported, since they do not need torch."""
+"""Loads a model's tokenizer and template on a thread while torch is imported, since they do not need torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.settings.paths import find_model_folder
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
-Reading: TypeAlias = Future[Text]  # CheckpointError where it cannot be used
+Reading: TypeAlias = Future[Text]  # raises CheckpointError if the text side cannot be used
 
 
 def begin_text(model: ModelOptions) -> Reading:
     """Begin to load the text side of a model.
 
-    Opening torch's libraries blocks their importer and leaves the interpreter idle for 0.1 s, which is the time that a
-    vocabulary of 150,000 entries takes to parse. Later, beside the lane, parsing would keep the interpreter from it.
+    Opening torch's libraries blocks the importing thread and leaves the interpreter idle for 0.1 s. That is the time
+    that a vocabulary of 150,000 entries takes to parse. Later, parsing would keep the interpreter from the lane.
     """
     executor = ThreadPoolExecutor(1, "text")
     chosen = (None if name == "auto" else name for name in (model.tool_parser, model.reasoning_parser))

@@ -1,6 +1,6 @@
-"""How much memory of each device a model will take, before any of it is loaded, and how much each device has.
+"""Estimates how much memory of each device a model will take, before it is loaded, and how much each device has.
 
-The estimates count what the memory ledger will show after the load.
+The estimates count what `Target.memory` will show after the load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.loading.device_survey import (
 )
 from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
 from engine.loading.load_draft import FoundDraft, plan_draft_placement
-from engine.loading.memory_fit import SLOTS, DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
 from engine.loading.packed_estimate import count_packed_products, list_host_products, list_packed_tensors
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import RuntimeOptions
@@ -38,7 +38,9 @@ from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 EMBEDDING = "model.embed_tokens.weight"
-SPARE = 1 << 30  # bytes of a GPU at least, and a tenth of it: its context, graphs, what kernels need for a moment
+# The bytes of a GPU that stay free at least; a tenth of its memory if that is more. Its context, graphs and short-lived
+# buffers of kernels need them.
+SPARE = 1 << 30
 
 
 def choose_fit(
@@ -76,7 +78,8 @@ def choose_fit(
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
-    shape, rows = draft.shape if draft and on_host else None, row_dtype(options.weights.kv_dtype, dtype)
+    shape = draft.shape if draft and on_host else None
+    rows = row_dtype(options.weights.kv_dtype, dtype)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
     return found
 
@@ -94,7 +97,7 @@ def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int
     on_cuda = local and all(one.compute_device.type == "cuda" for one in plan)
     if not (on_cuda or runtime.kv_memory):
         return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)
-    slots = runtime.slots or (0 if on_cuda else SLOTS[0])
+    slots = runtime.slots or (0 if on_cuda else SLOT_COUNTS[0])
     return fit_page_pool(asked, limit, slots, runtime.max_ctx, runtime.kv_memory << 20)
 
 
@@ -130,7 +133,8 @@ def estimate_needs(
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
         places = [one for one in plan if one.memory == memory]
         first = (*places, drafted)[0]
-        here, device = [one.layers for one in places], first.compute_device
+        here = [one.layers for one in places]
+        device = first.compute_device
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(estimate_weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
         if hosted and places:
@@ -138,10 +142,8 @@ def estimate_needs(
         if plan[0] in places:
             fixed -= table
         fixed += options.cache.state_checkpoints * sum(place for _, place in states)
-        own, row = (
-            0,
-            sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here),
-        )
+        own = 0
+        row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
             fixed += estimate_buffers(options.runtime, config, dtype, plan)
         if draft is not None and memory == drafted.memory:
@@ -150,14 +152,16 @@ def estimate_needs(
             )
             own = draft.shape.kv_bytes_per_token(dtype)
             row += own
-            if not drafted.is_local or plan[-1] not in places:  # with copies of the embedding and of the head
+            # Such a draft has copies of the embedding and of the head.
+            if not drafted.is_local or plan[-1] not in places:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
         name = str(device)
         free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))
     if hosted or table:
-        host, experts = torch.device("cpu"), count_expert_weights(config) * dtype.itemsize if hosted else 0
+        host = torch.device("cpu")
+        experts = count_expert_weights(config) * dtype.itemsize if hosted else 0
         found.append(DeviceNeed(str(host), measure_available(host), experts + table, 0))
     return found
 
@@ -170,7 +174,8 @@ def hosts_embedding(
     A step reads only a few of its rows, and a GPU has better use for the memory if weights take more than half of it.
     An embedding that is also the head is read whole, so it stays on the device.
     """
-    one, shapes = plan[0], config.tensors()
+    one = plan[0]
+    shapes = config.tensors()
     if not one.is_local or one.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
         return False
     return 2 * estimate_weights(config, dtype, one.compute_device, one.layers, layouts) > measure_allowed(
@@ -214,8 +219,8 @@ def build_host_experts(
 
 
 def measure_available(device: torch.device) -> int:
-    """Return the bytes that a model may take: of a GPU what is free now less a reserve, of a host three quarters of
-    all.
+    """Return the bytes that a model may take: the free bytes of a GPU less a reserve, or three quarters of a host's
+    memory.
     """
     if device.type != "cuda":
         return host_memory() * 3 // 4
@@ -230,7 +235,7 @@ def measure_allowed(device: torch.device) -> int:
 
 
 def measure_remote_free(place: Placement) -> int:
-    """Return the free bytes of a device in another process, as it said when it started."""
+    """Return the free bytes of a device in another process, as that process reported when it started."""
     free = 0 if place.peer is None or place.peer.facts is None else place.peer.facts.free
     return free * 3 // 4 if place.compute_device.type == "cpu" else max(0, free - SPARE)
 
@@ -253,8 +258,8 @@ def estimate_weights(
 ) -> int:
     """Return the bytes of weights as a device keeps them.
 
-    On a CPU a head is packed, so it exists beside the embedding that it is tied to. The same holds on CUDA if the file
-    packs it. proven: as in `estimate_needs`.
+    On a CPU a head is packed, so a tied head takes memory in addition to the embedding. The same holds on CUDA if the
+    file packs it. proven: as in `estimate_needs`.
     """
     shapes = dict(config.tensors(layers))
     table = math.prod(shapes.pop(EMBEDDING, (0,)))
@@ -263,7 +268,8 @@ def estimate_weights(
         numbers = sum(map(math.prod, shapes.values())) + (table if tied else 0)
         less, taken = count_packed_products(config, dtype, layers, layouts, proven) if layouts else (0, 0)
         return table * dtype.itemsize + (numbers - less) * choose_itemsize(config, dtype, device) + taken
-    kept, head = list_packed_tensors(shapes, layouts, dtype), {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
+    kept = list_packed_tensors(shapes, layouts, dtype)
+    head = {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
     own = sum(list_packed_tensors(head, layouts, dtype).values())
     plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
     return (table + plain) * dtype.itemsize + own + sum(kept.values())
@@ -273,7 +279,9 @@ def outgrows_estimate(
     checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None
 ) -> bool:
     """Return whether packed weights take more host memory than was expected before anything was proven."""
-    config, layouts, host = checkpoint.config, checkpoint.layouts, torch.device("cpu")
+    config = checkpoint.config
+    layouts = checkpoint.layouts
+    host = torch.device("cpu")
     here = [one.layers for one in plan if one.is_local and one.compute_device.type == "cpu"]
     if proven is None or not layouts:
         return False

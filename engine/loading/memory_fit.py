@@ -1,4 +1,4 @@
-"""How many slots of which length fit into memory, from estimates, before anything is loaded."""
+"""Computes how many slots of which length fit into memory, from estimates, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from attrs import evolve, frozen
 
 from effects.ids import PAGE
 
-SLOTS = (4, 2, 1)  # by default: as many as leave each long enough
-MORE = (16, 8)  # where these take little of what is there, though each is as long as the model can
-LITTLE = 4  # part of it: a quarter, since what slots keep stays in memory that others may want
-POOLED = (16, 8, 4, 2, 1)  # the same, where slots share pages: they cost what their sequences take, and no more
-ENOUGH = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
+# The default numbers of slots. The first one that leaves each slot long enough is chosen.
+SLOT_COUNTS = (4, 2, 1)
+# Larger numbers, for slots as long as the model allows that take little of the memory.
+MANY_SLOT_COUNTS = (16, 8)
+# Slots take little if they take at most a quarter of it, since memory that slots keep is lost to other programs.
+LITTLE = 4
+# The same if slots share pages. Then slots cost only what their sequences take.
+POOLED_SLOT_COUNTS = (16, 8, 4, 2, 1)
+# Tokens of an agent's session. More slots of this length are worth more than longer ones.
+LONG_CONTEXT = 32768
 LEAST = 1024
 
 
 @frozen
 class DeviceNeed:
-    """What a device has and what is asked of it, in bytes.
+    """The memory that a device has, and the memory that is needed of it, in bytes.
 
-    available: what it has. fixed: weights, buffers and checkpoints. row: of one token in each slot. own: the part of
-    `row` that every slot has for itself even if slots share pages. state: of each slot. once: of one token of the
-    longest sequence, for all slots together.
+    available: what it has.
+    fixed: weights, buffers and checkpoints.
+    row: one token in each slot. own: the part of `row` that every slot has for itself even if slots share pages.
+    state: each slot.
+    once: one token of the longest sequence, for all slots together.
     """
 
     name: str
@@ -40,15 +47,16 @@ class DeviceNeed:
         return self.fixed + self.once * fit.context + fit.slots * self.state + own + pages
 
     def spares_memory(self, fit: Fit) -> bool:
-        """Return whether the slots take at most a quarter of what is left beside `fixed`."""
+        """Return whether the slots take at most a quarter of the memory that `fixed` leaves."""
         return self.compute_taken(fit) - self.fixed <= (self.available - self.fixed) // LITTLE
 
 
 @frozen
 class Fit:
-    """So many slots of so many tokens. fits: whether there is memory for them, as far as can be known before the load.
+    """A number of slots and their length in tokens.
 
-    pages: pages of PAGE rows that the slots share; 0: each slot has room for the whole context.
+    fits: whether there is memory for them, as far as can be known before the load. pages: pages of PAGE rows that the
+    slots share; 0: each slot has room for the whole context.
     """
 
     slots: int
@@ -69,15 +77,17 @@ def fit_slots(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: 
     was asked for, there are more than four if those take little. Else there are four, two or one, until each is as long
     as the model allows, or long enough.
     """
-    more = [count for count in MORE if all(need.spares_memory(Fit(count, context or limit)) for need in needs)]
+    more = [
+        count for count in MANY_SLOT_COUNTS if all(need.spares_memory(Fit(count, context or limit)) for need in needs)
+    ]
     tried = [
         Fit(count, longest)
-        for count in ((slots,) if slots else (*more, *SLOTS))
+        for count in ((slots,) if slots else (*more, *SLOT_COUNTS))
         if (longest := next((each for each in list_lengths(context, limit) if has_room(needs, count, each)), 0))
     ]
-    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
-    return best[0] if best else Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
+    return best[0] if best else Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
 
 
 def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: int = 0, memory: int = 0) -> Fit:
@@ -87,18 +97,22 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
     is memory for the whole context of every slot, each slot gets rows of its own: attention over pages takes a fifth to
     a third longer.
     """
-    whole = Fit(slots or POOLED[0], context or limit)
+    whole = Fit(slots or POOLED_SLOT_COUNTS[0], context or limit)
     if not memory and has_room(needs, whole.slots, whole.context):
         return whole
-    tried = [find_longest_context(needs, limit, count, context, memory) for count in ((slots,) if slots else POOLED)]
-    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    tried = [
+        find_longest_context(needs, limit, count, context, memory)
+        for count in ((slots,) if slots else POOLED_SLOT_COUNTS)
+    ]
+    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
     if best and best[0].context:
         return best[0]
-    least = Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
-    found = count_pages(needs, slots or POOLED[0], least.context, memory) if memory else 0
-    if found:  # what was asked for decides how long sequences are
-        return Fit(slots or POOLED[0], min(least.context, found * PAGE), pages=found)
+    least = Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
+    found = count_pages(needs, slots or POOLED_SLOT_COUNTS[0], least.context, memory) if memory else 0
+    # The pool that was requested limits how long sequences can be.
+    if found:
+        return Fit(slots or POOLED_SLOT_COUNTS[0], min(least.context, found * PAGE), pages=found)
     return evolve(least, pages=-(-least.context // PAGE))
 
 
@@ -117,7 +131,8 @@ def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: i
         need.available - need.compute_taken(Fit(slots, context, pages=1)) + page
         for need, page in zip(needs, each, strict=True)
     ]
-    paged = [one // page for one, page in zip(left, each, strict=True) if page]  # a host with weights alone has no rows
+    # A host that has only weights has no rows.
+    paged = [one // page for one, page in zip(left, each, strict=True) if page]
     most = memory // sum(each) if memory else min(paged)
     return max(0, min(most, slots * -(-context // PAGE)))
 

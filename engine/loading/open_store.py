@@ -1,4 +1,4 @@
-"""The store behind the slots, in host memory and on disk, as the options ask for it."""
+"""Opens the store that keeps rows in host memory and on disk, as the options ask for it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def disk_folder(cache: CacheOptions) -> Path | None:
 
 
 def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
-    """Return the memory through which rows and weights are copied to and from devices, and in which the host tier is.
+    """Return the memory through which rows and weights are copied to and from devices, and which the host tier uses.
 
-    It is pinned for a GPU. Otherwise processes that were launched here share it, if there are any.
+    It is pinned for a GPU. Otherwise it is shared with processes that were launched here, if there are any.
     """
     pin = any(device.type == "cuda" for device in devices)
     return create_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
@@ -103,5 +103,6 @@ def with_store(
 ) -> Settings:
     """Return the settings with a store and the measured rates of loading from it."""
     rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
-    WatchedThread("store-pool", moving.store.memory.register_all).start()  # now that nothing is timed any more
+    # It starts now, because no more times are measured.
+    WatchedThread("store-pool", moving.store.memory.register_all).start()
     return evolve(settings, store=True, rates=rates)

@@ -1,4 +1,4 @@
-"""How much memory weights take that stay packed in products, on a CPU and on a GPU."""
+"""Estimates the memory of weights that stay packed in products, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def count_packed_products(
 
     numbers = taken = 0
     for weight, tensors in config.matrices(layers):
-        parts, each = packed_parts(weight, tensors, layouts), 2 if weight.gated else 1
+        parts = packed_parts(weight, tensors, layouts)
+        each = 2 if weight.gated else 1
         if all(map(stays, parts)):
             for part in parts:
                 if part.layout is not None:
@@ -68,7 +69,8 @@ def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype
     """
     found = dict[str, int]()
     for name, shape in shapes.items():
-        layout, both = layouts.get(name), [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
+        layout = layouts.get(name)
+        both = [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
         alike = {layouts.get(one) for one in both} == {layout}
         if layout is not None and alike and ".experts." not in name and has_packed_kernel(layout, shape[1], dtype):
             found[name] = math.ceil(math.prod(shape) * layout.bits / 8)

@@ -1,4 +1,4 @@
-"""What a start decides before weights are read: a plan, and then what is proven of that plan."""
+"""The decisions of a start before weights are read: a plan, and then what is proven of that plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.settings.options import Options
 
 @frozen(eq=False)
 class LoadPlan:
-    """What a start has decided before anything is proven: the model, its dtype, where its layers go, and its draft.
+    """The decisions of a start before anything is proven: the model, its dtype, where its layers go, and its draft.
 
     placements: of the shards, in the order of their layers. remote_draft: the process that has the draft, if another
     one has it.
@@ -63,7 +63,7 @@ class LoadPlan:
 
 @frozen(eq=False)
 class ProvenPlan:
-    """What is known before weights are read: the room, the numerics, the kernels of each shard, and the identity."""
+    """The facts that are known before weights are read: room, numerics, the kernels of each shard, the identity."""
 
     fit: Fit
     numerics: Numerics

@@ -24,7 +24,7 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
-from engine.loading.load_scorer import Drafter, drafter_folder
+from engine.loading.load_scorer import LoadedScorer, find_scorer_folder
 from engine.settings.live_figures import ModelPlace, ShardPlace
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
@@ -41,12 +41,12 @@ class RemotePeers:
 
     shards: tuple[Peer | None, ...]
     draft: Peer | None = None
-    drafter: Peer | None = None
+    scorer: Peer | None = None
     lender: Lender | None = None
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        return tuple(peer for peer in (*self.shards, self.draft, self.drafter) if peer is not None)
+        return tuple(peer for peer in (*self.shards, self.draft, self.scorer) if peer is not None)
 
     def keep_draft(self, found: FoundDraft | None) -> FoundDraft | None:
         """Return the draft unchanged. If there is none after all, its process is closed."""
@@ -95,7 +95,7 @@ def build_scorer_peer(options: Options) -> Peer | None:
     """Return the process that has the prompt scorer as its model, or None. Raises UserError."""
     if (where := options.compression.remote_location) is None:
         return None
-    folder = drafter_folder(options)
+    folder = find_scorer_folder(options)
     try:
         peer = build_peer(where, evolve_options(options, draft="none"), folder, Checkpoint.open(folder))
     except CheckpointError as error:
@@ -164,9 +164,9 @@ def describe_draft(draft: DraftModel) -> ModelPlace:
     return describe_model(draft.place, draft.memory(), find_peer(draft))
 
 
-def describe_scorer(drafter: Drafter) -> ModelPlace:
+def describe_scorer(scorer: LoadedScorer) -> ModelPlace:
     """Return what /props shows of a prompt scorer."""
-    return describe_model(drafter.found.place, drafter.memory(), drafter.found.peer)
+    return describe_model(scorer.found.place, scorer.memory(), scorer.found.peer)
 
 
 def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelPlace:
@@ -185,12 +185,12 @@ def find_process(peer: Peer | None) -> int:
 
 
 def collect_remote_figures(
-    parts: Sequence[Shard], draft: DraftModel | None, drafter: Drafter | None
+    parts: Sequence[Shard], draft: DraftModel | None, scorer: LoadedScorer | None
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
     remote = {f"{part.spec.layers.start}-{part.spec.layers.stop - 1}": find_peer(part) for part in parts}
     remote |= {} if draft is None else {"draft": find_peer(draft)}
-    remote |= {} if drafter is None else {"drafter": drafter.found.peer}
+    remote |= {} if scorer is None else {"drafter": scorer.found.peer}
     return {name: peer.figures() for name, peer in remote.items() if peer is not None}
 
 

@@ -49,14 +49,14 @@ from engine.loading.device_survey import (
     load_or_run_probe,
     read_boot_id,
 )
-from engine.loading.load_draft import build_draft, build_own_kernels, named_draft
+from engine.loading.load_draft import build_draft, build_own_kernels, open_draft
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import choose_draft_name, find_user_folder
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle.shard")
-WAITING = 128  # connections that are not accepted yet; they are accepted at once
+WAITING = 128  # connections that wait to be accepted; they are accepted at once
 
 
 @define(eq=False)
@@ -70,7 +70,7 @@ class ServedModel:
 
     @classmethod
     def open(cls, model: str, device: str, draft: str = "none") -> ServedModel:
-        """draft: as `--draft` has it. Raises UserError."""
+        """Open a model. draft: as for `--draft`. Raises UserError."""
         try:
             checkpoint = Checkpoint.open(find_checkpoint(model))
         except CheckpointError as error:
@@ -91,13 +91,15 @@ class ServedModel:
         )
 
     def prove(self, asked: Prove) -> Offer:
-        """What the server has found, if it is on the same machine, with the same libraries and threads; or else what
-        holds here.
+        """Return proven numerics.
+
+        Those that the server has found are taken over if it is on the same machine, with the same libraries and
+        threads. Otherwise they are proven here.
         """
         dtype = torch_dtype(asked.dtype)
         rows = torch_dtype(asked.rows)
-        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint = checkpoint.rounded(dtype)
+        checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
+        checkpoint = checkpoint.with_dtype(dtype)
         shape = build_probe_shape(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
@@ -137,9 +139,9 @@ class ServedModel:
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         dtype = torch_dtype(asked.dtype)
         kept = CalibrationCache(find_user_folder())
-        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint = checkpoint.rounded(dtype)
-        found = named_draft(self.draft, checkpoint)
+        checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
+        checkpoint = checkpoint.with_dtype(dtype)
+        found = open_draft(self.draft, checkpoint)
         config = checkpoint.config
         if found is None:
             raise ValueError("there is no draft here: name one with --draft")
@@ -184,7 +186,7 @@ def run_launched(model: str, device: str, draft: str, descriptors: tuple[int, ..
 
 
 def exit_with_connection(connection: socket.socket) -> None:
-    """Exit when the server is gone: whatever is being computed is of no use then."""
+    """Exit when the server is gone, even while something is being computed."""
     watched = select.poll()
     watched.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watched.poll()
@@ -244,7 +246,8 @@ def serve_connection(
     except ConnectionBroken as error:
         log.info("the connection to the server ended: %s", error)
         return False
-    except UserError as error:  # the first server that connects is told
+    # The first server that connects gets the error.
+    except UserError as error:
         with suppress(ConnectionBroken):
             head = channel.receive(HELLO_S).head
             refuse(channel, head.op, head.request, str(error), HELLO_S)

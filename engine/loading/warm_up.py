@@ -1,4 +1,4 @@
-"""Make what serving would make at its first use before any request waits for it: kernels, graphs, buffers."""
+"""Creates kernels, graphs and buffers before a request waits for them: serving would create them at first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
-from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
+from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.collector_pause import pause_collector
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
@@ -51,8 +51,10 @@ SAMPLINGS = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
-READING_S = 0.2  # a step's kernels, at most: what takes longer is compiled
-PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
+# Seconds in which a step's compiled kernels are read at most. A step that takes longer is compiling.
+READING_S = 0.2
+# On a GPU the first pass makes kernels and buffers. The second pass records a graph and replays it.
+PASSES = {"cpu": 1, "cuda": 2}
 
 
 def compile_kernels(
@@ -209,19 +211,22 @@ def sample_each(device: torch.device, vocab: int) -> list[Picking]:
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in SAMPLINGS]
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
-        build_step_pacer(device).beat()  # as what picks does, it loads something
+        # It opens a library at first use, like picking.
+        build_step_pacer(device).beat()
         return [start_picking(logits, asked) for asked in (rows, *([row] for row in rows))]
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
     """Run every bucket, and every shape of the draft. most_rows: of one batched decode step."""
     passes = max(PASSES[device.type] for device in shard.devices)
-    with pause_collector() if passes > 1 else nullcontext():  # once, and not for each graph
+    # The collector is paused for all graphs together, and not for each of them.
+    with pause_collector() if passes > 1 else nullcontext():
         run_all_shapes(shard, draft, most_rows, passes)
 
 
 def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
-    # What is told apart by how it attends, attends in a way of its own from the second time on.
+    # Small buckets run with one row twice, then with two: forwards of few rows, each in a slot of its own, attend in
+    # another way from the second one on.
     alone = (1, 1, 2) if passes > 1 else (1,)
     each = ((bucket, rows) for bucket in shard.spec.buckets for rows in (alone if bucket <= ALONE else (1,)))
     sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
@@ -261,14 +266,14 @@ def warm_up_own_draft(draft: CachedDraft[Any], room: DraftPlacement, most_rows: 
     token = torch.zeros(1, dtype=torch.int64)
     width = draft.hidden_size
     for bucket in tuple(room.buckets) * passes:
-        draft.take(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
+        draft.extend_projected(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
     rehearse_proposals(draft, room.slots, most_rows, passes)
 
 
 def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
-    """Propose in every shape that the draft has."""
-    shapes = list(draft.rehearsals(slots, most_rows))
+    """Make proposals in every shape that the draft has."""
+    shapes = list(draft.list_rehearsals(slots, most_rows))
     for _ in range(passes):
         release_cached_memory((draft.device,))
         for requests in shapes:
-            draft.propose(requests, first_tokens)
+            draft.propose(requests, pick_first_tokens)

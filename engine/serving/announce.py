@@ -20,13 +20,15 @@ def describe_costs(target: Target) -> str:
     """Return for the start line what weights, a token of context and a state take, and where experts are."""
     checkpoint = target.checkpoint
     shard = target.shard
-    error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
-    forms = "; ".join(checkpoint.forms[:3]) or str(shard.spec.dtype).removeprefix("torch.")
+    error = "" if checkpoint.rounding_error is None else f", error {checkpoint.rounding_error:.2%}"
+    forms = "; ".join(checkpoint.packing_names[:3]) or str(shard.spec.dtype).removeprefix("torch.")
     state_bytes = sum(spec.nbytes for spec in shard.states.specs)
     host_bytes = shard.memory()["host"]
-    kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
+    kept = f", {checkpoint.compute_bits(target.weights):.1f} in memory" if checkpoint.packing_names else ""
     on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
-    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
+    line = (
+        f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
+    )
     line += (
         f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
     )

@@ -33,7 +33,7 @@ from engine.core.event_loop import Envelope
 from engine.core.replay import Replay, ReplayDiffers, format_record, until_cut_line
 from engine.core.trace import LINE_LIMIT, BadTrace, Header, TraceLine, read_trace_lines
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Mismatched
+from engine.loading.load_target import IdentityMismatch
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options
 from engine.settings.progress import count_progress
@@ -245,7 +245,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         raise UserError(f"{path} is redacted: it can be replayed, but not executed, because it holds no tokens")
     try:
         target = await load_target(read_options(header, model), only=header.identity)
-    except Mismatched as error:
+    except IdentityMismatch as error:
         raise UserError(
             f"{path} was recorded with model and numerics {header.identity[:40]}, these are {error}: "
             "the tokens are only promised to be equal within one identity"

@@ -188,7 +188,7 @@ async def serve_model(
         recorder = build_recorder(options, target)
         archive = ResponseStore()
         memory = TurnMemory()
-        frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
+        frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
         histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             histories[FROZEN] = frozen
@@ -200,15 +200,15 @@ async def serve_model(
             transfer=target.transfer,
             status=StatusSources(
                 facts=target.facts,
-                live=target.live if frozen is None else partial(collect_live_properties, target, frozen),
+                live=target.collect_live if frozen is None else partial(collect_live_properties, target, frozen),
                 threads=(*target.threads, watch.thread),
             ),
-            compression=CompressionParts(target.drafter, (lambda *_: None) if frozen is None else frozen.store),
+            compression=CompressionParts(target.scorer, (lambda *_: None) if frozen is None else frozen.store),
             recorder=recorder,
             paranoid=options.diagnostics.paranoid,
         ) as running:
             running.metrics.watch_shards(
-                partial(collect_remote_figures, target.shard.parts, target.draft, target.drafter)
+                partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(
@@ -244,7 +244,7 @@ def with_grammars(target: Target, match: Match) -> Target:
 
 def collect_live_properties(target: Target, frozen: FrozenMessages) -> LiveFigures:
     """Return what /props shows now, with the messages that were frozen."""
-    live = target.live()
+    live = target.collect_live()
     damaged = {**live.damaged, FROZEN: frozen.damaged_count}
     return evolve(live, damaged=damaged, frozen=frozen.count_figures())
 
@@ -302,7 +302,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         any_model=options.model.any_model,
         allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
         allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
-        numerics=target.numerics_shown,
+        numerics=target.numerics_facts,
         model_info=target.model_info,
         sampling=sampling,
         scope=target.scope,

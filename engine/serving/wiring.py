@@ -34,7 +34,7 @@ from engine.core.event_loop import Envelope, EventLoop, Executors
 from engine.core.request_meter import RequestMeter
 from engine.core.submission import Submissions
 from engine.core.trace import Recorder
-from engine.loading.load_scorer import Drafter
+from engine.loading.load_scorer import LoadedScorer
 from engine.serving.memory_trim import MemoryTrimmer
 from engine.settings.live_figures import LiveFigures
 from states import invariants
@@ -71,7 +71,7 @@ class StatusSources:
 class CompressionParts:
     """The parts that compress prompts: the model that scores them, and what keeps the text of frozen messages."""
 
-    scorer: Drafter | None
+    scorer: LoadedScorer | None
     freeze: NotifyEffect = lambda *_: None  # of `KeepFrozen`
 
 
@@ -173,12 +173,12 @@ def make_device_event(event: DeviceEvent) -> Happened:
 
 
 def list_lane_submitters(
-    settings: Settings, executor: DeviceExecutor, drafter: Drafter | None
+    settings: Settings, executor: DeviceExecutor, drafter: LoadedScorer | None
 ) -> dict[LaneId, SubmitLaunch]:
     """Return the function that carries out the launches of each lane."""
     submitters: dict[LaneId, SubmitLaunch] = {MAIN: executor.submit, PROMPTS: executor.submit}
-    if drafter is not None and drafter.beside is not None:
-        submitters[settings.drafter_lane] = drafter.beside.submit
+    if drafter is not None and drafter.own_lane is not None:
+        submitters[settings.drafter_lane] = drafter.own_lane.submit
     return submitters
 
 
@@ -217,7 +217,7 @@ def list_notify_handlers(
 
 
 def list_abandon_handlers(
-    executor: DeviceExecutor, drafter: Drafter | None, transfer: Transfer | None
+    executor: DeviceExecutor, drafter: LoadedScorer | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
     """Return the functions that are called when a request is abandoned."""
     others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]

@@ -1,4 +1,4 @@
-"""What was measured or proven on this machine, kept in the user's cache folder for the next start."""
+"""Keeps what was measured or proven on this machine in the user's cache folder, for the next start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from attrs import define, field
 T = TypeVar("T")
 What: TypeAlias = Literal["numerics", "rates"]  # folders, and labels in /metrics
 KINDS: tuple[What, ...] = ("numerics", "rates")
-LARGEST = 1 << 20  # bytes of a file: an outcome takes a few thousand
-MOST_AGE_S = 7 * 86400  # then times are measured again
-ALIKE = 2  # times: more apart, and it is not the disk, or not the machine, that was measured then
-UNFIT = (OSError, ValueError, RecursionError)  # what reading a file that was never written here may raise
+# The most bytes of a file. An outcome takes a few thousand.
+LARGEST = 1 << 20
+MOST_AGE_S = 7 * 86400  # older times are measured again
+# Times that differ by more than this factor were measured on another disk or machine.
+ALIKE = 2
+UNFIT = (OSError, ValueError, RecursionError)  # errors of reading a file that was not written here
 
 log = logging.getLogger("rekindle")
 
@@ -38,8 +40,8 @@ class CalibrationCache:
     proving: Callable[[], object] = lambda: None
     damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
-    def locate(self, what: What, key: str) -> Path:
-        return self.folder / what / f"{key}.json"
+    def locate(self, kind: What, key: str) -> Path:
+        return self.folder / kind / f"{key}.json"
 
     def has_proof(self, key: str) -> bool:
         """Return whether an outcome is kept. Its file may still be damaged."""
@@ -86,17 +88,17 @@ class CalibrationCache:
         file = self.locate("rates", key)
         replace_file(file, text, lambda new: new.replace(file))
 
-    def _load(self, what: What, key: str, read: Callable[[str], T]) -> T | None:
+    def _load(self, kind: What, key: str, read: Callable[[str], T]) -> T | None:
         """Return what an earlier start kept. read: raises ValueError for what cannot have been kept; that is counted as
         damage.
         """
-        file = self.locate(what, key)
+        file = self.locate(kind, key)
         try:
             return read(read_small_file(file))
         except FileNotFoundError:
             return None
         except UNFIT as error:
-            self.damaged[what] += 1
+            self.damaged[kind] += 1
             log.warning(
                 "the file with earlier measurements is damaged, so they are repeated: %s: %s", file, str(error)[:200]
             )

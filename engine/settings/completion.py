@@ -1,4 +1,4 @@
-"""`rekindle completion`: what a shell needs to complete our commands, put where it looks for that."""
+"""`rekindle completion`: installs what a shell needs to complete our commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where options of `rekindle serve` come from besides its command line: the environment, and a TOML file."""
+"""Reads options of `rekindle serve` from sources other than its command line: the environment, and a TOML file."""
 
 from __future__ import annotations
 

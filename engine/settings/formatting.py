@@ -27,5 +27,5 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def format_count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

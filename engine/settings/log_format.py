@@ -11,11 +11,11 @@ from typing import Literal, TextIO, TypeAlias
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-ABOUT = ("request", "requests", "answer")  # what a line may be about: the engine's numbers, and the id that clients see
+ABOUT = ("request", "requests", "answer")  # the request numbers of the engine, and the id that clients see
 
 
 class Stderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever stderr is now: a bar takes it over, to keep below what is written."""
+    """Writes to the present stderr: a progress bar replaces it, to stay below what is written."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -23,7 +23,9 @@ class Stderr(logging.StreamHandler[TextIO]):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message; what it is about, and the traceback, where there are any."""
+    """Formats one JSON object a line: time, level, logger and message, and the requests and the traceback if there are
+    any.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -39,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(form: LogFormat, level: LogLevel) -> None:
-    """level: of what is ours; what libraries have to say only those who work on them want to know."""
+    """Set up the log. level: that of our own messages. At `debug`, libraries stay at `info`."""
     handler = Stderr()
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Models that are on this machine already: where other programs keep them, and how a person calls them."""
+"""Finds the models on this machine in the folders of other programs, and the names that a person may use for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.settings.user_error import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SNAPSHOT = re.compile(r"models--(?P<name>.+)")
-# folders below ~/models, and entries that are looked at there: somebody's whole disk may hang there
+# The most folders below ~/models, and entries of them, that are examined. A whole disk may be mounted there.
 DEEP = 4
 MOST = 20_000
 SHIPPED = tuple(demo.FOLDERS)
-NOT_A_MODEL = "mmproj"  # how llama.cpp's files for images begin
+NOT_A_MODEL = "mmproj"  # the beginning of the names of llama.cpp's files for images
 
 
 @frozen
@@ -98,9 +98,9 @@ def list_models_below(root: Path) -> Iterator[LocalModel]:
             waiting += [path for path in there if not path.name.startswith(".") and is_folder(path)]
 
 
-def list_gguf_files(there: Sequence[Path]) -> Iterator[Path]:
+def list_gguf_files(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield GGUF files. Of several that are parts of one model, only the first."""
-    for path in there:
+    for path in paths:
         part = PART.fullmatch(path.name)
         if path.suffix == ".gguf" and not path.name.startswith(NOT_A_MODEL) and (part is None or int(part[2]) == 1):
             yield path
@@ -109,7 +109,8 @@ def list_gguf_files(there: Sequence[Path]) -> Iterator[Path]:
 def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # another user owns it
+    # The folder belongs to another user.
+    except OSError:
         return False
 
 
@@ -169,7 +170,8 @@ def build_missing_error(name: str, models: Sequence[LocalModel]) -> str:
 
 def locate_model(name: str, environment: Mapping[str, str]) -> str:
     """Return where the model of a name is. A path stays as it is. Raises UserError."""
-    if name.startswith("~/"):  # no shell has read it
+    # No shell has expanded it.
+    if name.startswith("~/"):
         return str(Path(name).expanduser())
     if name.startswith(("/", ".", "~")) or Path(name).exists():
         return name

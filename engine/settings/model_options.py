@@ -54,7 +54,7 @@ class ModelName:
 
 @frozen(kw_only=True)
 class ModelOptions(ModelName):
-    """Which model is served, what requests may call it, and how its answers are parsed."""
+    """The options that choose the served model, its names in requests, and how its answers are parsed."""
 
     alias: Annotated[tuple[str, ...], flag(MODEL, negative="", validator=check_aliases)] = ()
     """Another name that requests may use for the model. May be given several times."""

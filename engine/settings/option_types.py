@@ -116,8 +116,9 @@ def check_experts(_: Any, value: str) -> None:
 
 
 def read_experts(text: str) -> int | None:
-    """Return the bytes of the device for experts in host memory. 0: what there is room for; None: none are there.
-    Raises ValueError.
+    """Return the bytes of the device for experts in host memory. Raises ValueError.
+
+    0: as many as fit. None: host memory keeps no experts.
     """
     match = re.fullmatch(r"device|host(?::(\d{1,4}(?:\.\d{1,3})?))?", text)
     if match is None or (match[1] and not float(match[1])):

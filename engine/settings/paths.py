@@ -1,4 +1,4 @@
-"""Where the model is, and where files are kept that a later start finds again."""
+"""Finds the model, and the folders for files that a later start reads again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from adapters import demo
 from engine.settings.model_options import ModelOptions
 from engine.settings.options import Options
 
-OWN = "mtp"  # in the place of a draft's folder: the model's own prediction head
+# The value of `--draft` for the model's own prediction head.
+OWN = "mtp"
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
 

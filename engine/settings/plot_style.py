@@ -1,4 +1,4 @@
-"""How pictures of commands look, and what they are refused for before hours are spent on them."""
+"""The style of plots, and the checks of their paths before hours are spent on the measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F3C8D")  # Okabe and Ito, and one more
 LEFT = 0.065  # of the figure: where everything begins
-GREY, INK = "#8A8F98", "#22262B"
+GREY = "#8A8F98"
+INK = "#22262B"
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,

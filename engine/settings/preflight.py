@@ -1,4 +1,4 @@
-"""Finds mistakes before torch is imported, which takes most of a start. Nothing stays changed."""
+"""Finds mistakes before torch is imported, which takes most of a start. The checks change nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def check_address(http: HttpOptions) -> None:
     """
     try:
         bind_listener(http.host, http.port).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
+    # UnicodeError: the name cannot be looked up.
+    except (OSError, UnicodeError) as error:
         raise build_bind_error(http, error) from error
 
 
@@ -118,7 +119,8 @@ def check_trace(path: Path) -> None:
     try:
         there = path.exists()
         folder = path.parent.is_dir()
-    except OSError as error:  # a name that is too long
+    # The name is too long.
+    except OSError as error:
         raise UserError(f"--trace {path}: {error.strerror}") from error
     if path.is_dir():
         raise UserError(f"--trace {path}: is a folder; accepted: a file that can be written")
@@ -160,7 +162,8 @@ def check_parent(path: Path) -> None:
         raise FolderUnusable(f"{path}: cannot be created: {(error.strerror or str(error)).lower()}") from error
     finally:
         for folder in reversed(made):
-            with suppress(OSError):  # another process has put something into it
+            # Another process has put something into it.
+            with suppress(OSError):
                 folder.rmdir()
 
 

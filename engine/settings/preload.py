@@ -1,8 +1,8 @@
-"""Libraries that a server opens, which the system's linker does one at a time and without the interpreter.
+"""Opens the libraries that a server needs. The system's linker opens one at a time and does not need the interpreter.
 
-Torch's take a fifth of a second, those for GPUs more. So they are opened first of all, on a thread, while whatever is
-written in Python is imported: the command line, what needs no torch, and then torch itself. Who opens another one
-meanwhile waits for them, so small ones, Python's own among them, come before.
+Torch's libraries take a fifth of a second, those for GPUs more. So they are opened first of all, on a thread, while
+Python modules are imported: the command line, modules without torch, and then torch itself. An import that opens
+another library meanwhile waits for them. So small libraries, Python's own among them, come before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from adapters import process_memory
 
-# All with libraries of their own that a server imports before torch.
+# Every module with libraries of its own that a server imports before torch.
 SMALL = (
     *("asyncio", "bz2", "cmath", "csv", "decimal", "lzma", "multiprocessing.shared_memory", "queue", "resource"),
     *("statistics", "unicodedata", "uuid", "zlib"),
@@ -40,7 +40,8 @@ def preload_libraries(words: Sequence[str]) -> Iterator[None]:
         yield
         return
     process_memory.limit_arenas()
-    gc.disable()  # what is imported stays (`startup.importing`)
+    # Imported modules stay, so there is nothing to collect (`start_progress.pause_collection`).
+    gc.disable()
     try:
         for name in SMALL:
             with suppress(ImportError):  # the import that needs it reports this

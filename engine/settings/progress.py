@@ -1,4 +1,4 @@
-"""How far a command has got, on standard error: a bar on a terminal, else a line every few seconds."""
+"""Shows the progress of a command on standard error: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-# until anything is shown, between lines, and of a bar
+# The seconds until something is shown, between two lines, and between two updates of a bar.
 FIRST_S = 1.0
 EVERY_S = 5.0
 REFRESH_S = 0.1
 
 QUIET = ContextVar("QUIET", default=False)  # progress is switched off
 
-# Call with how many steps were done, and with what is being done if that has changed.
+# Takes the number of steps that were done, and the name of the present step if it has changed.
 Advance = Callable[..., None]
 
 
@@ -31,7 +31,7 @@ def silence_progress(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
+def announce_if_slow(activity: str, first_s: float = FIRST_S) -> Iterator[None]:
     """Say what takes long inside the block, when steps cannot be counted: after a second, then every five."""
     done = threading.Event()
 
@@ -40,8 +40,9 @@ def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
         wait = first_s
         while not done.wait(wait):
             wait = EVERY_S
-            with suppress(OSError, ValueError):  # the reader has closed the pipe
-                print(f"{what} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+            # The reader has closed the pipe.
+            with suppress(OSError, ValueError):
+                print(f"{activity} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
     if QUIET.get():
         yield
@@ -57,7 +58,7 @@ def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
 
 @contextmanager
 def count_progress(
-    what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
+    unit: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Advance]:
     """Show how many steps are done. total: of all steps, if it is known. Nothing is shown within the first second."""
     if QUIET.get():
@@ -69,12 +70,12 @@ def count_progress(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(unit, total=total)
     done = 0
     due = clock() + FIRST_S
     shown = False
 
-    def advance(steps: int = 1, name: str = what) -> None:
+    def advance(steps: int = 1, name: str = unit) -> None:
         nonlocal done, due, shown
         done += steps
         if (now := clock()) < due:

@@ -31,7 +31,7 @@ from engine.settings.user_error import UserError
 
 @frozen(kw_only=True)
 class HttpOptions:
-    """What the HTTP server listens on, which clients it serves, and the limits of their requests."""
+    """The options of the HTTP server: where it listens, which clients it serves, and the limits of their requests."""
 
     stabilize: Annotated[Literal["off", "known"], flag(SERVER)] = "known"
     """known: remove or move the counters and dates that known agents write into every prompt, so that the cache finds
@@ -125,7 +125,7 @@ class CacheOptions:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether `--disk-prefix-cache` lets the cache use a disk. The budget may still be 0."""
+        """True if `--disk-prefix-cache` lets the cache use a disk. The budget may still be 0."""
         return parse_scope(self.disk_prefix_cache).kind != "off"
 
     @property

@@ -1,4 +1,7 @@
-"""The secret that a server and a shard's daemon share: from a file or the environment, never from a command line."""
+"""The secret that a server and the processes of its shards share.
+
+It comes from a file or the environment, never from a command line.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 VARIABLE = "REKINDLE_SHARD_SECRET"
-LEAST_SECRET = 16  # characters: a shorter one could be found from what was overheard
+# In characters. A shorter secret could be computed from overheard messages.
+LEAST_SECRET = 16
 MOST = 1 << 16  # bytes of the file
 
 
 def find_shared_secret(file: Path | None) -> str:
-    """Raises UserError where there is none, or one that could be guessed."""
+    """Return the secret. Raises UserError if there is none, or one that could be guessed."""
     where = VARIABLE
     found = os.environ.get(VARIABLE, "")
     if file is not None:

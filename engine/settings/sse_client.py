@@ -1,4 +1,4 @@
-"""An OpenAI-compatible answer as it is streamed: server-sent events, read with a limit, from any server."""
+"""Reads a streamed answer of any OpenAI-compatible server: server-sent events with a limit on their length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 
 LONGEST_LINE = 1 << 20  # bytes of one event; ours take a few hundred
-SHOWN = 100  # characters of what a server said
+SHOWN = 100  # characters of a server's error that are shown
 
 
 class Cached(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What a start is doing, on stderr: a bar on a terminal, a line for each step elsewhere."""
+"""Shows on stderr what a start is doing: a bar on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEASURE = "measuring how long decode steps take"
 CACHE = "opening the cache"
 TOKENIZER = "reading the tokenizer"
 STEPS = (IMPORT, TOKENIZER, COMPILE, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CACHE)
-TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
+TIMED = {PROBE, MEASURE}  # nothing else runs during these steps
 
 
 class StepListener(Protocol):
@@ -61,11 +61,11 @@ def pause_collection() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def find_module(ask: Callable[..., ModuleType | None], one: object, *file: Any, **named: Any) -> ModuleType | None:
-    """A frame says of which module it is. ask: of anything else."""
-    if inspect.isframe(one):
-        return sys.modules.get(one.f_globals.get("__name__", ""))
-    return ask(one, *file, **named)
+def find_module(ask: Callable[..., ModuleType | None], value: object, *file: Any, **named: Any) -> ModuleType | None:
+    """Return the module of a frame, for `inspect.getmodule`, which searches for it slowly. ask: for other objects."""
+    if inspect.isframe(value):
+        return sys.modules.get(value.f_globals.get("__name__", ""))
+    return ask(value, *file, **named)
 
 
 @define
@@ -79,7 +79,7 @@ class StartProgress:
     began: float = field(factory=time.monotonic)
     _bar: Progress | None = None
     _task: Any = None
-    _now: str = ""  # the step, and how far it has got
+    _now: str = ""  # the step, and its progress
     _over: threading.Event = field(factory=threading.Event)
 
     def __enter__(self) -> StartProgress:
@@ -100,10 +100,11 @@ class StartProgress:
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("starting", total=len(STEPS))
         self._bar.start()
-        console.show_cursor()  # a signal may end us before the bar could show it again
+        # A signal may end the process before the bar could show it again.
+        console.show_cursor()
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
-        """done: of so many parts of it in all."""
+        """Show a step. done: how many of its `total` parts are done."""
         before = self._now
         self._now = f"{step}, {done:,} of {total:,}" if total else step
         if self._bar is not None:

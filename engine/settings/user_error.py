@@ -9,12 +9,12 @@ class UserError(Exception):
     """The user asked for something that cannot be done. The message is all that they need to know."""
 
 
-def build_memory_error(what: str, where: str, help_: str, error: Exception) -> UserError:
+def build_memory_error(subject: str, where: str, help_: str, error: Exception) -> UserError:
     """Return the error for memory that is too short. error: of torch, which says how much was wanted and how much was
     free.
     """
     said, _, _ = str(error).partition(" If reserved")
-    return UserError(f"{what} does not fit {where}: {help_} may help ({said})")
+    return UserError(f"{subject} does not fit {where}: {help_} may help ({said})")
 
 
 def report_error(error: Exception) -> int:

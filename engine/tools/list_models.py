@@ -1,4 +1,4 @@
-"""`rekindle models`: what is on this machine, whether it fits, with how much context, and what would help if not."""
+"""`rekindle models`: lists the models on this machine, whether they fit, with how much context, and what would help."""
 
 from __future__ import annotations
 
@@ -35,15 +35,20 @@ from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_
 from engine.settings.options import Options, evolve_options
 from engine.settings.progress import announce_if_slow, count_progress
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import widen
+from engine.tools.cache.cache_folder import make_wide_console
 
 
 @frozen(kw_only=True)
-class Listed:
-    """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
-    whole context. devices: bytes taken and there, by name. bits: of one weight, as it is stored. token: bytes of memory
-    that a token of context takes; state: that a sequence takes however long it is. experts: bytes of theirs, which host
-    memory keeps."""
+class ListedModel:
+    """One model.
+
+    why: the reason that it cannot be served; empty if it can.
+    pages: pages of rows that all slots share; 0: each slot has room for the whole context.
+    devices: bytes taken and bytes available, by device name.
+    bits: the size of one stored weight.
+    token: bytes of memory for each token of context. state: bytes for each sequence of any length.
+    experts: bytes of experts that host memory keeps.
+    """
 
     name: str
     path: str
@@ -68,11 +73,11 @@ class Listed:
 
 
 def run_models(options: Options, *, as_json: bool) -> int:
-    """options: what would be served with, but for the model. Raises UserError."""
+    """Print the models. options: those that would serve, except for the model. Raises UserError."""
     shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
     with announce_if_slow("looking for models"):
         models = [*shipped, *list_local_models(os.environ)]
-    found = list[Listed]()
+    found = list[ListedModel]()
     with count_progress("models read", len(models)) as step:
         for model in models:
             found.append(list_model(model, options))
@@ -80,26 +85,26 @@ def run_models(options: Options, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([attrs.asdict(one) for one in found], indent=2))
     else:
-        print_models(widen(Console()), found)
+        print_models(make_wide_console(Console()), found)
     return 0
 
 
-def list_model(model: LocalModel, options: Options) -> Listed:
-    """Read the headers of a model, and nothing else, and say how it would be served."""
+def list_model(model: LocalModel, options: Options) -> ListedModel:
+    """Return how a model would be served. Only the headers of its files are read."""
     options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
     named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
     try:
         checkpoint = Checkpoint.open(model.path)
         draft = find_draft(options, checkpoint)
     except (CheckpointError, UserError) as error:
-        return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
+        return ListedModel(**named, why=str(error).removeprefix(f"{model.path}: "))
     config = checkpoint.config
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     if not can_host_experts(options, config):
         options = evolve_options(options, experts="device")
 
-    def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
-        """As it would be with other options."""
+    def estimate_with(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
+        """Return the needs and the fit with other options."""
         other = evolve_options(options, **changes)
         kind = resolve_dtype(other.weights.dtype, checkpoint)
         asked = estimate_needs(
@@ -107,14 +112,14 @@ def list_model(model: LocalModel, options: Options) -> Listed:
         )
         return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
 
-    asked, fit = tried()
-    return Listed(
+    asked, fit = estimate_with()
+    return ListedModel(
         **named,
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
         bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
         stored=find_main_format(checkpoint),
-        bits=round(checkpoint.bits, 2),
+        bits=round(checkpoint.stored_bits, 2),
         dtype=shorten_dtype(dtype),
         kv_dtype=shorten_dtype(row_dtype(options.weights.kv_dtype, dtype)),
         limit=config.max_positions,
@@ -126,13 +131,13 @@ def list_model(model: LocalModel, options: Options) -> Listed:
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
             for name in list_alternatives(options, config, dtype)
-            if is_better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
+            if is_better(estimate_with(**{name: CHANGES[name]})[1], fit, config.max_positions)
         ),
     )
 
 
 def can_host_experts(options: Options, config: ModelConfig) -> bool:
-    """Return whether its experts could be in host memory, beside the one device that it would run on."""
+    """Return whether host memory could keep the experts. It needs a single device for the whole model."""
     devices = choose_devices(options.placement)
     return (
         config.experts is not None
@@ -141,7 +146,7 @@ def can_host_experts(options: Options, config: ModelConfig) -> bool:
     )
 
 
-# What may help: an option of those that decide, and a value that takes less.
+# What may help: options that influence the fit, each with a value that takes less memory.
 CHANGES: dict[str, Any] = {
     "experts": "host",
     "slots": 1,
@@ -153,7 +158,7 @@ CHANGES: dict[str, Any] = {
 
 
 def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
-    """Yield other options that contradict nothing that was asked for, and change something."""
+    """Yield options that change something and contradict nothing that was requested."""
     if options.weights.device_expert_bytes is None and can_host_experts(options, config):
         yield "experts"
     if not options.runtime.slots:
@@ -169,14 +174,14 @@ def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype)
 
 
 def is_better(other: Fit, fit: Fit, limit: int) -> bool:
-    """Return whether it fits where it did not, or with a longer context."""
+    """Return whether `other` fits where `fit` does not, or has a longer context."""
     if not fit.fits:
         return other.fits
     return fit.context < limit and other.fits and other.context > fit.context
 
 
 def find_main_format(checkpoint: Checkpoint) -> str:
-    """The type that most bytes of it have."""
+    """Return the type in which most bytes of the checkpoint are stored."""
     counts = Counter[str]()
     for entry in checkpoint.tensors.values():
         counts[kind(entry)] += math.prod(entry.shape)
@@ -193,7 +198,7 @@ def shorten_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def print_models(console: Console, found: list[Listed]) -> None:
+def print_models(console: Console, found: list[ListedModel]) -> None:
     names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
     table = Table(*names, box=None, pad_edge=False)
     for one in found:
@@ -217,21 +222,21 @@ def print_models(console: Console, found: list[Listed]) -> None:
         console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
 
 
-def format_verdict(one: Listed) -> str:
-    if not one.fits:
+def format_verdict(model: ListedModel) -> str:
+    if not model.fits:
         return "[red]no[/red]"
-    many = f"{one.slots} x {one.context:,} tokens"
-    if one.pages:
-        many = f"{one.slots} x up to {one.context:,} tokens,\n{one.pages * PAGE:,} together"
-    return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
+    many = f"{model.slots} x {model.context:,} tokens"
+    if model.pages:
+        many = f"{model.slots} x up to {model.context:,} tokens,\n{model.pages * PAGE:,} together"
+    return many if model.context >= model.limit else f"{many}\nof {model.limit:,}"
 
 
-def format_price(one: Listed) -> str:
+def format_price(model: ListedModel) -> str:
     """Return the memory that a token takes, and a sequence if there is recurrent state."""
-    return f"{format_bytes(one.token)} a token" + (f",\n{format_bytes(one.state)} a slot" if one.state else "")
+    return f"{format_bytes(model.token)} a token" + (f",\n{format_bytes(model.state)} a slot" if model.state else "")
 
 
-def list_notes(found: list[Listed]) -> Iterator[str]:
+def list_notes(found: list[ListedModel]) -> Iterator[str]:
     for one in found:
         if one.why:
             yield f"{one.name}: not served: {one.why}"

@@ -1,4 +1,4 @@
-"""`rekindle simulate`: what cache policies would have done with requests that were logged: table, JSON, plot."""
+"""`rekindle simulate`: computes what cache policies would have done with logged requests, as table, JSON and plot."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from engine.tools.simulation.tally import FinishedRun
 from states.settings import Settings
 
 MIB = 1 << 20
-LONG = 1 << 23  # tokens of all runs: some seconds, which a process is worth
+# The most tokens of all runs in one process: some seconds of work, which make a process of their own worthwhile.
+LONG = 1 << 23
 
 
 def run(paths: Sequence[Path], wanted: SimulationOptions) -> int:
-    """Raises UserError or OSError."""
+    """Simulate and report. Return the exit status. Raises UserError or OSError."""
     if wanted.plot is not None:
         check_plot_path(wanted.plot)
     logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
@@ -64,7 +65,9 @@ def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
         costs = read_costs(wanted.costs, costs)
     if wanted.state_bytes is not None:
         costs = evolve(costs, state_bytes=wanted.state_bytes)
-    settings = with_state(evolve(build_served_settings(logs.settings), store=True, rates=costs.rates()), costs, wanted)
+    settings = with_state(
+        evolve(build_served_settings(logs.settings), store=True, rates=costs.build_rates()), costs, wanted
+    )
     if wanted.slots is not None:
         settings = evolve(settings, slots=wanted.slots)
     if wanted.min_tokens is not None:
@@ -90,8 +93,8 @@ def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
 
 
 def build_served_settings(recorded: Settings | None) -> Settings:
-    """Return the settings of a trace, without what is not simulated (the draft, a lane of its own for prompts), and
-    with what was asked for.
+    """Return the settings of a trace with the options that were given, and without what is not simulated: the draft,
+    and a lane for prompts.
     """
     if recorded is None:
         return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
@@ -102,7 +105,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
 
 
 def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> Settings:
-    """With positional state, if there is any; else without anything that goes with it."""
+    """Return the settings with recurrent state if the costs have any, or else without anything that belongs to it."""
     if not costs.state_bytes:
         return evolve(settings, state_places=0)
     places = settings.state_places if wanted.state_checkpoints is None else wanted.state_checkpoints
@@ -110,7 +113,7 @@ def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> S
 
 
 def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[FinishedRun]:
-    """A run for each scope, and before them one without any cache; side by side where they take long."""
+    """Run each scope, and before them a run without any cache. Long runs get processes of their own."""
     scopes: list[Scope | None] = [None, *wanted]
 
     def run(scope: Scope | None, step: Callable[[], None]) -> FinishedRun:

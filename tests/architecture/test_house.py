@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,18 @@ MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
 EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
 MOST_PARTICIPLES = 0.03  # of all functions
+# Words that say nothing to a reader who has never met the author, and class names that were replaced.
+PRIVATE_WORDS = re.compile(
+    r"\b(told|whoever|nobody|beside|company|likest|hurried|crowded|courtesy|metronome|cabinet|recollection"
+    r"|Company|Going|Flying|Flights|StepsAhead|RoundsAtOnce|StepsTaken|AnyThen|Halt|Seat|Remains|Shelf|Beginning|Refusal"
+    r"|Wanted|Drafter|FoundDrafter)\b"
+)
+MOST_PRIVATE_WORDS = 103  # lines; the goal is 50
+MOST_PARALLEL_ASSIGNMENTS = 136  # swaps are not counted; the goal is none
+OPENERS = re.compile(
+    r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b"
+)
+MOST_WITHOUT_SUBJECT = 154  # docstrings; the goal is none
 
 
 def modules() -> Iterator[Path]:
@@ -124,6 +137,49 @@ def test_few_functions_are_named_by_a_bare_participle() -> None:
     ]
     found = [name for name in names if is_participle(name)]
     assert len(found) <= MOST_PARTICIPLES * len(names), sorted(set(found))
+
+
+def test_few_lines_have_a_private_word() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in modules()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIVATE_WORDS.search(line)
+    ]
+    assert len(found) <= MOST_PRIVATE_WORDS, found
+
+
+def test_one_statement_does_one_thing() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and isinstance(node.targets[0], ast.Tuple)
+        and not is_swap(node.targets[0], node.value)
+    ]
+    assert len(found) <= MOST_PARALLEL_ASSIGNMENTS, found
+
+
+def is_swap(targets: ast.Tuple, values: ast.Tuple) -> bool:
+    """Return whether a value needs what an earlier target overwrites, so that one statement for each would be wrong."""
+    for number, target in enumerate(targets.elts):
+        later = (node for value in values.elts[number + 1 :] for node in ast.walk(value))
+        if ast.unparse(target) in {ast.unparse(node) for node in later if isinstance(node, ast.Name | ast.Attribute)}:
+            return True
+    return False
+
+
+def test_docstrings_have_a_subject() -> None:
+    found = []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node)
+                if text and OPENERS.match(text):
+                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
+    assert len(found) <= MOST_WITHOUT_SUBJECT, found
 
 
 def test_only_the_core_looks_at_the_world_of_a_running_engine() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from engine.__main__ import main
 from engine.settings import plot_style
-from engine.tools.bench.bench_figures import percentiles
+from engine.tools.bench.bench_figures import compute_percentiles
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served
 from tests.simulate_command.test_logs import counts, session, write
@@ -249,6 +249,6 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_sent(
 
 
 def test_percentiles() -> None:
-    assert percentiles([]) is None
-    assert percentiles([3.0]) == (3.0, 3.0, 3.0)
-    assert percentiles([float(n) for n in range(100, 0, -1)]) == (50.0, 90.0, 99.0)
+    assert compute_percentiles([]) is None
+    assert compute_percentiles([3.0]) == (3.0, 3.0, 3.0)
+    assert compute_percentiles([float(n) for n in range(100, 0, -1)]) == (50.0, 90.0, 99.0)

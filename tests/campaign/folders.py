@@ -77,9 +77,9 @@ def configurations(_: Path) -> Iterator[Case]:
             taken(lambda: refuse_other_formats(changed))
             taken(lambda: parse_draft_config(changed, shapes, config))
 
-    from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
+    from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, _read_shapes  # noqa: PLC0415
 
-    shapes = _shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
+    shapes = _read_shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
     yield check
 
 

@@ -121,4 +121,4 @@ def test_a_file_of_something_else_is_neither_read_nor_overwritten(text: str, tmp
     ],
 )
 def test_a_key_goes_to_the_server_that_it_is_for(url: str, environment: dict[str, str], key: str) -> None:
-    assert ChatOptions(url=url).key(environment) == key
+    assert ChatOptions(url=url).choose_key(environment) == key

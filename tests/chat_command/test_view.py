@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.tools.chat.render_answer import Plain, Rendered, choose_view, split_settled, without_echo
+from engine.tools.chat.render_answer import PlainView, RenderedView, choose_view, split_settled, without_echo
 
 ANSWER = """# Title
 
@@ -83,7 +83,7 @@ def left(console: Console) -> list[str]:
 @given(st.lists(st.integers(1, len(ANSWER) - 1), max_size=12).map(lambda cuts: sorted({0, *cuts})))
 def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
     console = terminal()
-    with Rendered(console) as shown:
+    with RenderedView(console) as shown:
         for start, stop in zip(cuts, [*cuts[1:], len(ANSWER)], strict=True):
             shown.show("", ANSWER[start:stop])
     lines = [line.strip("│┃┏┓┗┛━ ") for line in left(console)]
@@ -100,7 +100,7 @@ def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
 
 def test_what_was_thought_stands_above_the_answer() -> None:
     console = terminal()
-    with Rendered(console) as shown:
+    with RenderedView(console) as shown:
         shown.show("Hm, ", "")
         shown.show("well.", "")
         shown.show("", "Yes.")
@@ -109,12 +109,12 @@ def test_what_was_thought_stands_above_the_answer() -> None:
 
 def test_a_pipe_gets_the_answer_alone() -> None:
     console = Console(file=io.StringIO())
-    assert isinstance(choose_view(console), Plain)
+    assert isinstance(choose_view(console), PlainView)
     with choose_view(console) as shown:
         for thought, text in (("Hm", ""), ("", "**Yes**"), ("", ", it is")):
             shown.show(thought, text)
     assert console.file.getvalue() == "**Yes**, it is\n"  # type: ignore[attr-defined]
-    assert isinstance(choose_view(terminal()), Rendered)
+    assert isinstance(choose_view(terminal()), RenderedView)
 
 
 def test_what_is_typed_beside_an_answer_is_not_shown_and_there_for_the_next_line() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 from adapters import demo
 from adapters.checkpoint.text_files import read_text_files
-from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint, head_tensors
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint, list_head_tensors
 from adapters.models.open_checkpoint import Checkpoint
 from training.chat_format import TEMPLATE
 from training.export import load_hybrid
@@ -39,7 +39,7 @@ def test_all_of_it_is_small_and_as_the_index_says():
 def test_our_own_reader_takes_model_and_head():
     checkpoint = Checkpoint.open(FOLDER)
     assert checkpoint.config.layer_types == (("linear_attention",) * 3 + ("full_attention",)) * 2
-    assert set(checkpoint.others) == set(head_tensors(checkpoint.config))
+    assert set(checkpoint.others) == set(list_head_tensors(checkpoint.config))
     assert HeadCheckpoint.open(checkpoint).config.aux_layers == (7,)
     assert set(read_text_files(FOLDER).end_tokens) == {2, 4}
 

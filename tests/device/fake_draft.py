@@ -33,7 +33,7 @@ class FakeDraft:
     capacity: int = 256
     block: int = 8
     noise: float = 0.0
-    branches: bool = True
+    can_branch: bool = True
     aux_layers: tuple[int, ...] = (0,)
     state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found

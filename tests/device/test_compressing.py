@@ -22,7 +22,7 @@ from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import LaunchFailed
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from engine.loading.load_scorer import Drafter
+from engine.loading.load_scorer import LoadedScorer
 from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive
 from tests.device.fake_shard import FakeShard
 from tests.models.checkpoints import proven
@@ -137,7 +137,7 @@ async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Co
     await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     await driver.perform(EffectRequest(ONE, FIRST))
     assert drafter.buffers > 0
-    Drafter(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
+    LoadedScorer(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
     (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(CHUNK)))
     assert isinstance(outcome, DeviceFailed)
     assert drafter.buffers == 0

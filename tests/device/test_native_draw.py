@@ -16,7 +16,7 @@ from adapters.device.sampling.grammar_mask import Mask
 from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjust_logits, pick, start_picking
 from adapters.models.kernels.cpu import host_draw
 from adapters.models.kernels.cpu.native.draw import pick_rows
-from adapters.models.kernels.cpu.native.library import SWITCH, find_library
+from adapters.models.kernels.cpu.native.native_library import SWITCH, find_library
 from adapters.models.kernels.functions import exact_exp
 from adapters.models.kernels.functions.exact_exp import exact_log
 from adapters.models.kernels.functions.noise import exact_gumbel_at, gumbel_at, noise_key
@@ -184,7 +184,7 @@ def test_logits_that_lie_otherwise_are_read_all_the_same_and_others_refused() ->
     for bad in (logits.double(), logits[:1], torch.empty(2, 0)):
         with pytest.raises(ValueError, match="logits"):
             pick_rows(native, 0, bad, bad, [(row.sampler.sampling, row.position, None) for row in rows])
-    with pytest.raises(ValueError, match="beside"):
+    with pytest.raises(ValueError, match="with"):
         pick_rows(native, 0, logits, logits[:, :5], [(row.sampler.sampling, row.position, None) for row in rows])
 
 

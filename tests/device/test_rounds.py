@@ -22,7 +22,7 @@ from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.decode_round import NativeRound
-from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling

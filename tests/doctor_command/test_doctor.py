@@ -25,43 +25,55 @@ DISK = DiskFacts("/kv", free=100 * GIB, kept=GIB, write=1e9, read=1e9)
 @pytest.mark.parametrize(
     ("found", "verdict", "said"),
     [
-        (findings.disk(DISK, 8 * GIB), "well", ["/kv", "100.0 GiB free"]),
-        (findings.disk(DiskFacts("/kv", trouble="/kv: is a file"), 8 * GIB), "fault", ["is a file", "--kv-cache-dir"]),
-        (findings.disk(DiskFacts("/kv", free=GIB, read=1e9), 8 * GIB), "warning", ["--kv-cache-budget is 8192 MiB"]),
+        (findings.judge_disk(DISK, 8 * GIB), "well", ["/kv", "100.0 GiB free"]),
         (
-            findings.disk(DiskFacts("/kv", free=100 * GIB, read=1e6), 8 * GIB),
+            findings.judge_disk(DiskFacts("/kv", trouble="/kv: is a file"), 8 * GIB),
+            "fault",
+            ["is a file", "--kv-cache-dir"],
+        ),
+        (
+            findings.judge_disk(DiskFacts("/kv", free=GIB, read=1e9), 8 * GIB),
+            "warning",
+            ["--kv-cache-budget is 8192 MiB"],
+        ),
+        (
+            findings.judge_disk(DiskFacts("/kv", free=100 * GIB, read=1e6), 8 * GIB),
             "warning",
             ["976.6 KiB/s"],
         ),
-        (findings.disk(DiskFacts("/kv", in_use=True, free=100 * GIB, read=1e9), GIB), "well", ["a server is using it"]),
-        (findings.memory(32 * GIB, 16 * GIB, None), "well", ["16.0 GiB of 32.0 GiB"]),
-        (findings.memory(32 * GIB, 16 * GIB, 64 * GIB), "well", []),
-        (findings.memory(32 * GIB, 16 * GIB, 4 * GIB), "warning", ["container may take 4.0 GiB", "--max-ctx"]),
-        (findings.memory(32 * GIB, 1 << 20, None), "warning", ["1.0 MiB", "smaller model"]),
-        (findings.files(None), "well", ["any number"]),
-        (findings.files(20_000), "well", ["20,000"]),
-        (findings.files(1024), "warning", ["1024", "ulimit -Hn 8192", "LimitNOFILE"]),
-        (findings.device("cpu: AVX2", cuda=False, driver=False), "well", ["cpu: AVX2"]),
-        (findings.device("cuda:0: H100", cuda=True, driver=True), "well", ["H100"]),
-        (findings.device("cpu: AVX2", cuda=False, driver=True), "warning", ["NVIDIA", "a torch with CUDA"]),
-        (findings.port(8000, taken=False, ours=False), "well", ["free"]),
-        (findings.port(8000, taken=True, ours=True), "well", ["answers there"]),
-        (findings.port(8000, taken=True, ours=False), "warning", ["another program", "--port 8001"]),
-        (findings.environment([], ["port"]), "well", []),
-        (findings.environment(["REKINDLE_PORT", "REKINDLE_CONFIG"], ["port"]), "well", ["REKINDLE_PORT"]),
-        (findings.environment(["REKINDLE_PROT"], ["port"]), "warning", ["REKINDLE_PROT", "mean REKINDLE_PORT?"]),
-        (findings.environment(["REKINDLE_XYZ"], ["port"]), "warning", ["unset it"]),
-        (findings.switches({}), "well", []),
-        (findings.switches({"MKL_CBWR": "AVX2"}), "warning", ["MKL_CBWR=AVX2", "class"]),
-        (findings.numerics("buckets", "4..256"), "well", ["4..256"]),
-        (findings.numerics("grid", "64"), "warning", ["no draft is used"]),
-        (findings.models(["a"]), "well", ["1 model in", "`rekindle models`"]),
+        (
+            findings.judge_disk(DiskFacts("/kv", in_use=True, free=100 * GIB, read=1e9), GIB),
+            "well",
+            ["a server is using it"],
+        ),
+        (findings.judge_memory(32 * GIB, 16 * GIB, None), "well", ["16.0 GiB of 32.0 GiB"]),
+        (findings.judge_memory(32 * GIB, 16 * GIB, 64 * GIB), "well", []),
+        (findings.judge_memory(32 * GIB, 16 * GIB, 4 * GIB), "warning", ["container may take 4.0 GiB", "--max-ctx"]),
+        (findings.judge_memory(32 * GIB, 1 << 20, None), "warning", ["1.0 MiB", "smaller model"]),
+        (findings.judge_file_limit(None), "well", ["any number"]),
+        (findings.judge_file_limit(20_000), "well", ["20,000"]),
+        (findings.judge_file_limit(1024), "warning", ["1024", "ulimit -Hn 8192", "LimitNOFILE"]),
+        (findings.judge_device("cpu: AVX2", cuda=False, driver=False), "well", ["cpu: AVX2"]),
+        (findings.judge_device("cuda:0: H100", cuda=True, driver=True), "well", ["H100"]),
+        (findings.judge_device("cpu: AVX2", cuda=False, driver=True), "warning", ["NVIDIA", "a torch with CUDA"]),
+        (findings.judge_port(8000, taken=False, ours=False), "well", ["free"]),
+        (findings.judge_port(8000, taken=True, ours=True), "well", ["answers there"]),
+        (findings.judge_port(8000, taken=True, ours=False), "warning", ["another program", "--port 8001"]),
+        (findings.judge_environment([], ["port"]), "well", []),
+        (findings.judge_environment(["REKINDLE_PORT", "REKINDLE_CONFIG"], ["port"]), "well", ["REKINDLE_PORT"]),
+        (findings.judge_environment(["REKINDLE_PROT"], ["port"]), "warning", ["REKINDLE_PROT", "mean REKINDLE_PORT?"]),
+        (findings.judge_environment(["REKINDLE_XYZ"], ["port"]), "warning", ["unset it"]),
+        (findings.judge_kernel_switches({}), "well", []),
+        (findings.judge_kernel_switches({"MKL_CBWR": "AVX2"}), "warning", ["MKL_CBWR=AVX2", "class"]),
+        (findings.judge_numerics("buckets", "4..256"), "well", ["4..256"]),
+        (findings.judge_numerics("grid", "64"), "warning", ["no draft is used"]),
+        (findings.judge_models(["a"]), "well", ["1 model in", "`rekindle models`"]),
     ],
 )
 def test_what_is_not_well_comes_with_its_remedy(found: Finding, verdict: str, said: list[str]) -> None:
     assert found.verdict == verdict
     assert bool(found.remedy) == (verdict != "well")
-    assert all(part in f"{found.told} {found.remedy}" for part in said), found
+    assert all(part in f"{found.summary} {found.remedy}" for part in said), found
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
     async def one(running: Engine, number: int) -> None:
         found[number] = await told(running, jobs[number])
 
-    how = {"transfer": target.transfer, "compression": CompressionParts(target.drafter), "paranoid": True}
+    how = {"transfer": target.transfer, "compression": CompressionParts(target.scorer), "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
     with timeless():
         async with run_engine(changed, target.executor, **how) as running:

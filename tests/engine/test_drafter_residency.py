@@ -34,9 +34,9 @@ async def test_a_started_server_has_the_drafter_where_the_policy_says(policy: An
     options = build_options(model="demo", device="cpu", max_ctx=512, draft="none", draft_residency=policy, **how)
     target = await load_target(options)
     try:
-        assert target.drafter is not None
+        assert target.scorer is not None
         assert target.settings.residency.drafter == after
-        assert bool(target.drafter.memory()["weights"]) == loaded
+        assert bool(target.scorer.memory()["weights"]) == loaded
     finally:
         await target.close()
 

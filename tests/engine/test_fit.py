@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.loading.memory_fit import ENOUGH, LEAST, SLOTS, DeviceNeed, Fit, fit_slots, has_room, list_lengths
+from engine.loading.memory_fit import (
+    LEAST,
+    LONG_CONTEXT,
+    SLOT_COUNTS,
+    DeviceNeed,
+    Fit,
+    fit_slots,
+    has_room,
+    list_lengths,
+)
 
 KIB, GIB = 1 << 10, 1 << 30
 # As Qwen3-4B in bfloat16: 8 GB of weights, 144 KiB a token.
@@ -89,8 +98,8 @@ def test_what_is_said_to_fit_does_and_nothing_better_was_left_out(
     found = fit_slots(needs, limit)
     assert 1 <= found.context <= limit
     assert found.fits == has_room(needs, found.slots, found.context)
-    for slots in SLOTS:
-        if not found.fits or (slots > found.slots and found.context >= ENOUGH):
-            assert not has_room(needs, slots, min(limit, ENOUGH))
-        if found.fits and found.context < min(limit, ENOUGH):
+    for slots in SLOT_COUNTS:
+        if not found.fits or (slots > found.slots and found.context >= LONG_CONTEXT):
+            assert not has_room(needs, slots, min(limit, LONG_CONTEXT))
+        if found.fits and found.context < min(limit, LONG_CONTEXT):
             assert not any(has_room(needs, slots, each) for each in list_lengths(0, limit) if each > found.context)

@@ -27,7 +27,9 @@ def named(
 ) -> str:
     """bits: that weights are rounded to."""
     checkpoint = Checkpoint.open(demo.FOLDER)
-    return compute_identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
+    return compute_identity(
+        checkpoint if bits is None else checkpoint.with_quantisation(bits), dtype, numerics, mode, rows
+    )
 
 
 OTHERS = {

@@ -192,7 +192,7 @@ def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rou
 def test_it_ends_when_nothing_gets_quicker_or_too_much_is_spent(
     rounds: list[dict[int, int]], spent: int, ends: bool
 ) -> None:
-    assert calibrate_compute.enough(rounds, spent, 2) is ends
+    assert calibrate_compute.has_enough_rounds(rounds, spent, 2) is ends
 
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,10 @@ def compiled_folder(tmp_path_factory) -> Path:
     """Sources, and what the build hook makes of them: the tree's own, if it was made of these sources by this hook."""
     hook = Path(hatch_build.__file__)
     tree = hook.parent / hatch_build.FOLDER
-    if library.open_library(tree)[0] is not None and (tree / hatch_build.FILE).stat().st_mtime > hook.stat().st_mtime:
+    if (
+        native_library.open_library(tree)[0] is not None
+        and (tree / hatch_build.FILE).stat().st_mtime > hook.stat().st_mtime
+    ):
         return tree
     root = tmp_path_factory.mktemp("tree")
     shutil.copytree(tree, root / hatch_build.FOLDER, ignore=shutil.ignore_patterns("*.so"))
@@ -26,7 +29,7 @@ def compiled_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def native_code(compiled_folder) -> library.NativeLibrary:
-    found, why = library.open_library(compiled_folder)
+def native_code(compiled_folder) -> native_library.NativeLibrary:
+    found, why = native_library.open_library(compiled_folder)
     assert found is not None, why
     return found

@@ -14,10 +14,10 @@ from torch import Tensor
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.rope import Rotary, Yarn
 from adapters.models.decoder.shard import BUCKETS, TargetHead
-from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
-from adapters.models.drafts.dflash.weights import products as draft_products
+from adapters.models.drafts.dflash.weights import list_draft_products as draft_products
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -65,7 +65,7 @@ class Tensors(dict[str, Tensor]):
     def read(self, name: str) -> Tensor:
         return self[name]
 
-    def has(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         return name in self
 
     def digest(self) -> str:
@@ -75,7 +75,7 @@ class Tensors(dict[str, Tensor]):
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
     generator = make_generator(seed)
     made = Tensors()
-    for name, shape in draft_tensors(config).items():
+    for name, shape in list_draft_tensors(config).items():
         tensor = torch.randn(shape, generator=generator)
         made[name] = tensor * 0.2 + 1 if len(shape) == 1 else tensor * 1.5 * shape[1] ** -0.5
     return made

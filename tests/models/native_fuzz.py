@@ -21,11 +21,11 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.device.sampling.grammar_mask import Mask
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.cpu.native.draw import pick_rows
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
@@ -278,7 +278,7 @@ def run(native: NativeLibrary, seed: int) -> None:
 
 
 def main(folder: str, seconds: str, first: str = "0") -> None:
-    native, why = library.open_library(Path(folder))
+    native, why = native_library.open_library(Path(folder))
     if native is None:
         sys.exit(why)
     until = time.monotonic() + float(seconds)

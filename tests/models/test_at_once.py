@@ -16,7 +16,7 @@ from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights

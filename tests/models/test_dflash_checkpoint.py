@@ -14,7 +14,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.rope import Yarn
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
-from adapters.models.drafts.dflash.config import formula_aux_layers
+from adapters.models.drafts.dflash.config import spread_aux_layers
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -98,8 +98,8 @@ def test_a_folder_is_read_whole(tmp_path, name):
     assert checkpoint.config == config
     assert {*checkpoint.tensors} == {*tensors}
     assert all(same_bits(checkpoint.read(name), tensor) for name, tensor in tensors.items())
-    assert checkpoint.has("fc.weight")
-    assert not checkpoint.has("mask_embedding")
+    assert checkpoint.has_tensor("fc.weight")
+    assert not checkpoint.has_tensor("mask_embedding")
 
 
 def test_prefixes_and_copies_of_what_is_the_targets_make_no_difference(folder, tmp_path_factory):
@@ -137,8 +137,8 @@ def test_what_config_json_leaves_out_is_derived(folder):
         num_attention_heads="absent", num_key_value_heads="absent", block_size="absent", num_target_layers="absent",
         own_target_layer_ids="absent", layer_types="absent", rms_norm_eps="absent", vocab_size="absent",
     )  # fmt: skip
-    assert opened(folder) == evolve(config_of(), aux_layers=formula_aux_layers(9, 3))
-    assert formula_aux_layers(9, 3) == (1, 4, 6)
+    assert opened(folder) == evolve(config_of(), aux_layers=spread_aux_layers(9, 3))
+    assert spread_aux_layers(9, 3) == (1, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_config_json_leaves_out_is_derived(folder):
     ],
 )
 def test_missing_taps_are_spread_as_published_drafts_are(layers, aux_layers):
-    assert formula_aux_layers(layers, len(aux_layers)) == tuple(aux_layers)
+    assert spread_aux_layers(layers, len(aux_layers)) == tuple(aux_layers)
 
 
 def test_fields_are_looked_for_in_dflash_config_first(folder):

@@ -144,10 +144,10 @@ def test_packed_weights_are_computed_in_what_is_asked_for(small: Path, tmp_path:
     file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", small, Kind.Q8_0))
     assert resolve_dtype("auto", file) == torch.bfloat16
     name = "model.layers.0.self_attn.q_proj.weight"
-    exact, rounded = file.read(name), file.rounded(torch.bfloat16).read(name)
+    exact, rounded = file.read(name), file.with_dtype(torch.bfloat16).read(name)
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(rounded, exact.bfloat16())
-    norm = file.rounded(torch.bfloat16).read("model.norm.weight")
+    norm = file.with_dtype(torch.bfloat16).read("model.norm.weight")
     assert norm.dtype == torch.float32, "what is not packed is read as it is stored"
     for kind, dtype in {Kind.F16: torch.bfloat16, Kind.BF16: torch.bfloat16, Kind.F32: torch.float32}.items():
         plain = Checkpoint.open(write_gguf(tmp_path / f"{kind.name}.gguf", small, kind))
@@ -293,7 +293,7 @@ def test_frequencies_have_to_be_positive_and_alone(tmp_path: Path) -> None:
     assert isinstance(found, Divided)
     assert 1.0 == found.factors[0] < found.factors[-1] == pytest.approx(LLAMA3["factor"])
     scaled = {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 4.0}
-    assert "beside another scaling" in refusal(write_gguf(tmp_path / "two.gguf", tmp_path / "m", **scaled))
+    assert "with another scaling" in refusal(write_gguf(tmp_path / "two.gguf", tmp_path / "m", **scaled))
     data = path.read_bytes().replace(np.array(found.factors, np.float32).tobytes(), bytes(4 * len(found.factors)))
     path.write_bytes(data)
     assert "rope_freqs.weight has numbers that are not positive" in refusal(path)

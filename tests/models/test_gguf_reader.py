@@ -82,8 +82,8 @@ def test_every_type_has_the_package_s_values(everything: Path, piece: int, monke
 
 def test_lists_are_made_when_they_are_asked_for(everything: Path) -> None:
     found = read_header(everything)
-    assert found.texts("texts") == ["a", "", "ééééé"]
-    assert found.integers("numbers") == [3, -1, 2]
+    assert found.read_texts("texts") == ["a", "", "ééééé"]
+    assert found.read_integers("numbers") == [3, -1, 2]
     assert found.fields["general.architecture"] == "llama"
     for name, what in {
         "numbers": "not a list of texts",
@@ -91,9 +91,9 @@ def test_lists_are_made_when_they_are_asked_for(everything: Path) -> None:
         "general.architecture": "not a list",
     }.items():
         with pytest.raises(CheckpointError, match=what):
-            found.texts(name)
+            found.read_texts(name)
     with pytest.raises(CheckpointError, match="texts is not a list of integers"):
-        found.integers("texts")
+        found.read_integers("texts")
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_whatever_is_in_a_header_it_is_read_or_refused(
         found = read_header(path)
         for name, value in found.fields.items():
             if isinstance(value, ListField):
-                found.texts(name) if value.kind == 8 else found.integers(name)
+                found.read_texts(name) if value.kind == 8 else found.read_integers(name)
     except CheckpointError as error:
         assert str(error).startswith(str(path))  # noqa: PT017
         return
@@ -255,5 +255,5 @@ def test_an_untouched_header_is_read(tmp_path: Path) -> None:
     found = read_header(path)
     assert list(found.tensors) == ["w", "v", "u"]
     assert found.tensors["u"].shape == (2, 256)
-    assert found.texts("t") == ["ab", ""]
+    assert found.read_texts("t") == ["ab", ""]
     assert found.fields["b"] is True

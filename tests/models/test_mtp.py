@@ -22,7 +22,7 @@ from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
-from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.drafts.mtp.weights import list_head_products
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
@@ -48,7 +48,7 @@ class TargetWithHead:
             config, checkpoint, kernels.copy_for_shard(), ShardPlacement(aux_layers=(config.num_layers - 1,), **shape)
         )
         head = HeadCheckpoint.open(checkpoint)
-        own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
+        own = list_head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
         beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
         self.draft = MtpDraft(
             head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, DraftPlacement(**shape)

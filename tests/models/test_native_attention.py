@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import AttentionMask
@@ -132,8 +132,8 @@ def test_what_is_told_of_rows_is_int64_one_behind_the_other(own, name, wrong):
 @pytest.fixture
 def both(own, monkeypatch):
     """Torch's attention and our own."""
-    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(native_library.SWITCH, raising=False)
     return CpuKernels(FLOAT, own=False), CpuKernels(FLOAT)
 
 

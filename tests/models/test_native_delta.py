@@ -8,7 +8,7 @@ from attrs import astuple, evolve
 
 from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
 from adapters.models.kernels.functions.seeded import make_generator
@@ -49,8 +49,8 @@ def levels(native_code):
 
 @pytest.fixture
 def installed(native_code, monkeypatch):
-    monkeypatch.setattr(library, "load_library", lambda: (native_code, ""))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setattr(native_library, "load_library", lambda: (native_code, ""))
+    monkeypatch.delenv(native_library.SWITCH, raising=False)
 
 
 def random(*shape, seed=1, dtype=FLOAT):

@@ -16,7 +16,7 @@ from attrs import evolve
 
 import hatch_build
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native import library as compiled
+from adapters.models.kernels.cpu.native import native_library as compiled
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import NATIVE, Heads, Products, ServedWeight, Weight, check_plan

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import HeadPrep, Rope
@@ -103,8 +103,8 @@ def prep_of(kind, heads, head, dtype):
 )
 def test_heads_are_what_torch_makes_of_them(own, monkeypatch, dtype, case):
     (queries, kv, head), turned, kind = case
-    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(native_library.SWITCH, raising=False)
     heads, angles = queries + 2 * kv, random(CAPACITY, turned, seed=7)
     rope, prep = Rope(angles.cos(), angles.sin()), prep_of(kind, heads, head, dtype)
     projected = random(16, heads * head + 8, seed=8, dtype=dtype)[:, : heads * head]  # columns of a wider tensor
@@ -144,8 +144,8 @@ def test_bits_of_heads_are_the_same_in_any_instructions_and_beside_any_rows(own)
 
 @pytest.mark.parametrize("segment", [Segment(3, 0, 1), Segment(0, 62, 3)], ids=str)
 def test_rows_that_no_cache_has_are_refused_before_anything_is_written(own, monkeypatch, segment):
-    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
-    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(native_library.SWITCH, raising=False)
     kernels, angles = CpuKernels(FLOAT), torch.zeros(CAPACITY, 8)
     caches = [torch.zeros(SLOTS, 1, CAPACITY, 16) for _ in "kv"]
     with pytest.raises(IndexError, match="3 slots of 64 rows"):

@@ -16,7 +16,7 @@ from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StackedWeigh
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
@@ -97,7 +97,7 @@ def own(native_code: Any) -> NativeProducts:
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As these sources make them, whatever this tree has."""
-    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -233,7 +233,7 @@ def checkpoints(plain: Any, folder: Any) -> list[Checkpoint]:
     found.append(write_gguf(folder / "q4_k.gguf", plain, Kind.Q4_K, pack=random_blocks))
     quantise(plain, folder / "awq", "awq")
     found.append(folder / "awq")
-    return [*(Checkpoint.open(path) for path in found), Checkpoint.open(plain).quantised(4)]
+    return [*(Checkpoint.open(path) for path in found), Checkpoint.open(plain).with_quantisation(4)]
 
 
 def test_a_shard_of_packed_weights_computes_what_they_stand_for_and_takes_their_bytes(
@@ -279,7 +279,7 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
         for plan in plans:
             kernels = CpuKernels(dtype).with_plan(plan)
             shard = DenseShard(
-                config, checkpoint.rounded(dtype), kernels, ShardPlacement(dtype=dtype, slots=1, capacity=256)
+                config, checkpoint.with_dtype(dtype), kernels, ShardPlacement(dtype=dtype, slots=1, capacity=256)
             )
             held.append(shard.memory()["weights"])
             shard.close()
@@ -298,7 +298,7 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     plain: Any, tmp_path: Any, installed: None
 ) -> None:
     checkpoint = Checkpoint.open(write_gguf(tmp_path / "mix.gguf", plain, Kind.Q4_0, pack=mixed))
-    checkpoint = checkpoint.rounded(torch.bfloat16)
+    checkpoint = checkpoint.with_dtype(torch.bfloat16)
     listed = checkpoint.config.products(
         BUCKETS,
         capacity=512,

@@ -84,11 +84,11 @@ def test_packed_weights_stand_for_what_their_format_says(name: str, models: dict
     assert found.tensors.keys() == {*found.config.tensors()}
     for tensor, expected in values.items():
         assert torch.equal(found.read(tensor), expected), tensor
-        entry = found.rounded(torch.bfloat16).tensors[tensor]
+        entry = found.with_dtype(torch.bfloat16).tensors[tensor]
         rounded = expected if entry.packing_name == "" else expected.bfloat16()
         assert torch.equal(entry.read(tensor), rounded), tensor
-    assert len(found.forms) == 1
-    assert 4 < found.bits < 32
+    assert len(found.packing_names) == 1
+    assert 4 < found.stored_bits < 32
 
 
 def of_all_experts(values: dict[str, Tensor], name: str, count: int) -> Tensor:
@@ -131,7 +131,7 @@ def test_every_e4m3_is_its_number() -> None:
 def test_a_bias_of_zeros_beside_a_packed_matrix_is_none(models: dict[str, Any], tmp_path: Path) -> None:
     quantise(models["llama"][0], tmp_path / "m", "gptq")
     edit(tmp_path / "m", **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})
-    assert Checkpoint.open(tmp_path / "m").forms == ("gptq int4, groups of 32",)
+    assert Checkpoint.open(tmp_path / "m").packing_names == ("gptq int4, groups of 32",)
     edit(tmp_path / "m", **{"model.layers.0.self_attn.q_proj.bias": torch.eye(256)[0]})
     assert "q_proj.bias is not part of a 2-layer llama" in refusal(tmp_path / "m")
 
@@ -172,7 +172,7 @@ def test_published_hybrids_are_unpacked_with_their_prediction_head(tmp_path: Pat
     values = quantise(demo.FOLDERS["demo-hybrid"], tmp_path / "m", "fp8", prefixed)
     found = Checkpoint.open(tmp_path / "m")
     head = HeadCheckpoint.open(found)
-    assert head.has("mtp.layers.0.mlp.up_proj.weight")
+    assert head.has_tensor("mtp.layers.0.mlp.up_proj.weight")
     for name in found.tensors:
         assert torch.equal(found.read(name), values[prefixed(name)]), name
     for name in head.tensors:
@@ -288,7 +288,7 @@ def test_groups_that_differ_are_told_apart_by_what_is_stored(packed: dict[str, P
     configure(folder, config_groups={"group_0": about, "group_1": eight})
     found = Checkpoint.open(folder)
     assert torch.equal(found.read(UP), expected)
-    assert found.forms == ("w4a16, groups of 32", "w8a16, groups of 32")
+    assert found.packing_names == ("w4a16, groups of 32", "w8a16, groups of 32")
     other = {**about, "weights": {**about["weights"], "num_bits": 8, "group_size": 16}}
     configure(folder, config_groups={"group_0": about, "group_1": other})
     assert "can be read as w4a16, groups of 32 and as w8a16, groups of 16; accepted: one way" in refusal(folder)

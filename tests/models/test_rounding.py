@@ -86,10 +86,10 @@ def rounded_by_hand(checkpoint: Checkpoint, name: str, bits: int) -> Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_matrices_of_layers_are_rounded_and_nothing_else(bits: int) -> None:
     plain = Checkpoint.open(demo.FOLDERS["demo-hybrid"])
-    found = plain.quantised(bits)
-    assert found.error is None, "nothing has been read"
+    found = plain.with_quantisation(bits)
+    assert found.rounding_error is None, "nothing has been read"
     changed = there = 0.0
-    for name, entry in found.rounded(torch.bfloat16).tensors.items():
+    for name, entry in found.with_dtype(torch.bfloat16).tensors.items():
         own = plain.read(name)
         if entry.packing_name:
             expected = rounded_by_hand(plain, name, bits)
@@ -101,21 +101,21 @@ def test_matrices_of_layers_are_rounded_and_nothing_else(bits: int) -> None:
         kind = name.split(".")[-2]
         matrix = own.ndim == 2 and name.startswith("model.layers.") and kind not in {"in_proj_a", "in_proj_b"}
         assert (entry.packing_name != "") == matrix, name
-    assert found.error == pytest.approx(math.sqrt(changed / there), rel=1e-4)
-    assert (0.005 < found.error < 0.01) if bits == 8 else (0.05 < found.error < 0.12)
-    assert bits < found.bits < plain.bits
+    assert found.rounding_error == pytest.approx(math.sqrt(changed / there), rel=1e-4)
+    assert (0.005 < found.rounding_error < 0.01) if bits == 8 else (0.05 < found.rounding_error < 0.12)
+    assert bits < found.stored_bits < plain.stored_bits
 
 
 def test_experts_are_rounded_and_what_chooses_them_is_not(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3_moe", **{**EXPERTS, "hidden_size": 128, "moe_intermediate_size": 128})
-    forms = {name: entry.packing_name for name, entry in Checkpoint.open(tmp_path).quantised(4).tensors.items()}
+    forms = {name: entry.packing_name for name, entry in Checkpoint.open(tmp_path).with_quantisation(4).tensors.items()}
     assert forms["model.layers.0.mlp.experts.3.down_proj.weight"] != ""
     assert forms["model.layers.0.mlp.gate.weight"] == forms["model.embed_tokens.weight"] == ""
 
 
 def test_logits_are_those_of_transformers_with_the_rounded_weights(tmp_path: Path) -> None:
     oracle: Any = save_model(tmp_path, "qwen3", **WIDE)
-    checkpoint = Checkpoint.open(tmp_path).quantised(4)
+    checkpoint = Checkpoint.open(tmp_path).with_quantisation(4)
     shard = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), ShardPlacement(slots=1, capacity=64))
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
@@ -130,4 +130,4 @@ def test_what_is_packed_is_not_rounded_again(tmp_path: Path) -> None:
     save_model(tmp_path / "m", "qwen3", **WIDE)
     quantise(tmp_path / "m", tmp_path / "packed", "awq")
     with pytest.raises(CheckpointError, match="--quantize int4: its weights are packed already"):
-        Checkpoint.open(tmp_path / "packed").quantised(4)
+        Checkpoint.open(tmp_path / "packed").with_quantisation(4)

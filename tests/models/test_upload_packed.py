@@ -78,7 +78,7 @@ def test_tensors_of_a_file_are_made_where_they_come_to(family: str, kind: Kind, 
     pack = packed if kind in EXACT else random_blocks
     checkpoint = Checkpoint.open(write_gguf(tmp_path / "m.gguf", tmp_path / "m", kind, pack=pack))
     assert bool(checkpoint.layouts) == (kind not in {Kind.F16, Kind.BF16})
-    compare(checkpoint.rounded(torch.bfloat16), device)
+    compare(checkpoint.with_dtype(torch.bfloat16), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,7 +86,7 @@ def test_tensors_of_a_file_are_made_where_they_come_to(family: str, kind: Kind, 
 def test_tensors_of_a_packed_folder_are_made_where_they_come_to(name: str, device: str, tmp_path: Path) -> None:
     save_model(tmp_path / "m", "qwen3", **WIDE_FAMILIES["qwen3"])
     quantise(tmp_path / "m", tmp_path / "packed", name)
-    compare(Checkpoint.open(tmp_path / "packed").rounded(torch.bfloat16), device)
+    compare(Checkpoint.open(tmp_path / "packed").with_dtype(torch.bfloat16), device)
 
 
 def test_what_finds_no_room_is_made_on_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

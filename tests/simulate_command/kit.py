@@ -52,7 +52,7 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
         state_places=how.pop("places", 0),
         state_tokens=costs.state_tokens,
         drafter=how.pop("drafter", 0),
-        rates=costs.rates(),
+        rates=costs.build_rates(),
     )
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how
     return Setup(fit_settings(settings, sessions), costs, **chosen)
@@ -67,7 +67,7 @@ def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> S
 def watch(monkeypatch: Any) -> list[str]:
     """Check the world after every event, and that what is found and loaded are the very tokens that were asked for."""
     seen = list[str]()
-    feed, find, load = Process.feed, SimulatedStore.find, SimulatedStore.load
+    feed, find, load = Process.feed, SimulatedStore.find, SimulatedStore.start_load
     prompts: dict[int, Tokens] = {}
 
     def checked_feed(self: Process, request: RequestId, event: Event) -> None:
@@ -98,5 +98,5 @@ def watch(monkeypatch: Any) -> list[str]:
 
     monkeypatch.setattr(Process, "feed", checked_feed)
     monkeypatch.setattr(SimulatedStore, "find", checked_find)
-    monkeypatch.setattr(SimulatedStore, "load", checked_load)
+    monkeypatch.setattr(SimulatedStore, "start_load", checked_load)
     return seen

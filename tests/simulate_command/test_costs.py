@@ -27,7 +27,7 @@ def test_a_line_goes_through_its_points_and_never_below_zero() -> None:
 def test_later_tokens_take_longer_and_the_engine_plans_with_the_same_figures() -> None:
     costs = Costs()
     assert costs.chunk_ns(8000, 8256) > costs.chunk_ns(0, 256)
-    planned = estimate_prefill_time(costs.rates(), 0, 8192)
+    planned = estimate_prefill_time(costs.build_rates(), 0, 8192)
     spent = sum(costs.chunk_ns(at, at + 256) - costs.launch for at in range(0, 8192, 256))
     assert planned == pytest.approx(spent, rel=0.01)
     assert costs.decode_ns([100, 100]) < 2 * costs.decode_ns([100])

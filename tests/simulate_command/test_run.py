@@ -33,8 +33,10 @@ def test_with_room_for_everything_nothing_is_missed_whatever_is_restarted(monkey
         counts = one.tally.counts.values()
         assert [count.found for count in counts] == [count.infinite for count in counts]
         assert sum(count.found for count in counts) > 0.5 * sum(count.prompt for count in counts)
-        assert one.figures().written_of_unique == pytest.approx(1, abs=0.3), "token ids are written with the rows"
-        assert one.figures().evictions == 0
+        assert one.compute_figures().written_of_unique == pytest.approx(1, abs=0.3), (
+            "token ids are written with the rows"
+        )
+        assert one.compute_figures().evictions == 0
     assert {"PrefixFound", "PrefixMissed", "BlocksRestored", "SnapshotSaved", "PrefillAdvanced", "Decoded"} <= set(seen)
 
 
@@ -58,8 +60,8 @@ def test_a_budget_is_kept_and_evicts() -> None:
     budget = 400 * COSTS.token_bytes
     one = run(FOUR, restart_every=1, disk_budget=budget)
     assert one.disk.index.held_bytes <= budget
-    assert one.figures().evictions > 0
-    assert one.figures().hit_tokens < one.figures().infinite_hit_tokens
+    assert one.compute_figures().evictions > 0
+    assert one.compute_figures().hit_tokens < one.compute_figures().infinite_hit_tokens
 
 
 def test_a_model_with_positional_state_finds_what_an_infinite_cache_has_where_turns_only_add(
@@ -71,7 +73,7 @@ def test_a_model_with_positional_state_finds_what_an_infinite_cache_has_where_tu
         plain = run(FOUR, restart_every=restart_every)
         missed = [count.infinite - count.found for count in one.tally.counts.values()]
         assert max(missed) < 2 * BLOCK_SIZE, "a checkpoint may be a block before where two prompts part"
-        figures, without = one.figures(), plain.figures()
+        figures, without = one.compute_figures(), plain.compute_figures()
         assert figures.checkpoint_bytes > 0 == without.checkpoint_bytes
         assert figures.written_bytes - figures.checkpoint_bytes == pytest.approx(without.written_bytes, rel=0.05)
     assert {"PrefixFound", "BlocksRestored", "SnapshotSaved"} <= set(seen)
@@ -80,12 +82,14 @@ def test_a_model_with_positional_state_finds_what_an_infinite_cache_has_where_tu
 def test_what_checkpoints_weigh_decides_what_is_worth_loading() -> None:
     """A state as large as thousands of rows comes back later than 40 rows are computed."""
     light, heavy = (run([session("a", 5)], restart_every=1, state_bytes=size) for size in (16, 16 << 20))
-    assert light.figures().hit_tokens == heavy.figures().hit_tokens > 0, "it is there"
-    assert light.figures().restored_tokens > 0 == heavy.figures().restored_tokens
+    assert light.compute_figures().hit_tokens == heavy.compute_figures().hit_tokens > 0, "it is there"
+    assert light.compute_figures().restored_tokens > 0 == heavy.compute_figures().restored_tokens
 
 
 def test_scopes_limit_what_is_written() -> None:
-    written = {word: run(FOUR, parse_scope(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
+    written = {
+        word: run(FOUR, parse_scope(word), restart_every=1).compute_figures() for word in ("off", "20", "auto", "full")
+    }
     assert written["off"].written_bytes == written["off"].hit_tokens == 0
     assert 0 < written["20"].written_bytes < written["auto"].written_bytes < written["full"].written_bytes
     assert written["20"].selected_mean == 20
@@ -95,7 +99,7 @@ def test_scopes_limit_what_is_written() -> None:
 
 
 def test_without_a_cache_nothing_is_shared_and_first_tokens_take_longest() -> None:
-    none, full = run(FOUR, None).figures(), run(FOUR).figures()
+    none, full = run(FOUR, None).compute_figures(), run(FOUR).compute_figures()
     assert (none.hit_tokens, none.written_bytes, none.scope) == (0, 0, "no cache")
     assert none.infinite_hit_tokens == full.infinite_hit_tokens
     assert none.first_token_ms[0] > full.first_token_ms[0]
@@ -164,7 +168,7 @@ def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothin
     together = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     monkeypatch.setattr(Process, "count_undisturbed_steps", lambda *_: 1)
     one_by_one = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
-    assert together[0].figures() == one_by_one[0].figures()
+    assert together[0].compute_figures() == one_by_one[0].compute_figures()
     assert together[0].tally.written == one_by_one[0].tally.written
     assert together[0].clock.now == one_by_one[0].clock.now
     assert together[1] == one_by_one[1]
@@ -174,7 +178,7 @@ def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothin
 
 def test_the_same_logs_give_the_same_figures() -> None:
     again: dict[str, Any] = {"restart_every": 3, "disk_budget": 500 * COSTS.token_bytes, "interleave": 3}
-    assert run(FOUR, **again).figures() == run(FOUR, **again).figures()
+    assert run(FOUR, **again).compute_figures() == run(FOUR, **again).compute_figures()
 
 
 @settings(max_examples=30, deadline=None)

@@ -149,7 +149,7 @@ def build_byte_level(header: GgufHeader, words: PreTokenizer, ids: Mapping[str, 
 
 def read_token_kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
     name = "tokenizer.ggml.token_type"
-    found = header.integers(name) if name in header.fields else [NORMAL] * len(tokens)
+    found = header.read_integers(name) if name in header.fields else [NORMAL] * len(tokens)
     if len(found) != len(tokens):
         raise CheckpointError(f"{header.path}: {name} has {len(found)} entries for {len(tokens)} tokens")
     return found
@@ -157,7 +157,7 @@ def read_token_kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
 
 def read_tokens(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
     """Return all tokens, and the ids of those that are used. Files fill up a vocabulary with unused tokens."""
-    tokens = header.texts("tokenizer.ggml.tokens")
+    tokens = header.read_texts("tokenizer.ggml.tokens")
     ids = dict[str, int]()
     for id_, (token, kind) in enumerate(zip(tokens, read_token_kinds(header, tokens), strict=True)):
         if kind == UNUSED:
@@ -180,7 +180,7 @@ def list_added_tokens(header: GgufHeader, tokens: Sequence[str]) -> list[dict[st
 def read_merges(header: GgufHeader, ids: Mapping[str, int]) -> list[list[str]]:
     """Return the merges: pairs of tokens that together are a token. Files write a space between the two."""
     merges = []
-    for number, merge in enumerate(header.texts("tokenizer.ggml.merges")):
+    for number, merge in enumerate(header.read_texts("tokenizer.ggml.merges")):
         at = merge.find(" ", 1)
         left = merge[:at]
         right = merge[at + 1 :]

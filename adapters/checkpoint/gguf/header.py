@@ -88,7 +88,7 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensorInfo]
     data: bytes = field(repr=False)
 
-    def texts(self, name: str) -> list[str]:
+    def read_texts(self, name: str) -> list[str]:
         """Return a list of texts of the metadata. Raises CheckpointError where it is none."""
         found = self.fields.get(name)
         if not isinstance(found, ListField) or found.kind != _TEXT:
@@ -104,17 +104,17 @@ class GgufHeader:
             raise CheckpointError(f"{self.path}: {name} has an entry that is not UTF-8 text") from None
         return texts
 
-    def integers(self, name: str) -> list[int]:
+    def read_integers(self, name: str) -> list[int]:
         """Return a list of integers of the metadata. Raises CheckpointError where it is none."""
-        found: list[int] = self._numbers(name, "integers", lambda kind: kind not in {_TEXT, _BOOL, *_FLOATS})
+        found: list[int] = self._read_numbers(name, "integers", lambda kind: kind not in {_TEXT, _BOOL, *_FLOATS})
         return found
 
-    def floats(self, name: str) -> list[float]:
+    def read_floats(self, name: str) -> list[float]:
         """Return a list of floats of the metadata. Raises CheckpointError where it is none."""
-        found: list[float] = self._numbers(name, "floats", _FLOATS.__contains__)
+        found: list[float] = self._read_numbers(name, "floats", _FLOATS.__contains__)
         return found
 
-    def _numbers(self, name: str, what: str, fits: Callable[[int], bool]) -> Any:
+    def _read_numbers(self, name: str, what: str, fits: Callable[[int], bool]) -> Any:
         """Return a list of numbers of the kinds that `fits` accepts. Raises CheckpointError."""
         found = self.fields.get(name)
         if not isinstance(found, ListField) or not fits(found.kind):
@@ -271,8 +271,8 @@ class _HeaderReader:
             last = name
             end = tensor.stop
 
-    def read_name(self, what: str) -> str:
-        return self.read_text(what, MAX_NAME_BYTES)
+    def read_name(self, subject: str) -> str:
+        return self.read_text(subject, MAX_NAME_BYTES)
 
     def read_text(self, what: str, most: int) -> str:
         length = int(self.read_scalar(10))

@@ -64,8 +64,8 @@ class Metadata:
     def describe_non_number(self, value: object) -> str:
         return "is missing" if value is None else f"is {describe_value(value)}, which is no number"
 
-    def make_error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}")
+    def make_error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}")
 
 
 def shorten_float(value: float) -> float:

@@ -59,7 +59,7 @@ def build_tokenizer_parts(
 def build_merges(header: GgufHeader, tokens: Sequence[str], ids: Mapping[str, int], whole: set[str]) -> list[list[str]]:
     """Return the merges: best score first, and equal scores in the order of the vocabulary."""
     name = "tokenizer.ggml.scores"
-    scores = header.floats(name)
+    scores = header.read_floats(name)
     if len(scores) != len(tokens) or not all(map(isfinite, scores)):
         raise CheckpointError(f"{header.path}: {name} is not a number for each of {len(tokens)} tokens")
     made = {token: id_ for token, id_ in ids.items() if token not in whole}

@@ -195,8 +195,8 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
     found = native.pick(raw, adjust_logits(raw, rows), wanted)
     return [
-        _read(row, picked, told, ends.get(index))
-        for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))
+        _read(row, picked, weighed, ends.get(index))
+        for index, (row, (picked, weighed)) in enumerate(zip(rows, found, strict=True))
     ]
 
 
@@ -249,25 +249,25 @@ def adjust_logits(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     return build_sampling(logits.device).apply_penalties(logits, changes)
 
 
-def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: Sequence[Draw]) -> None:
+def draw_some(tokens: Tensor, found: Tensor, used: Tensor, extremes: Tensor, rows: Sequence[Draw]) -> None:
     """Replace the picks of rows with a temperature by drawn ones: in `tokens`, int64 `[R]`, and in column 0 of `found`.
 
-    used: adjusted logits. told: the extremes of these. The host does not wait.
+    used: adjusted logits. extremes: those of `used`. The host does not wait.
     """
     at = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
     if not at:
         return
     samplings = [rows[index].sampler.sampling for index in at]
     positions = [rows[index].position for index in at]
-    build_sampling(used.device).draw_tokens(used, told, at, samplings, positions, tokens=tokens, found=found)
+    build_sampling(used.device).draw_tokens(used, extremes, at, samplings, positions, tokens=tokens, found=found)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
     """Return the log-probability of one given token per row, with the `most` likeliest tokens of that row."""
     given = torch.tensor(tokens, device=logits.device)
     kernels = build_sampling(logits.device)
-    told = kernels.weigh_tokens(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
-    return [_logprob(one) for one in told]
+    weighed = kernels.weigh_tokens(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
+    return [_logprob(one) for one in weighed]
 
 
 def _logprob(told: list[float]) -> Logprob:
@@ -285,17 +285,17 @@ def _logprob(told: list[float]) -> Logprob:
     )
 
 
-def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
+def _read(row: Draw, picked: list[float], weighed: list[float], end: str | None) -> Picked:
     """Return the pick of a row. picked: token, lowest and highest logit.
 
-    told: what `SamplingKernels.weigh_tokens` found, if asked. end: why the grammar allows no token, if so.
+    weighed: what `SamplingKernels.weigh_tokens` found, if asked. end: why the grammar allows no token, if so.
     """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return NotFinite.at(row.position)
     if end is not None:
         return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
-    if not told:
+    if not weighed:
         return Pick(int(token))
-    logprob, alternatives = _logprob(told)
+    logprob, alternatives = _logprob(weighed)
     return Pick(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))

@@ -131,7 +131,7 @@ class Drafting(DraftProposer[P]):
             ProposalRequest(one.state.sampler, ask.position, ask.token, one.most, one.state.stops)
             for one, ask in zip(requests, asks, strict=True)
         ]
-        said = ProposalPicker(wanted, self.nodes if self.draft.branches else 0, self.draft.block)
+        said = ProposalPicker(wanted, self.nodes if self.draft.can_branch else 0, self.draft.block)
         self.draft.propose(asks, said)
         return said.trees()
 

@@ -196,12 +196,12 @@ def run_jobs(
         run.close()
 
 
-def make_job_stream(one: PlannedJob, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
+def make_job_stream(job: PlannedJob, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
     """Return the stream of one job, with its own detokenizer, parser and stop strings."""
     controls = tokenizer.controls
-    shown = frozenset(controls[name].id for name in one.reader.visible_controls if name in controls)
-    text = TextStream(tokenizer, frozenset(one.job.stop_tokens), shown)
-    return JobStream(one, ticket, text, one.reader.start_parser(), StopStrings(one.stop_strings))
+    shown = frozenset(controls[name].id for name in job.reader.visible_controls if name in controls)
+    text = TextStream(tokenizer, frozenset(job.job.stop_tokens), shown)
+    return JobStream(job, ticket, text, job.reader.start_parser(), StopStrings(job.stop_strings))
 
 
 @define(eq=False)

@@ -70,12 +70,12 @@ def shorten_key(key: int | str) -> str:
     return str(key)[:60]
 
 
-def check_bias(one: Bias) -> float:
-    if one.bias is False:
+def check_bias(entry: Bias) -> float:
+    if entry.bias is False:
         return NEVER_BIAS
-    if type(one.bias) not in (int, float) or not -100 <= one.bias <= 100:
-        raise invalid(one.path, f"must be a number in [-100, 100], not {quote_value(one.bias)}")
-    return float(one.bias)
+    if type(entry.bias) not in (int, float) or not -100 <= entry.bias <= 100:
+        raise invalid(entry.path, f"must be a number in [-100, 100], not {quote_value(entry.bias)}")
+    return float(entry.bias)
 
 
 def too_many(path: str, count: int) -> ApiError:

@@ -18,9 +18,9 @@ from adapters.models.kernels.offload import count_bytes
 
 @define(eq=False, slots=False)
 class CopiedEnds:
-    """On a device of this process, read when somebody first asks for them: without a draft nobody does.
+    """Copies of the embedding and the head on a device of this process. They are read when a draft first needs them.
 
-    config: of a dense decoder. kernels: pack the head; None where there is no draft beside these layers.
+    config: that of a dense decoder. kernels: pack the head; None if no draft runs on the device of these layers.
     """
 
     config: Any
@@ -45,7 +45,7 @@ class CopiedEnds:
     @cached_property
     def output(self) -> OutputHead:
         if self.kernels is None:
-            raise ValueError("the head is not beside these layers")
+            raise ValueError("the head is not on the device of these layers")
         norm = self._read.norm("model.norm.weight", zero_centred=self.config.zero_centred)
         head = self._read.head(self.embedding if self.config.tie_word_embeddings else None)
         return OutputHead(self.kernels.pack(head), norm)

@@ -1,6 +1,7 @@
-"""What all drafts share: rows of their own for those of a target, weights that can be parked, and how they are asked.
+"""The base class of draft models: a cache of context rows, weights that can be offloaded, and proposals.
 
-A draft follows its target: `extend` makes its rows of what the target's forward left. `propose` says what may come.
+A draft follows its target. `extend` computes the draft's context rows from hidden states that the target's forward
+left. `propose` predicts the tokens that come next.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from adapters.models.kernels.step import Segment, Step
 
 
 class NotLoaded(RuntimeError):
-    """A forward was asked of a draft whose weights are parked or released."""
+    """A forward was requested from a draft whose weights are offloaded or released."""
 
 
 @frozen
 class BlockRequest:
-    """A slot that wants `count` proposals after `token`.
+    """A request for `count` proposals that follow `token` in a slot.
 
-    Context rows `[first, position)` are valid; token is the slot's last one, which the target has not been fed yet:
-    it will be at `position`. The proposals are for `position + 1` and on.
+    Context rows `[first, position)` are valid. `token` is the slot's last one. The target has not processed it yet; it
+    will be at `position`. The proposals are for `position + 1` and the positions after it.
     """
 
     slot: int
@@ -45,21 +46,21 @@ class BlockRequest:
     count: int
 
 
-# Says which tokens are proposed. It is given, for each request in turn, float32 logits `[n, V]` of its next n places,
-# which may be none, and gives as many tokens. A draft that says all at once asks once; one that goes on from what was
-# picked asks again and again. The logits may be static buffers.
+# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n places,
+# and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that continues
+# from the chosen token calls it once for each place. The logits may be static buffers.
 Pick: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
 
 
-# The target's own, or what makes copies of it for another device.
+# The target's own head, or a function that copies it to another device.
 AnyHead: TypeAlias = TargetHead | Callable[[], TargetHead]
 L = TypeVar("L")
-# What a draft parks: its weights, and its own copies of the head, where the target's is on another device.
+# The weights that a draft offloads: its own, and its copy of the head if the target's is on another device.
 HeldWeights: TypeAlias = tuple[L, tuple[TargetHead, ...]]
 
 
 class CachedDraft(ABC, Generic[L]):
-    """Called on the lane's thread only. L: its loaded weights.
+    """A draft model with a cache of context rows. It is called on the lane's thread only. L: the loaded weights' type.
 
     kernels: an instance of its own, of its device's kind. head: what it shares with the target, on the same device and
     in the same dtype; or makes copies for its own device, which come and go with its weights. A slot holds as many rows
@@ -84,99 +85,99 @@ class CachedDraft(ABC, Generic[L]):
         self._dtype = placement.dtype
         self._buckets = tuple(sorted(placement.buckets))
         _check_arguments(shape, placement)
-        count = cache_rows(placement.capacity, shape.block, kernels.kv_tile)
+        count = count_cache_rows(placement.capacity, shape.block, kernels.kv_tile)
         self._rope = shape.rotary.tables(count, self._device)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
         self.rows = KvCache(names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity)
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
-            partial(self._read, weights), self._device
+            partial(self._read_weights, weights), self._device
         )
         self._offloadable.load_back()
-        self._try()
+        self._try_forwards()
         facts = (weights.digest(), shape.row_facts(), str(self._dtype), kernels.bit_signature)
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
-    def _read(self, weights: DraftWeights) -> HeldWeights[L]:
+    def _read_weights(self, weights: DraftWeights) -> HeldWeights[L]:
         with current(self._device):
             head = self._target if isinstance(self._target, TargetHead) else self._target()
             self._check_head(head)
-            loaded = self._load(WeightReader(weights, self._device, self._dtype), weights)
+            loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights)
         return loaded, () if head is self._target else (head,)
 
     def _check_head(self, head: TargetHead) -> None:
-        """Raises ValueError for one that it cannot draft for."""
+        """Check that the draft can use this head. Raises ValueError."""
         if head.embedding.shape[1] != self._shape.hidden_size or head.embedding.dtype != self._dtype:
             found = f"{head.embedding.dtype} {list(head.embedding.shape)}"
             raise ValueError(f"the target's embedding is {found}, not {self._dtype} of {self._shape.hidden_size}")
 
-    def _try(self) -> None:
-        """A first forward of each kind, over nothing: what the kernels cannot do they say now, as a ValueError."""
+    def _try_forwards(self) -> None:
+        """Run each kind of forward once, over zeros. Kernels that cannot run the draft raise ValueError here."""
         bucket = self._buckets[0]
         nothing = torch.zeros(bucket, self._shape.hidden_size, dtype=self._dtype, device=self._device)
         step = Step((Segment(0, 0, 1),), bucket)
         self.extend(step, torch.zeros(1, dtype=torch.int64), dict.fromkeys(self.aux_layers, nothing))
-        self.propose([BlockRequest(0, 0, 1, 0, 1)], first_tokens)
+        self.propose([BlockRequest(0, 0, 1, 0, 1)], pick_first_tokens)
 
-    # --- what drafts differ in ---
+    # --- the methods of each kind of draft ---
 
     @property
     @abstractmethod
-    def branches(self) -> bool:
-        """Does it say several positions at once, so that trees can be grown of them?"""
+    def can_branch(self) -> bool:
+        """True if the draft predicts several positions at once, so that trees can be built from its logits."""
 
     @abstractmethod
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
-        """Write the context rows of the step's rows, at their slots and positions.
+        """Write the context rows of the step's rows, at their slots and positions. Later rows need not be removed.
 
-        tokens: int64 `[rows]` on the host, of these rows. aux_hidden_states: for each auxiliary layer what the target's
-        forward of this very step left, `[bucket, D]`. Rows past a position that is gone back to need not be taken back.
+        tokens: of these rows, int64 `[rows]` on the host. aux_hidden_states: for each auxiliary layer the output that
+        the target's forward of the same step left, `[bucket, D]`.
         """
 
     @abstractmethod
-    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:
-        """`extend` with what its `Projection` has made of the hidden states elsewhere: `[rows, D]`, on any device."""
+    def extend_projected(self, step: Step, tokens: Tensor, features: Tensor) -> None:
+        """Do the same with the features `[rows, D]` that a `Projection` has computed; they may be on any device."""
 
     @abstractmethod
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
-        """Up to `count` proposals for each request; `pick` hears what the draft says of them, and has them."""
+        """Compute logits for up to `count` proposals of each request. `pick` gets the logits and chooses the tokens."""
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:  # noqa: ARG002 - a default
         """Return what proposes `count` tokens within a decode step of the compiled library; None if nothing does."""
         return None
 
     @abstractmethod
-    def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Requests of up to so many slots: once all of them have been proposed to, every shape has run that is likely.
+    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
+        """Return batches of requests that, proposed to in turn, run every shape that serving is likely to need.
 
-        rows: of a decode step that verifies what is proposed, at most.
+        slots: the most requests of a batch. rows: the most rows of a decode step that verifies proposals.
         """
 
     @abstractmethod
     def _make_buffers(self) -> None:
-        """Static tensors that live as long as the slots."""
+        """Allocate the static tensors that live as long as the slots."""
 
     @abstractmethod
-    def _load(self, read: WeightReader, weights: DraftWeights) -> L: ...
+    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> L: ...
 
     @abstractmethod
     def _forget_buffers(self) -> None:
-        """Those of single buckets; they are made again when they are needed."""
+        """Free the buffers of single buckets. They are allocated again when they are needed."""
 
     @abstractmethod
-    def _buffers_bytes(self) -> int: ...
+    def _count_buffer_bytes(self) -> int: ...
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers that `extend` needs the outputs of."""
+        """The target's layers whose outputs `extend` needs."""
         return self._shape.aux_layers
 
     @property
     def block(self) -> int:
-        """B; at most B - 1 proposals."""
+        """B, the rows of a block. A block gives at most B - 1 proposals."""
         return self._shape.block
 
     @property
@@ -185,7 +186,7 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def hidden_size(self) -> int:
-        """D, of its target, too."""
+        """D, the size of a hidden state. The target's is the same."""
         return self._shape.hidden_size
 
     @property
@@ -194,7 +195,7 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def place(self) -> str:
-        """Where it is, in a word."""
+        """The name of the draft's device, for logs and status."""
         return str(self._device)
 
     @property
@@ -215,57 +216,61 @@ class CachedDraft(ABC, Generic[L]):
     # --- residency ---
 
     def offload(self) -> int:
-        """Give the weights' memory on the device back; context rows stay. Returns the bytes given back.
+        """Free the weights' memory on the device and return its bytes. Context rows stay.
 
-        On CUDA they are kept in pinned host memory; on CPU the checkpoint is read again, from the page cache at best.
+        On CUDA the weights stay in pinned host memory. On a CPU, loading reads the checkpoint again, which the page
+        cache may still hold.
         """
         if self.state != "loaded":
             return 0
-        self._forget()
+        self._forget_recordings()
         return self._offloadable.offload()
 
     def load_back(self) -> int:
-        """Bring the weights back; returns the bytes. Whatever fails leaves the draft as it was.
+        """Load the weights again and return their bytes. If this fails, the draft stays as it was.
 
-        Raises torch.OutOfMemoryError where there is no room, CheckpointError if the files have gone or are cut short.
+        Raises torch.OutOfMemoryError if the device has no room, CheckpointError if files are missing or cut short.
         """
         return self._offloadable.load_back()
 
     def release(self) -> None:
-        """Give back what parking keeps on the host as well; unparking reads the checkpoint again."""
-        self._forget()
+        """Free the offloaded weights on the host as well. Loading reads the checkpoint again."""
+        self._forget_recordings()
         self._offloadable.release()
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes: `weights`, `kv` and `buffers` on the device; `host` pinned by parking. Nothing shared is counted."""
+        """Return bytes by use: `weights`, `kv` and `buffers` on the device, and `host`, pinned for offloaded weights.
+
+        What the draft shares with the target is not counted.
+        """
         return {
             "weights": self._offloadable.weights_bytes,
             "host": self._offloadable.host_bytes,
             "kv": self.rows.nbytes,
-            "buffers": self._rope.cos.nbytes + self._rope.sin.nbytes + self._buffers_bytes(),
+            "buffers": self._rope.cos.nbytes + self._rope.sin.nbytes + self._count_buffer_bytes(),
         }
 
     def close(self) -> None:
-        """Give all memory back; the draft is of no use afterwards."""
+        """Free all memory. The draft cannot be used afterwards."""
         self.release()
         self.rows.close()
 
-    def _forget(self) -> None:
-        """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
+    def _forget_recordings(self) -> None:
+        """Drop the buffers and the recorded graphs, which contain the weights' addresses: new kernels have none."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._kernels = self._kernels.copy_for_shard()
         self._forget_buffers()
 
-    def _loaded(self) -> L:
-        return self._held[0]
+    def _require_weights(self) -> L:
+        return self._all_weights[0]
 
     @property
     def _head(self) -> TargetHead:
-        return self._target if isinstance(self._target, TargetHead) else self._held[1][0]
+        return self._target if isinstance(self._target, TargetHead) else self._all_weights[1][0]
 
     @property
-    def _held(self) -> HeldWeights[L]:
+    def _all_weights(self) -> HeldWeights[L]:
         held = self._offloadable.loaded
         if held is None:
             raise NotLoaded(f"the draft is {self.state}")
@@ -297,13 +302,13 @@ class CachedDraft(ABC, Generic[L]):
                 raise ValueError(f"token {request.token} is not in 0..{vocab - 1}")
 
 
-def cache_rows(capacity: int, block: int, tile: int) -> int:
-    """A slot's rows, and room for the block behind them, in whole tiles."""
+def count_cache_rows(capacity: int, block: int, tile: int) -> int:
+    """Return the rows of a slot's cache: its capacity and a block of proposals, rounded up to whole tiles."""
     return -(-(capacity + block) // tile) * tile
 
 
-def first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
-    """Picks without a look, where it does not matter what is proposed."""
+def pick_first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
+    """Choose token 0 for every place, for callers that do not use the proposals."""
     return [[0] * len(part) for part in parts]
 
 

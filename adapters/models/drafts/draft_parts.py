@@ -1,4 +1,4 @@
-"""What a draft is made of: its tensors, what is known of its rows, and what of it is beside the target."""
+"""Interfaces of a draft's parts: its tensors, its shape, and the projection that runs in the target's process."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class DraftPlacement:
 
 
 class DraftWeights(WeightSource, Protocol):
-    """Where a draft gets its tensors from, by their published names."""
+    """A source of a draft's tensors, by their published names."""
 
-    def has(self, name: str) -> bool: ...
+    def has_tensor(self, name: str) -> bool: ...
 
     def digest(self) -> str:
-        """Identifies the weights."""
+        """Return a text that identifies the weights."""
         ...
 
 
 class DraftShape(Protocol):
-    """Of its rows, and of what its target must share with it."""
+    """The shape of a draft's rows, and the sizes that its target must share."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -69,17 +69,19 @@ class DraftShape(Protocol):
 
 
 class Projection(Protocol):
-    """The part of a draft that is beside its target, where the rest is in another process: of all that the target's
-    auxiliary layers leave, what `CachedDraft.take` needs, D values a row. It comes and goes with the draft's weights.
+    """The part of a draft that runs in the target's process when the rest runs in another one.
+
+    It reduces the outputs of the target's auxiliary layers to D values a row, which `CachedDraft.extend_projected`
+    takes. So only D values a row cross between the processes. It is loaded and offloaded with the draft's weights.
     """
 
     @property
-    def numbers(self) -> str:
-        """What its bits depend on."""
+    def bit_signature(self) -> str:
+        """A text that names everything on which the bits of the result depend, besides the weights."""
         ...
 
-    def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
-        """`[bucket, D]`; it may be a static buffer."""
+    def project(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
+        """Return the features of the step's rows, `[bucket, D]`. The result may be a static buffer."""
         ...
 
     def offload(self) -> int: ...
@@ -89,5 +91,5 @@ class Projection(Protocol):
     def release(self) -> None: ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes: `weights`, `host` and `buffers`."""
+        """Return bytes by use: `weights`, `host` and `buffers`."""
         ...

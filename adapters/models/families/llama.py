@@ -1,4 +1,7 @@
-"""Llama 2, 3 and what is built like them (dense): no norm of heads, no bias, rotary embedding scaled variously."""
+"""Llama 2, Llama 3 and dense models of the same structure.
+
+Heads are not normed, nothing has a bias, and rotary embedding may be scaled in one of several ways.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
 from adapters.models.decoder.rope import Rotary, Scaling, parse_rope
 
-THETA = 10_000.0  # Llama 2's files do not tell it
-ROPES = ("default", "linear", "llama3", "yarn")  # not `dynamic` and `longrope`: there a row depends on what follows it
+THETA = 10_000.0  # the files of Llama 2 do not give rope_theta
+# `dynamic` and `longrope` are not accepted: a row would depend on the rows that follow it.
+ROPES = ("default", "linear", "llama3", "yarn")
 
 
 @frozen
@@ -27,6 +31,7 @@ class LlamaConfig(DenseConfig):
 
 
 def parse(raw: Mapping[str, Any]) -> LlamaConfig:
+    """Return the configuration that this config.json describes. Raises CheckpointError."""
     for name in ("attention_bias", "mlp_bias"):
         refuse_flag(raw, name)
     theta, scaling = parse_rope(raw, ROPES, THETA)

@@ -1,7 +1,7 @@
-"""Qwen2 and Qwen2.5 (dense): projections of queries, keys and values have a bias.
+"""Qwen2 and Qwen2.5 (dense): the projections of queries, keys and values have a bias.
 
-Published files say how sliding windows would be set up (`sliding_window`, `max_window_layers`) and that they are not
-used (`use_sliding_window` false): these are served, and files that use them are refused.
+Published files describe sliding windows (`sliding_window`, `max_window_layers`) and switch them off
+(`use_sliding_window` false). Such files are served. Files that switch them on are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Qwen2Config(DenseConfig):
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen2Config:
-    """rope_theta must be told, as with qwen3: transformers' default is not that of any published model."""
+    """Return the configuration that this config.json describes. Raises CheckpointError.
+
+    rope_theta is required, as with qwen3: the default of transformers is not that of any published model.
+    """
     theta, _ = parse_rope(raw, ("default",))
     return parse_dense(raw, Qwen2Config, rope_theta=theta)
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): heads of queries and keys are normed, nothing has a bias."""
+"""Qwen3 (dense): heads of queries and keys are normed, and nothing has a bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
 from adapters.models.decoder.rope import parse_rope
 
-HEAD_DIM = 128  # where none is told, as in transformers
+HEAD_DIM = 128  # the default of transformers, for files without head_dim
 
 
 @frozen
@@ -22,7 +22,10 @@ class Qwen3Config(DenseConfig):
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen3Config:
-    """rope_theta must be told: all published files do, and a wrong one is not noticed at once."""
+    """Return the configuration that this config.json describes. Raises CheckpointError.
+
+    rope_theta is required. All published files have it, and a wrong default would not be noticed at once.
+    """
     refuse_flag(raw, "attention_bias")
     theta, _ = parse_rope(raw, ("default",))
     return parse_dense(raw, Qwen3Config, head_dim=HEAD_DIM, rope_theta=theta)

@@ -1,8 +1,9 @@
-"""Qwen3.5 and Qwen3.6 (dense): three of four layers have a gated delta rule in the place of attention, which is gated.
+"""Qwen3.5 and Qwen3.6 (dense): hybrid models with recurrent layers.
 
-Published checkpoints are of several media: the text model is under `text_config`, its tensors are called
-`model.language_model.`; saves of the text alone have neither. What belongs to images is left out. Of text all three
-positions of a token are the same, so multimodal rotary embedding is the plain one.
+Three of four layers have a gated delta rule instead of attention. The attention of the others is gated.
+Published checkpoints also handle images: the text model is described under `text_config`, and the names of its tensors
+begin with `model.language_model.`. Checkpoints of the text model alone have neither. The image parts are left out.
+Multimodal rotary embedding gives a token three positions. For text all three are the same, so it equals the plain one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from adapters.models.decoder.rope import Rotary
 from adapters.models.kernels.delta_interface import TAPS, DeltaShape
 from adapters.models.kernels.product_list import Weight
 
-LINEAR, FULL = "linear_attention", "full_attention"
-INTERVAL = 4  # where neither the layers' kinds nor an interval are told
-PARTIAL = 0.25  # of a head is rotated where it is not told
+LINEAR = "linear_attention"
+FULL = "full_attention"
+INTERVAL = 4  # every fourth layer attends, where config.json gives neither layer_types nor an interval
+PARTIAL = 0.25  # the share of a head that is rotated, where config.json does not give it
 HEAD_DIM = 256
 ROPES = ("default", "mrope")
 _SKIPPED = ("model.visual.", "visual.", "mtp.")
@@ -34,7 +36,11 @@ _SKIPPED = ("model.visual.", "visual.", "mtp.")
 
 @frozen
 class Qwen35Config(DenseConfig):
-    """linear: of the recurrent layers. layer_types: of each layer, LINEAR or FULL. rotated: numbers of a head."""
+    """A hybrid model.
+
+    linear: the shape of the recurrent layers. layer_types: LINEAR or FULL for each layer. rotated: how many numbers of
+    a head are rotated.
+    """
 
     qk_norm: ClassVar[bool] = True
     output_gate: ClassVar[bool] = True
@@ -71,7 +77,7 @@ class Qwen35Config(DenseConfig):
         return delta_layer_products(self.shape_of(layer)) if self.recurrent(layer) else super().layer_products(layer)
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
-        """One layer of each kind that there is, as the first of two."""
+        """Return one layer of each kind that the model has, as the first of two layers."""
         kinds = dict.fromkeys(self.layer_types)
         return tuple((self._small(layer_types=(kind, FULL)), range(1)) for kind in kinds)
 
@@ -80,20 +86,24 @@ HybridT = TypeVar("HybridT", bound=Qwen35Config)
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen35Config:
-    """Raises CheckpointError."""
-    text = text_of(raw, "qwen3_5_text")
+    """Return the configuration that this config.json describes. Raises CheckpointError."""
+    text = find_text_settings(raw, "qwen3_5_text")
     for name in ("num_experts", "num_local_experts"):
-        accept(text, name, (0,))
+        check_field(text, name, (0,))
     return parse_hybrid(text, Qwen35Config)
 
 
 def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> HybridT:
-    """rope_theta must be told, as with qwen3. text: as `text_of` found it. own: the family's own fields."""
+    """Return the configuration of a hybrid model. Raises CheckpointError.
+
+    text: the settings that `text_of` found. own: fields that only this family has. rope_theta is required, as with
+    qwen3.
+    """
     refuse_flag(text, "attention_bias")
-    accept(text, "attn_output_gate", (True,))
-    accept(text, "output_gate_type", ("swish", "silu"))
-    accept(text, "mamba_ssm_dtype", ("float32",))
-    accept(text, "linear_conv_kernel_dim", (TAPS,))
+    check_field(text, "attn_output_gate", (True,))
+    check_field(text, "output_gate_type", ("swish", "silu"))
+    check_field(text, "mamba_ssm_dtype", ("float32",))
+    check_field(text, "linear_conv_kernel_dim", (TAPS,))
     rope = read_rope(text, ROPES, partial=PARTIAL)
     head = read_size(text, "head_dim", HEAD_DIM)
     rotated = int(head * rope["partial_rotary_factor"])
@@ -122,8 +132,11 @@ def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> Hy
     )
 
 
-def text_of(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The text model's settings, whichever level they are at. What is told at either holds, the text's own first."""
+def find_text_settings(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the text model's settings, from `text_config` or from the top level.
+
+    A few fields may be at either level; those in `text_config` win.
+    """
     inner = raw.get("text_config")
     if inner is None:
         return dict(raw)
@@ -136,37 +149,41 @@ def text_of(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return {**inner, **{name: raw[name] for name in either if name in raw and inner.get(name) is None}}
 
 
-def accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
-    """Raises CheckpointError for a field that is told and is none of these."""
-    told = text.get(name)
-    if told is not None and not any(told == value and type(told) is type(value) for value in values):
+def check_field(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
+    """Check that a field, if it is there, has one of these values. Raises CheckpointError."""
+    found = text.get(name)
+    if found is not None and not any(found == value and type(found) is type(value) for value in values):
         accepted = ", ".join(map(repr, values))
-        raise CheckpointError(f"config.json: {name} {describe_value(told)} is not supported; accepted: {accepted}")
+        raise CheckpointError(f"config.json: {name} {describe_value(found)} is not supported; accepted: {accepted}")
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
-    """As they are told, or by the interval at which layers attend."""
-    count, told = read_size(text, "num_hidden_layers"), text.get("layer_types")
-    if told is None:
+    """Return each layer's kind, from `layer_types` or from the interval at which layers attend."""
+    count = read_size(text, "num_hidden_layers")
+    found = text.get("layer_types")
+    if found is None:
         interval = read_size(text, "full_attention_interval", INTERVAL)
         return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(count))
-    if not isinstance(told, list) or len(told) != count or any(kind not in (LINEAR, FULL) for kind in told):
+    if not isinstance(found, list) or len(found) != count or any(kind not in (LINEAR, FULL) for kind in found):
         raise CheckpointError(
             f"config.json: layer_types is not a list of {count} kinds of layers; accepted: {LINEAR!r}, {FULL!r}"
         )
-    return tuple(told)
+    return tuple(found)
 
 
-def named(published: str) -> str:
-    """Without the prefix of a model of several media; empty for what is not of the text, and for draft layers."""
+def find_text_name(published: str) -> str:
+    """Return our name of a tensor: the published one without the prefix of a model that also handles images.
+
+    It is empty for tensors that do not belong to the text model, and for those of the prediction head.
+    """
     if published.startswith(_SKIPPED):
         return ""
     return published.replace("model.language_model.", "model.", 1)
 
 
 def head_shape(config: Qwen35Config) -> Qwen35Config:
-    """The head's layer is one of attention, like the model's own."""
+    """Return the shape of the prediction head's layer: an attention layer like the model's own."""
     return config
 
 
-FAMILY = Family("qwen3_5", parse, DenseShard, named, head_shape)
+FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape)

@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 with experts: every layer's feed-forward is one, with an expert that all rows go through."""
+"""Qwen3.5 and Qwen3.6 with experts: every feed-forward consists of experts, one of which all rows go through."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
 from adapters.models.decoder.family import Family
-from adapters.models.families.qwen3_5 import FULL, Qwen35Config, accept, head_shape, named, parse_hybrid, text_of
+from adapters.models.families.qwen3_5 import (
+    FULL,
+    Qwen35Config,
+    check_field,
+    find_text_name,
+    find_text_settings,
+    head_shape,
+    parse_hybrid,
+)
 from adapters.models.kernels.experts_interface import ExpertsShape
 
 
 @frozen
 class Qwen35MoeConfig(Qwen35Config):
-    """experts: None only of one dense layer. dense_layers: those without any."""
+    """A hybrid model with experts.
+
+    experts: None only for the shape of one dense layer. dense_layers: the layers without experts.
+    """
 
     experts: ExpertsShape | None = field(kw_only=True)
     dense_layers: tuple[int, ...] = field(kw_only=True, default=())
@@ -26,7 +37,7 @@ class Qwen35MoeConfig(Qwen35Config):
         return evolve(self, experts=None) if layer in self.dense_layers else self
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
-        """One layer of each kind that there is, with few experts where it has any."""
+        """Return one layer of each kind that the model has. A layer with experts gets few of them."""
         assert self.experts is not None
         few = self.experts.shrink_for_probe()
         dense = ((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
@@ -37,13 +48,16 @@ class Qwen35MoeConfig(Qwen35Config):
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
-    """As with qwen3_5; the chosen experts' weights always add up to one. Raises CheckpointError."""
-    text = text_of(raw, "qwen3_5_moe_text")
-    accept(text, "norm_topk_prob", (True,))
-    accept(text, "decoder_sparse_step", (1,))
-    accept(text, "mlp_only_layers", ([],))
+    """Return the configuration that this config.json describes. Raises CheckpointError.
+
+    The fields are those of qwen3_5. The weights of the chosen experts always add up to one.
+    """
+    text = find_text_settings(raw, "qwen3_5_moe_text")
+    check_field(text, "norm_topk_prob", (True,))
+    check_field(text, "decoder_sparse_step", (1,))
+    check_field(text, "mlp_only_layers", ([],))
     experts = read_experts(text, normed=True, shared=True)
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 
-FAMILY = Family("qwen3_5_moe", parse, DenseShard, named, head_shape)
+FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape)

@@ -1,4 +1,4 @@
-"""Qwen3 with experts: its attention is that of the dense one, of its feed-forwards all or some are of experts."""
+"""Qwen3 with experts: attention is that of dense Qwen3, and all or some feed-forwards consist of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from adapters.models.kernels.experts_interface import ExpertsShape
 
 @frozen
 class Qwen3MoeConfig(Qwen3Config):
-    """experts: None only of one dense layer. dense_layers: those without any."""
+    """A Qwen3 model with experts.
+
+    experts: None only for the shape of one dense layer. dense_layers: the layers without experts.
+    """
 
     experts: ExpertsShape | None = field(kw_only=True)
     dense_layers: tuple[int, ...] = field(kw_only=True, default=())
@@ -28,7 +31,7 @@ class Qwen3MoeConfig(Qwen3Config):
         return evolve(self, experts=None) if layer in self.dense_layers else self
 
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
-        """A layer of few experts and a dense one, as far as there are such."""
+        """Return one layer with few experts and one dense layer, as far as the model has such layers."""
         assert self.experts is not None
         kinds = dict.fromkeys((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
         few = self.experts.shrink_for_probe()
@@ -36,10 +39,14 @@ class Qwen3MoeConfig(Qwen3Config):
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """rope_theta must be told, as with qwen3. Raises CheckpointError."""
+    """Return the configuration that this config.json describes. Raises CheckpointError.
+
+    rope_theta is required, as with qwen3.
+    """
     refuse_flag(raw, "attention_bias")
     theta, _ = parse_rope(raw, ("default",))
-    experts, dense = read_experts(raw, normed=False, shared=False), read_dense_layers(raw)
+    experts = read_experts(raw, normed=False, shared=False)
+    dense = read_dense_layers(raw)
     own: dict[str, Any] = {"experts": experts, "dense_layers": dense, "rope_theta": theta}
     return parse_dense(raw, Qwen3MoeConfig, head_dim=HEAD_DIM, **own)
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: what became Qwen3.5, with experts, and with other names for what its recurrent layers project."""
+"""Qwen3-Next: the predecessor of Qwen3.5, with experts and with other names for the recurrent layers' projections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import frozen
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.family import Family
-from adapters.models.families.qwen3_5 import head_shape, named, parse_hybrid
+from adapters.models.families.qwen3_5 import find_text_name, head_shape, parse_hybrid
 from adapters.models.families.qwen3_5_moe import Qwen35MoeConfig
 
 
@@ -20,9 +20,13 @@ class Qwen3NextConfig(Qwen35MoeConfig):
 
 
 def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
-    """As with qwen3_5, all at one level. Raises CheckpointError."""
-    experts, dense = read_experts(raw, normed=True, shared=True), read_dense_layers(raw)
+    """Return the configuration that this config.json describes. Raises CheckpointError.
+
+    The fields are those of qwen3_5, but all of them are at the top level.
+    """
+    experts = read_experts(raw, normed=True, shared=True)
+    dense = read_dense_layers(raw)
     return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
 
 
-FAMILY = Family("qwen3_next", parse, DenseShard, named, head_shape)
+FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape)

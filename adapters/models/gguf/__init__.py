@@ -1,1 +1,5 @@
-"""Models of our families in GGUF files: what llama.cpp calls their settings and tensors, and what it did to them."""
+"""Models of our families in GGUF files.
+
+The modules know the names that llama.cpp gives to settings and tensors, and the changes that its converter makes to
+tensors. Begin with `open_gguf.py`. May import `families`, `decoder`, `kernels` and `adapters.checkpoint`.
+"""

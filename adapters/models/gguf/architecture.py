@@ -1,4 +1,7 @@
-"""How one architecture of llama.cpp becomes a family of ours: settings as config.json has them, and tensors by name."""
+"""The description of one architecture of llama.cpp: how its settings and tensors become those of a family of ours.
+
+Settings become fields of config.json. Tensors get their published names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from adapters.checkpoint.gguf.metadata import Metadata
 
-Undo: TypeAlias = Callable[[Tensor], Tensor]
+Inverse: TypeAlias = Callable[[Tensor], Tensor]
 
 OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -32,7 +35,7 @@ ATTENTION = {
 }
 
 
-# Of all experts in one tensor; `*` stands for the number of each.
+# Each of these files' tensors holds the matrices of all experts; `*` stands for the number of an expert.
 EXPERTS = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     **{f"mlp.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
@@ -41,17 +44,19 @@ SHARED = {
     "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
     **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
 }
-SPARSE = ("qwen3next",)  # architectures with experts that are not called so
+SPARSE = ("qwen3next",)  # architectures with experts whose names do not end in "moe"
 
 
 @frozen
-class Parts:
-    """What files have in the place of one published tensor: these, each with the rows that `rows` says of it, and
-    `join` makes one of them again.
+class SplitTensor:
+    """One published tensor that files store as several tensors.
+
+    names: of the stored tensors in a layer. count_rows: returns the rows of each of them. join: makes the published
+    tensor from them.
     """
 
     names: tuple[str, ...]
-    rows: Callable[[Any], tuple[int, ...]]
+    count_rows: Callable[[Any], tuple[int, ...]]
     join: Callable[[Any, Sequence[Tensor]], Tensor]
 
 
@@ -68,61 +73,66 @@ class Architecture:
     apart: tensors of a layer that files may have in several parts, by their published names.
     """
 
-    settings: Callable[[Metadata], dict[str, Any]]
-    layer: Mapping[str, str]
-    undo: Callable[[Any, str], Undo | None]
-    adjusted: Callable[[Any, Metadata], Any] = lambda config, _: config
-    spare: frozenset[str] = frozenset()
-    head: Mapping[str, str] = {}
-    apart: Mapping[str, Parts] = {}
+    read_settings: Callable[[Metadata], dict[str, Any]]
+    layer_names: Mapping[str, str]
+    find_inverse: Callable[[Any, str], Inverse | None]
+    adjust_config: Callable[[Any, Metadata], Any] = lambda config, _: config
+    ignored: frozenset[str] = frozenset()
+    head_names: Mapping[str, str] = {}
+    split_tensors: Mapping[str, SplitTensor] = {}
 
 
-def shared_settings(found: Metadata) -> dict[str, Any]:
-    """What all architectures have alike, with experts where they have any. Raises CheckpointError."""
-    sparse = found.architecture.endswith("moe") or found.architecture in SPARSE
+def read_shared_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings that all architectures store alike, and those of experts. Raises CheckpointError."""
+    sparse = metadata.architecture.endswith("moe") or metadata.architecture in SPARSE
     for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
-        found.refuse(name, 0)
-    found.refuse("attention.causal", True)
-    heads, hidden = found.read_count("attention.head_count"), found.read_count("embedding_length")
-    head = found.read_count("attention.key_length", hidden // max(heads, 1))
-    found.refuse("attention.value_length", head)
-    embedding = found.tensors.get("token_embd.weight")
+        metadata.refuse(name, 0)
+    metadata.refuse("attention.causal", True)
+    heads = metadata.read_count("attention.head_count")
+    hidden = metadata.read_count("embedding_length")
+    head = metadata.read_count("attention.key_length", hidden // max(heads, 1))
+    metadata.refuse("attention.value_length", head)
+    embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
-        raise found.make_error("tensor token_embd.weight is missing")
+        raise metadata.make_error("tensor token_embd.weight is missing")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": found.read_count(
-            "feed_forward_length", found.read_count("expert_feed_forward_length") if sparse else None
+        "intermediate_size": metadata.read_count(
+            "feed_forward_length", metadata.read_count("expert_feed_forward_length") if sparse else None
         ),
-        **(experts(found) if sparse else {}),
-        "num_hidden_layers": found.read_count("block_count") - heads_of_its_own(found),
+        **(read_expert_settings(metadata) if sparse else {}),
+        "num_hidden_layers": metadata.read_count("block_count") - count_prediction_layers(metadata),
         "num_attention_heads": heads,
-        "num_key_value_heads": found.read_count("attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.read_count("attention.head_count_kv", heads),
         "head_dim": head,
-        "max_position_embeddings": found.read_count("context_length"),
-        "rms_norm_eps": found.read_number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in found.tensors,
-        # these families are published in bfloat16: in float16 their hidden states may overflow, whatever a file stores
+        "max_position_embeddings": metadata.read_count("context_length"),
+        "rms_norm_eps": metadata.read_number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        # These families are published in bfloat16. Their hidden states may overflow in float16, even if the file
+        # stores float16.
         "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
     }
 
 
-def experts(found: Metadata) -> dict[str, Any]:
-    """llama.cpp has the weights of those that are chosen add up to one, whatever was published."""
-    found.refuse("expert_weights_norm", True)
-    found.refuse("expert_weights_scale", 1.0, 0.0)
-    found.refuse("expert_gating_func", 1)
-    found.refuse("expert_group_count", 0, 1)
+def read_expert_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings of experts. Raises CheckpointError.
+
+    llama.cpp makes the weights of the chosen experts add up to one, even if the published model did not.
+    """
+    metadata.refuse("expert_weights_norm", True)
+    metadata.refuse("expert_weights_scale", 1.0, 0.0)
+    metadata.refuse("expert_gating_func", 1)
+    metadata.refuse("expert_group_count", 0, 1)
     return {
-        "num_experts": found.read_count("expert_count"),
-        "num_experts_per_tok": found.read_count("expert_used_count"),
-        "moe_intermediate_size": found.read_count("expert_feed_forward_length"),
+        "num_experts": metadata.read_count("expert_count"),
+        "num_experts_per_tok": metadata.read_count("expert_used_count"),
+        "moe_intermediate_size": metadata.read_count("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
-def heads_of_its_own(found: Metadata) -> int:
-    """Layers behind the model's that are its prediction head: none or one."""
-    found.refuse("nextn_predict_layers", 0, 1)
-    return found.read_count("nextn_predict_layers", 0)
+def count_prediction_layers(metadata: Metadata) -> int:
+    """Return how many layers behind the model's last one are its prediction head: 0 or 1."""
+    metadata.refuse("nextn_predict_layers", 0, 1)
+    return metadata.read_count("nextn_predict_layers", 0)

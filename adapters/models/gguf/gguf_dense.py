@@ -1,6 +1,8 @@
-"""`llama`, `qwen2`, `qwen3` and `qwen3moe`: names alone, but for the rows of queries and keys of `llama`.
+"""The architectures `llama`, `qwen2`, `qwen3` and `qwen3moe`.
 
-There, llama.cpp rotates neighbours, where all else rotates the two halves of a head: its converter interleaves them.
+Only their names differ from the published ones, except for the rows of queries and keys of `llama`. For this
+architecture llama.cpp rotates neighbouring numbers of a head, and published models rotate its two halves. Therefore
+the converter interleaves the two halves, and `split_halves` takes them apart again.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ from adapters.checkpoint.gguf.metadata import Metadata
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.rope import Divided
 from adapters.models.families.llama import THETA, LlamaConfig
-from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, Architecture, Undo, shared_settings
+from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, Architecture, Inverse, read_shared_settings
 
 FREQUENCIES = "rope_freqs.weight"
 
 
-def settings(found: Metadata, *, theta: float | None = None) -> dict[str, Any]:
-    shared = shared_settings(found)
-    found.refuse("rope.dimension_count", shared["head_dim"])
-    return {**shared, "rope_parameters": {"rope_theta": found.read_number("rope.freq_base", theta), **scaling(found)}}
+def read_settings(metadata: Metadata, *, theta: float | None = None) -> dict[str, Any]:
+    """Return the settings as config.json has them. theta: for files without a base of rotary embedding."""
+    shared = read_shared_settings(metadata)
+    metadata.refuse("rope.dimension_count", shared["head_dim"])
+    return {
+        **shared,
+        "rope_parameters": {"rope_theta": metadata.read_number("rope.freq_base", theta), **read_scaling(metadata)},
+    }
 
 
-def scaling(found: Metadata) -> dict[str, Any]:
-    """As config.json has it. `linear` is what files mean that only tell a factor."""
-    kind = found.find_field("rope.scaling.type") or "linear"
-    factor = found.read_number("rope.scaling.factor", found.read_number("rope.scale_linear", 1.0))
+def read_scaling(metadata: Metadata) -> dict[str, Any]:
+    """Return the scaling of rotary embedding as config.json has it. Files with nothing but a factor mean `linear`."""
+    kind = metadata.find_field("rope.scaling.type") or "linear"
+    factor = metadata.read_number("rope.scaling.factor", metadata.read_number("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in {0, 1}):
         return {"rope_type": "default"}
     if kind != "yarn":
@@ -41,47 +47,53 @@ def scaling(found: Metadata) -> dict[str, Any]:
         "yarn_ext_factor": 1,
         "yarn_log_multiplier": 0,
     }.items():
-        found.refuse(f"rope.scaling.{name}", plain)
+        metadata.refuse(f"rope.scaling.{name}", plain)
     return {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": found.read_count("rope.scaling.original_context_length"),
-        "beta_fast": found.read_number("rope.scaling.yarn_beta_fast", 32),
-        "beta_slow": found.read_number("rope.scaling.yarn_beta_slow", 1),
+        "original_max_position_embeddings": metadata.read_count("rope.scaling.original_context_length"),
+        "beta_fast": metadata.read_number("rope.scaling.yarn_beta_fast", 32),
+        "beta_slow": metadata.read_number("rope.scaling.yarn_beta_slow", 1),
     }
 
 
-def nothing_to_undo(config: DenseConfig, name: str) -> None:  # noqa: ARG001 - as other architectures have it
-    return None
+def find_no_inverse(config: DenseConfig, name: str) -> None:  # noqa: ARG001 - the interface of `Architecture`
+    """Return None: the converter changes no tensor of these architectures."""
+    return
 
 
-def halves(config: DenseConfig, name: str) -> Undo | None:
-    """Of `llama`: heads whose numbers are neighbours' pairs become heads whose numbers are pairs across two halves."""
+def find_llama_inverse(config: DenseConfig, name: str) -> Inverse | None:
+    """Return the function that takes the halves of heads apart, for queries and keys of `llama`."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    return None if heads is None else partial(uninterleaved, heads=heads)
+    return None if heads is None else partial(split_halves, heads=heads)
 
 
-def uninterleaved(rows: Tensor, heads: int) -> Tensor:
+def split_halves(rows: Tensor, heads: int) -> Tensor:
+    """Return rows whose heads have all numbers at even places first, then those at odd places."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def divided(config: LlamaConfig, found: Metadata) -> LlamaConfig:
-    """Frequencies that a tensor divides: so files have Llama 3's scaling."""
-    stored = found.tensors.get(FREQUENCIES)
+def add_frequency_factors(config: LlamaConfig, metadata: Metadata) -> LlamaConfig:
+    """Return the configuration with the factors that divide rotary frequencies. Files store Llama 3's scaling so."""
+    stored = metadata.tensors.get(FREQUENCIES)
     if stored is None:
         return config
     if stored.shape != (config.head_dim // 2,) or stored.packing.name != "F32" or config.rope_scaling is not None:
-        raise found.make_error(
-            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or beside another scaling"
+        raise metadata.make_error(
+            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or comes with another scaling"
         )
     factors = make_tensor(stored).read(FREQUENCIES).tolist()
     if min(factors) <= 0:
-        raise found.make_error(f"{FREQUENCIES} has numbers that are not positive")
+        raise metadata.make_error(f"{FREQUENCIES} has numbers that are not positive")
     return evolve(config, rope_scaling=Divided(tuple(factors)))
 
 
 LLAMA = Architecture(
-    partial(settings, theta=THETA), FRAME | ATTENTION, halves, adjusted=divided, spare=frozenset({FREQUENCIES})
+    partial(read_settings, theta=THETA),
+    FRAME | ATTENTION,
+    find_llama_inverse,
+    adjust_config=add_frequency_factors,
+    ignored=frozenset({FREQUENCIES}),
 )
-QWEN = Architecture(settings, FRAME | ATTENTION, nothing_to_undo)
-QWEN_MOE = Architecture(settings, {**FRAME, **ATTENTION, **EXPERTS}, nothing_to_undo)
+QWEN = Architecture(read_settings, FRAME | ATTENTION, find_no_inverse)
+QWEN_MOE = Architecture(read_settings, {**FRAME, **ATTENTION, **EXPERTS}, find_no_inverse)

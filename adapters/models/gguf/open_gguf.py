@@ -1,4 +1,9 @@
-"""A GGUF file as a checkpoint of one of our families: checked against the same rules as a folder."""
+"""Opens a GGUF file as a checkpoint of one of our families, by the same rules as a folder.
+
+The settings of the file become fields of config.json, which the family parses. Then the family says which published
+tensors it needs, and each of them is looked up in the file under llama.cpp's name. For example, the published
+`model.layers.3.mlp.down_proj.weight` is `blk.3.ffn_down.weight` there. Only headers are read here.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +21,12 @@ from adapters.checkpoint.gguf.header import GgufTensorInfo
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
 from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
-from adapters.models.gguf.architecture import OUTSIDE, Architecture, Parts, heads_of_its_own
+from adapters.models.gguf.architecture import OUTSIDE, Architecture, SplitTensor, count_prediction_layers
 from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
 from adapters.models.gguf.qwen3next import QWEN3_NEXT
 from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
 
-FORMS: Mapping[str, Architecture] = {
+GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": LLAMA,
     "qwen2": QWEN,
     "qwen3": QWEN,
@@ -35,8 +40,11 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @frozen
-class Opened:
-    """What `Checkpoint.open` finds in a folder. others: of the prediction head, as published."""
+class OpenedGguf:
+    """An opened GGUF file, with what `Checkpoint.open` finds in a folder.
+
+    others: the tensors of the prediction head, by their published names.
+    """
 
     family: Family
     config: ModelConfig
@@ -44,117 +52,141 @@ class Opened:
     others: Mapping[str, GgufTensor]
 
 
-def open_gguf(path: Path) -> Opened:
-    """Raises CheckpointError, one line, for whatever keeps the file from being served."""
-    found = read_metadata(path)
-    kind = ARCHITECTURES.get(found.architecture)
+def open_gguf(path: Path) -> OpenedGguf:
+    """Open a GGUF file and check it. Raises CheckpointError, one line, if the file cannot be served."""
+    metadata = read_metadata(path)
+    kind = ARCHITECTURES.get(metadata.architecture)
     if kind is None:
         accepted = ", ".join(map(repr, ARCHITECTURES))
-        what = f"general.architecture {describe_value(found.architecture)} is not supported; accepted: {accepted}"
+        what = f"general.architecture {describe_value(metadata.architecture)} is not supported; accepted: {accepted}"
         raise CheckpointError(f"{path}: {what}")
-    form = FORMS[found.architecture]
-    raw = {"model_type": kind, **form.settings(found)}
+    architecture = GGUF_ARCHITECTURES[metadata.architecture]
+    raw = {"model_type": kind, **architecture.read_settings(metadata)}
     family = family_of(raw)
     try:
-        config = form.adjusted(family.parse(raw), found)
+        config = architecture.adjust_config(family.parse(raw), metadata)
     except CheckpointError as error:
         said = str(error).replace("config.json: ", "its metadata, as config.json would have them: ")
         raise CheckpointError(said if said.startswith(str(path)) else f"{path}: {said}") from None
-    what = f"a {config.num_layers}-layer {found.architecture}"
-    tensors = {name: published(found, form, config, name, shape) for name, shape in config.tensors().items()}
-    others = head(found, form, config)
-    used = {there for name in (*tensors, *others) for there in stored_as(found, form, config, name)}
-    for name in found.tensors:
-        if name not in used and name not in form.spare:
+    what = f"a {config.num_layers}-layer {metadata.architecture}"
+    tensors = {
+        name: find_tensor(metadata, architecture, config, name, shape) for name, shape in config.tensors().items()
+    }
+    others = find_head_tensors(metadata, architecture, config)
+    used = {
+        stored_name
+        for name in (*tensors, *others)
+        for stored_name in list_stored_names(metadata, architecture, config, name)
+    }
+    for name in metadata.tensors:
+        if name not in used and name not in architecture.ignored:
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
-    return Opened(family, config, tensors, others)
+    return OpenedGguf(family, config, tensors, others)
 
 
-def called(form: Architecture, config: ModelConfig, name: str) -> str:
-    """What a published tensor is called in the file, or the one that it is a part of.
+def find_stored_name(architecture: Architecture, config: ModelConfig, name: str) -> str:
+    """Return the name in the file of a published tensor, or of the tensor that contains it.
 
-    The prediction head is the layer behind the last one.
+    The prediction head is stored as the layer behind the last one.
     """
     name = EXPERT.sub(".experts.*.", name)
     if name in OUTSIDE:
         return OUTSIDE[name]
-    if name in form.head:
-        return f"blk.{config.num_layers}.{form.head[name]}"
+    if name in architecture.head_names:
+        return f"blk.{config.num_layers}.{architecture.head_names[name]}"
     layer = LAYER.fullmatch(name)
     assert layer is not None, name
-    return f"blk.{layer[1]}.{form.layer[layer[2]]}"
+    return f"blk.{layer[1]}.{architecture.layer_names[layer[2]]}"
 
 
-def stored_as(found: Metadata, form: Architecture, config: ModelConfig, name: str) -> tuple[str, ...]:
-    """The names of what the file has of a published tensor: those of its parts, unless it is there in one."""
-    there, layer = called(form, config, name), LAYER.fullmatch(name)
-    parts = form.apart.get(layer[2]) if layer else None
-    if layer is None or parts is None or there in found.tensors:
-        return (there,)
+def list_stored_names(
+    metadata: Metadata, architecture: Architecture, config: ModelConfig, name: str
+) -> tuple[str, ...]:
+    """Return the names in the file of the tensors that make up a published one.
+
+    There is one name, unless the file stores the published tensor as several.
+    """
+    stored_name = find_stored_name(architecture, config, name)
+    layer = LAYER.fullmatch(name)
+    parts = architecture.split_tensors.get(layer[2]) if layer else None
+    if layer is None or parts is None or stored_name in metadata.tensors:
+        return (stored_name,)
     return tuple(f"blk.{layer[1]}.{part}" for part in parts.names)
 
 
-def published(
-    found: Metadata, form: Architecture, config: ModelConfig, name: str, shape: tuple[int, ...]
+def find_tensor(
+    metadata: Metadata, architecture: Architecture, config: ModelConfig, name: str, shape: tuple[int, ...]
 ) -> GgufTensor | JoinedTensor:
-    """A tensor that the family needs, by its published name and shape. Raises CheckpointError."""
-    there, *others = stored_as(found, form, config, name)
+    """Return a tensor that the family needs, by its published name and shape. Raises CheckpointError."""
+    stored_name, *others = list_stored_names(metadata, architecture, config, name)
     if others:
-        return joined(found, form.apart[name.split(".", 3)[3]], config, (there, *others), shape)
-    stored = found.tensors.get(there)
+        return join_tensor(
+            metadata, architecture.split_tensors[name.split(".", 3)[3]], config, (stored_name, *others), shape
+        )
+    stored = metadata.tensors.get(stored_name)
     if stored is None:
-        raise found.make_error(f"tensor {there} is missing")
+        raise metadata.make_error(f"tensor {stored_name} is missing")
     if (number := EXPERT.search(name)) is not None:
-        stored = of_expert(found, config, stored, int(number[1]), there)
-    flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape  # taps are stored without the channel that is one
-    if bare(stored.shape) != bare(flat):
-        raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
-    return make_tensor(evolve(stored, shape=flat), form.undo(config, name), shape)
+        stored = slice_expert(metadata, config, stored, int(number[1]), stored_name)
+    # The taps of a convolution are stored without the dimension of their single channel.
+    flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape
+    if drop_leading_ones(stored.shape) != drop_leading_ones(flat):
+        raise metadata.make_error(f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {list(flat)}")
+    return make_tensor(evolve(stored, shape=flat), architecture.find_inverse(config, name), shape)
 
 
-def joined(
-    found: Metadata, parts: Parts, config: ModelConfig, names: tuple[str, ...], shape: tuple[int, ...]
+def join_tensor(
+    metadata: Metadata, parts: SplitTensor, config: ModelConfig, names: tuple[str, ...], shape: tuple[int, ...]
 ) -> JoinedTensor:
+    """Return a published tensor that the file stores as several. Raises CheckpointError."""
     entries = list[GgufTensor]()
-    for there, rows in zip(names, parts.rows(config), strict=True):
-        stored, wanted = found.tensors.get(there), (rows, *shape[1:])
+    for stored_name, rows in zip(names, parts.count_rows(config), strict=True):
+        stored = metadata.tensors.get(stored_name)
+        wanted = (rows, *shape[1:])
         if stored is None:
-            raise found.make_error(f"tensor {there} is missing")
+            raise metadata.make_error(f"tensor {stored_name} is missing")
         if stored.shape != wanted:
-            raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(wanted)}")
+            raise metadata.make_error(
+                f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {list(wanted)}"
+            )
         entries.append(make_tensor(stored))
     return JoinedTensor(tuple(entries), shape, partial(parts.join, config))
 
 
-def of_expert(found: Metadata, config: Any, stored: GgufTensorInfo, number: int, there: str) -> GgufTensorInfo:
-    """The part of a tensor of all experts that is one's."""
+def slice_expert(
+    metadata: Metadata, config: Any, stored: GgufTensorInfo, number: int, stored_name: str
+) -> GgufTensorInfo:
+    """Return the part of a tensor of all experts that belongs to expert `number`. Raises CheckpointError."""
     count = config.experts.count
     if len(stored.shape) != 3 or stored.shape[0] != count:
-        raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {count} matrices")
+        raise metadata.make_error(
+            f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {count} matrices"
+        )
     size = (stored.stop - stored.start) // count
     start = stored.start + number * size
     return evolve(stored, shape=stored.shape[1:], start=start, stop=start + size)
 
 
-def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Tools leave out dimensions of one that stand first."""
-    return bare(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
+def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without leading dimensions of size one. Tools that write files leave them out."""
+    return drop_leading_ones(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
-def head(found: Metadata, form: Architecture, config: ModelConfig) -> dict[str, GgufTensor]:
-    """Of the prediction head, which is checked where it is asked for."""
+def find_head_tensors(metadata: Metadata, architecture: Architecture, config: ModelConfig) -> dict[str, GgufTensor]:
+    """Return the tensors of the prediction head, by published name. `HeadCheckpoint.open` checks them if it is used."""
     tensors = {}
-    for name in form.head if heads_of_its_own(found) else ():
-        there = called(form, config, name)
-        stored, experts = found.tensors.get(there), getattr(config, "experts", None)
+    for name in architecture.head_names if count_prediction_layers(metadata) else ():
+        stored_name = find_stored_name(architecture, config, name)
+        stored = metadata.tensors.get(stored_name)
+        experts = getattr(config, "experts", None)
         if stored is None:
             continue
         if "*" in name:
             for number in range(experts.count if experts else 0):
-                part = of_expert(found, config, stored, number, there)
-                tensors[name.replace("*", str(number))] = make_tensor(part, form.undo(config, name))
+                part = slice_expert(metadata, config, stored, number, stored_name)
+                tensors[name.replace("*", str(number))] = make_tensor(part, architecture.find_inverse(config, name))
             continue
         if name.endswith("shared_expert_gate.weight"):
-            stored = evolve(stored, shape=(1, *bare(stored.shape)))
-        tensors[name] = make_tensor(stored, form.undo(config, name))
+            stored = evolve(stored, shape=(1, *drop_leading_ones(stored.shape)))
+        tensors[name] = make_tensor(stored, architecture.find_inverse(config, name))
     return tensors

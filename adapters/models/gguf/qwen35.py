@@ -1,7 +1,11 @@
-"""`qwen35` and `qwen35moe`: what llama.cpp's converter does to Qwen3.5, undone.
+"""The architectures `qwen35` and `qwen35moe`: Qwen3.5 without the changes of llama.cpp's converter.
 
-Norms are stored with their 1, decays as they multiply, and value heads in turns (the first of every key head, then the
-second of each ...), where published tensors have those of one key head together. The prediction head is one layer more.
+The converter makes three changes, and the functions below undo them:
+* It adds 1 to the weights of norms, except for those inside recurrent layers.
+* It stores the decay as the factor -exp(A_log) instead of A_log.
+* It orders value heads by their number within a key head: the first value head of every key head, then the second of
+  each, and so on. Published tensors have the value heads of one key head together.
+The prediction head is stored as one more layer.
 """
 
 from __future__ import annotations
@@ -17,7 +21,15 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.gguf.gguf_tensor import ColumnOrder
 from adapters.checkpoint.gguf.metadata import Metadata
 from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
-from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
+from adapters.models.gguf.architecture import (
+    ATTENTION,
+    EXPERTS,
+    FRAME,
+    SHARED,
+    Architecture,
+    Inverse,
+    read_shared_settings,
+)
 from adapters.models.kernels.delta_interface import DeltaShape
 
 RECURRENT = {
@@ -42,86 +54,97 @@ HEAD = {
 }
 
 
-def sparse_settings(found: Metadata) -> dict[str, Any]:
-    return {**settings(found), "shared_expert_intermediate_size": found.read_count("expert_shared_feed_forward_length")}
+def read_sparse_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings of a model with experts as config.json has them. Raises CheckpointError."""
+    return {
+        **read_settings(metadata),
+        "shared_expert_intermediate_size": metadata.read_count("expert_shared_feed_forward_length"),
+    }
 
 
-def settings(found: Metadata) -> dict[str, Any]:
-    shared = shared_settings(found)
-    head, heads = shared["head_dim"], found.read_count("ssm.time_step_rank")
-    rotated = found.read_count("rope.dimension_count", head // 4)
-    found.refuse("rope.scaling.type", "none")
-    # a little more than the quotient: what is rotated is the whole part of its product with the head
+def read_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings as config.json has them. Raises CheckpointError."""
+    shared = read_shared_settings(metadata)
+    head = shared["head_dim"]
+    heads = metadata.read_count("ssm.time_step_rank")
+    rotated = metadata.read_count("rope.dimension_count", head // 4)
+    metadata.refuse("rope.scaling.type", "none")
+    # A little more than the quotient, because the family rotates the whole part of its product with the head's size.
     part = rotated / max(head, 1) if rotated >= head else math.nextafter(rotated / max(head, 1), 1)
     layers = range(min(shared["num_hidden_layers"], LIMITS["num_hidden_layers"]))
-    kinds = [LINEAR if f"blk.{layer}.ssm_a" in found.tensors else FULL for layer in layers]
+    kinds = [LINEAR if f"blk.{layer}.ssm_a" in metadata.tensors else FULL for layer in layers]
     return {
         **shared,
-        "rope_parameters": {"rope_theta": found.read_number("rope.freq_base"), "partial_rotary_factor": part},
-        "linear_conv_kernel_dim": found.read_count("ssm.conv_kernel"),
-        "linear_num_key_heads": found.read_count("ssm.group_count"),
+        "rope_parameters": {"rope_theta": metadata.read_number("rope.freq_base"), "partial_rotary_factor": part},
+        "linear_conv_kernel_dim": metadata.read_count("ssm.conv_kernel"),
+        "linear_num_key_heads": metadata.read_count("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "linear_key_head_dim": found.read_count("ssm.state_size"),
-        "linear_value_head_dim": found.read_count("ssm.inner_size") // max(heads, 1),
+        "linear_key_head_dim": metadata.read_count("ssm.state_size"),
+        "linear_value_head_dim": metadata.read_count("ssm.inner_size") // max(heads, 1),
         "layer_types": kinds,
     }
 
 
-def undo(config: Qwen35Config, name: str) -> Undo | None:
-    part, own = name.removesuffix(".weight").rsplit(".", 1)[-1], ".linear_attn." in name
+def find_inverse(config: Qwen35Config, name: str) -> Inverse | None:
+    """Return the function that undoes the converter's change of a published tensor; None if it has none."""
+    part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    own = ".linear_attn." in name
     if "norm" in part:
-        return None if own else uncentred
+        return None if own else subtract_one
     if not own:
         return None
     if part == "out_proj":
-        return ColumnOrder(partial(columns, delta=config.linear), config.linear.value_size)
-    return partial(RESTORED.get(part, numbers_together), delta=config.linear)
+        return ColumnOrder(partial(group_columns, delta=config.linear), config.linear.value_size)
+    return partial(RESTORED.get(part, group_head_numbers), delta=config.linear)
 
 
-def uncentred(norm: Tensor) -> Tensor:
-    """In float32 this gives back exactly what adding 1 again makes."""
+def subtract_one(norm: Tensor) -> Tensor:
+    """Return a norm's weights as published. In float32, adding 1 to them again gives exactly the stored ones."""
     return norm - 1
 
 
-def grouped(rows: Tensor, delta: DeltaShape, size: int) -> Tensor:
-    """Rows of value heads, from turns to those of one key head together. size: rows of a head."""
+def group_value_heads(rows: Tensor, delta: DeltaShape, size: int) -> Tensor:
+    """Return the rows of value heads in the published order: those of one key head together. size: rows of a head."""
     turns = rows.reshape(delta.value_heads // delta.key_heads, delta.key_heads, size, *rows.shape[1:])
     return turns.transpose(0, 1).reshape(rows.shape)
 
 
-def heads_together(rows: Tensor, delta: DeltaShape) -> Tensor:
-    return grouped(rows, delta, delta.value_size)
+def group_head_rows(rows: Tensor, delta: DeltaShape) -> Tensor:
+    """Group rows of which every value head has `value_size`."""
+    return group_value_heads(rows, delta, delta.value_size)
 
 
-def numbers_together(rows: Tensor, delta: DeltaShape) -> Tensor:
-    """Of one row a head."""
-    return grouped(rows, delta, 1)
+def group_head_numbers(rows: Tensor, delta: DeltaShape) -> Tensor:
+    """Group rows of which every value head has one."""
+    return group_value_heads(rows, delta, 1)
 
 
-def values_last(rows: Tensor, delta: DeltaShape) -> Tensor:
-    """Queries and keys stay, the values behind them are grouped."""
+def group_value_rows(rows: Tensor, delta: DeltaShape) -> Tensor:
+    """Group the rows of values; the rows of queries and keys before them stay as they are."""
     first = delta.channels - delta.values
-    return torch.cat((rows[:first], heads_together(rows[first:], delta)))
+    return torch.cat((rows[:first], group_head_rows(rows[first:], delta)))
 
 
-def taps(rows: Tensor, delta: DeltaShape) -> Tensor:
-    return values_last(rows, delta).unsqueeze(1)
+def restore_taps(rows: Tensor, delta: DeltaShape) -> Tensor:
+    """Return a convolution's taps as published: grouped, with a dimension for the single channel."""
+    return group_value_rows(rows, delta).unsqueeze(1)
 
 
-def columns(weight: Tensor, delta: DeltaShape) -> Tensor:
-    return heads_together(weight.T, delta).T
+def group_columns(weight: Tensor, delta: DeltaShape) -> Tensor:
+    """Group the columns of the output projection, which follow the value heads."""
+    return group_head_rows(weight.T, delta).T
 
 
-def logarithm(decay: Tensor, delta: DeltaShape) -> Tensor:
-    """Of what multiplies the state's age: its exponential is that again to within the last bit of a float32."""
-    return numbers_together((-decay).log(), delta)
+def restore_log_decay(decay: Tensor, delta: DeltaShape) -> Tensor:
+    """Return A_log from the stored factor -exp(A_log), to within the last bit of a float32."""
+    return group_head_numbers((-decay).log(), delta)
 
 
 RESTORED = {
-    "in_proj_qkv": values_last,
-    "conv1d": taps,
-    "in_proj_z": heads_together,
-    "A_log": logarithm,
+    "in_proj_qkv": group_value_rows,
+    "conv1d": restore_taps,
+    "in_proj_z": group_head_rows,
+    "A_log": restore_log_decay,
 }
-QWEN35 = Architecture(settings, LAYER, undo, head=HEAD)
-QWEN35_MOE = Architecture(sparse_settings, SPARSE, undo, head=HEAD)
+QWEN35 = Architecture(read_settings, LAYER, find_inverse, head_names=HEAD)
+QWEN35_MOE = Architecture(read_sparse_settings, SPARSE, find_inverse, head_names=HEAD)

@@ -1,8 +1,9 @@
-"""`qwen3next`: what llama.cpp's converter does to Qwen3-Next, undone.
+"""The architecture `qwen3next`: Qwen3-Next without the changes of llama.cpp's converter.
 
-As with `qwen35`, norms are stored with their 1, decays as they multiply, and the prediction head is one layer more.
-Value heads stay in their order. What is projected is published as one tensor, rows of one key head after the other;
-files have it in two, `q | k | v` of all heads and `z` of all, older ones as it was published.
+As with `qwen35`, the converter adds 1 to norms, stores the factor -exp(A_log), and stores the prediction head as one
+more layer. Value heads keep their order. The recurrent layers' input projection is published as one tensor, which has
+the rows of one key head after those of the other. Files store it as two tensors: `q | k | v` of all heads, and `z` of
+all heads. Older files store it as published.
 """
 
 from __future__ import annotations
@@ -13,37 +14,43 @@ import torch
 from torch import Tensor
 
 from adapters.models.families.qwen3_next import Qwen3NextConfig
-from adapters.models.gguf.architecture import Architecture, Parts, Undo
-from adapters.models.gguf.qwen35 import HEAD, RECURRENT, SPARSE, sparse_settings, uncentred
+from adapters.models.gguf.architecture import Architecture, Inverse, SplitTensor
+from adapters.models.gguf.qwen35 import HEAD, RECURRENT, SPARSE, read_sparse_settings, subtract_one
 from adapters.models.kernels.delta_interface import DeltaShape
 
 PROJECTED = "linear_attn.in_proj_qkvz.weight"
 OWN = {PROJECTED: "ssm_in.weight", "linear_attn.in_proj_ba.weight": "ssm_ba.weight"}
-LAYER = {name: there for name, there in SPARSE.items() if not name.startswith("linear_attn.in_proj")} | OWN
-KEYS_VALUES, GATE = RECURRENT["linear_attn.in_proj_qkv.weight"], RECURRENT["linear_attn.in_proj_z.weight"]
+LAYER = {name: stored_name for name, stored_name in SPARSE.items() if not name.startswith("linear_attn.in_proj")} | OWN
+KEYS_VALUES = RECURRENT["linear_attn.in_proj_qkv.weight"]
+GATE = RECURRENT["linear_attn.in_proj_z.weight"]
 
 
-def undo(config: Qwen3NextConfig, name: str) -> Undo | None:  # noqa: ARG001 - as other architectures have it
-    part, own = name.removesuffix(".weight").rsplit(".", 1)[-1], ".linear_attn." in name
+def find_inverse(config: Qwen3NextConfig, name: str) -> Inverse | None:  # noqa: ARG001 - the interface of `Architecture`
+    """Return the function that undoes the converter's change of a published tensor; None if it has none."""
+    part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    own = ".linear_attn." in name
     if "norm" in part:
-        return None if own else uncentred
-    return {"conv1d": taps, "A_log": logarithm}.get(part) if own else None
+        return None if own else subtract_one
+    return {"conv1d": restore_taps, "A_log": restore_log_decay}.get(part) if own else None
 
 
-def taps(rows: Tensor) -> Tensor:
+def restore_taps(rows: Tensor) -> Tensor:
+    """Return a convolution's taps with a dimension for their single channel."""
     return rows.unsqueeze(1)
 
 
-def logarithm(decay: Tensor) -> Tensor:
-    """As of `qwen35`, to within the last bit of a float32."""
+def restore_log_decay(decay: Tensor) -> Tensor:
+    """Return A_log from the stored factor -exp(A_log), to within the last bit of a float32."""
     return (-decay).log()
 
 
-def rows_apart(config: Qwen3NextConfig) -> tuple[int, int]:
+def count_part_rows(config: Qwen3NextConfig) -> tuple[int, int]:
+    """Return the rows of the two stored tensors: those of `q | k | v`, and those of `z`."""
     return config.linear.channels, config.linear.values
 
 
-def by_key_head(config: Qwen3NextConfig, parts: Sequence[Tensor]) -> Tensor:
+def join_by_key_head(config: Qwen3NextConfig, parts: Sequence[Tensor]) -> Tensor:
+    """Return the published projection: for each key head its rows of q, k, v and z."""
     delta: DeltaShape = config.linear
     keys = delta.key_heads * delta.key_size
     q, k, v = torch.split(parts[0], [keys, keys, delta.values])
@@ -52,5 +59,9 @@ def by_key_head(config: Qwen3NextConfig, parts: Sequence[Tensor]) -> Tensor:
 
 
 QWEN3_NEXT = Architecture(
-    sparse_settings, LAYER, undo, head=HEAD, apart={PROJECTED: Parts((KEYS_VALUES, GATE), rows_apart, by_key_head)}
+    read_sparse_settings,
+    LAYER,
+    find_inverse,
+    head_names=HEAD,
+    split_tensors={PROJECTED: SplitTensor((KEYS_VALUES, GATE), count_part_rows, join_by_key_head)},
 )

@@ -130,9 +130,9 @@ class Dispatch:
     places: Tensor
 
 
-def list_experts(each: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
+def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
     """Return the experts of a layer as they are, for kernels that compute one expert after the other."""
-    return tuple(each)
+    return tuple(experts)
 
 
 def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:

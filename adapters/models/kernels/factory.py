@@ -75,7 +75,7 @@ def build_compiler() -> KernelCompiler:
 
 def explain_missing_library() -> str:
     """Return why no compiled library serves on a processor; empty where one does."""
-    from adapters.models.kernels.cpu.native.library import explain_missing
+    from adapters.models.kernels.cpu.native.native_library import explain_missing
 
     return explain_missing()
 

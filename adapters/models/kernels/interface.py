@@ -23,7 +23,7 @@ from adapters.models.kernels.step_batch import Batch, BlockBatch
 T = TypeVar("T")
 
 # Forwards on a GPU with up to this many rows share scratch memory of the kernels, whatever their buckets. A wider one
-# shares only the weights with them, so it may run beside one of them.
+# shares only the weights with them, so it may run at the same time as one of them.
 NARROW = 128
 # Forwards on a GPU with up to this many rows may use other kernels and graphs if each row is in a slot of its own.
 ALONE = 4
@@ -156,14 +156,14 @@ class Kernels(Protocol):
 
     @property
     def is_paged(self) -> bool:
-        """Whether rows can be read and written wherever `Batch.pages` places them; otherwise a slot's rows lie in one
-        piece.
+        """True if rows can be read and written wherever `Batch.pages` places them. Otherwise a slot's rows are
+        contiguous.
         """
         ...
 
     @property
     def packs_experts(self) -> bool:
-        """Whether experts stay packed as other weights do; otherwise they are unpacked as they are loaded."""
+        """True if experts stay packed as other weights do. Otherwise they are unpacked as they are loaded."""
         ...
 
     @property
@@ -269,7 +269,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+    def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:
         """Return the `count` experts of a layer in the form that `experts` reads fastest. Each is read once, and
         dropped if it is copied.
         """

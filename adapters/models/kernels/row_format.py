@@ -29,7 +29,7 @@ class RowFormat:
 
     @property
     def is_coded(self) -> bool:
-        """Whether rows are codes with a scale."""
+        """True if rows are codes with a scale."""
         return self.dtype in LIMITS
 
     def row_width(self, head: int) -> int:

@@ -92,9 +92,9 @@ class SamplingKernels(Protocol):
         """Return what log-probabilities are computed from: float64 `[len(rows), 2 + 2 count]`.
 
         tokens: int64 `[R]`, the picked ones. The columns of a row are:
-        * how far the logit of its token lies below the highest one;
-        * the ids of the `count` likeliest tokens, and then how far their logits lie below the highest one;
-        * the sum of the weights of all tokens, where the highest has weight 1.
+        * The logit of its token, less the highest one.
+        * The ids of the `count` likeliest tokens, and then their logits, less the highest one.
+        * The sum of the weights of all tokens, where the highest has weight 1.
         """
         ...
 

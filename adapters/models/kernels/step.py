@@ -53,7 +53,7 @@ class Step:
 
     @property
     def branches(self) -> bool:
-        """Whether the step has a tree."""
+        """True if the step has a tree."""
         return len(self.parts) < len(self.segments)
 
 

@@ -23,15 +23,15 @@ LISTED = 128  # up to this many rows are written as Python numbers; numpy is qui
 
 @define(eq=False)
 class Batch:
-    """What one step tells the kernels: static buffers of one bucket, filled anew before every forward.
+    """The input of one step for the kernels: static buffers of one bucket, filled anew before every forward.
 
     On the device there is one int64 value for each row. The columns are views of one `[4, bucket]` table, which is
     filled in one transfer:
 
-        tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0)
-        slots     slot whose sequence the row belongs to; 0 in padded rows
-        positions the row's position in its sequence; -1 marks a padded row
-        lengths   keys the row attends to, `positions + 1`; so 0 in padded rows
+        tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0).
+        slots     slot whose sequence the row belongs to; 0 in padded rows.
+        positions the row's position in its sequence; -1 marks a padded row.
+        lengths   keys the row attends to, `positions + 1`; so 0 in padded rows.
 
     Rows of one segment are consecutive, and so are their positions. Real rows come first, padded rows last. No slot
     appears in two segments. A padded row must not write to the caches; its results are never read.
@@ -149,8 +149,8 @@ class BlockBatch(Batch):
 
     lengths are the stops of the blocks here: the keys that the block as a whole may see. Two more columns:
 
-        starts the position of the block's first row; 0 in padded rows
-        firsts the block's first valid context row; 0 in padded rows
+        starts the position of the block's first row; 0 in padded rows.
+        firsts the block's first valid context row; 0 in padded rows.
 
     before holds firsts on the host, one for each segment, and is set before `load`.
     """
@@ -180,8 +180,8 @@ class BlockBatch(Batch):
 class StateBatch(Batch):
     """A batch for layers with recurrent state. Two more columns:
 
-        bases  position of the slot's state, a multiple of 64 that is at most 63 below the segment's start
-        counts rows of the segment, at its first row; 0 elsewhere and in padded rows
+        bases  position of the slot's state, a multiple of 64 that is at most 63 below the segment's start.
+        counts rows of the segment, at its first row; 0 elsewhere and in padded rows.
 
     before holds bases on the host, one for each segment. settles: no row of the step is rolled back. Both are set
     before `load`; a graph may rely on `settles`.

@@ -1,4 +1,4 @@
-"""The pace of decode steps beside a prefill, as an interface; `factory.build_step_pacer` builds one."""
+"""The interface that paces decode steps while a prefill runs as well; `factory.build_step_pacer` builds one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.kernels.functions.seeded import make_generator
 
@@ -84,11 +84,11 @@ class RandomDraft:
     dtype: torch.dtype = torch.float32
     scale: float = 0.02
 
-    def has(self, name: str) -> bool:
-        return name in draft_tensors(self.config)
+    def has_tensor(self, name: str) -> bool:
+        return name in list_draft_tensors(self.config)
 
     def read(self, name: str) -> Tensor:
-        shape = draft_tensors(self.config)[name]
+        shape = list_draft_tensors(self.config)[name]
         return _normal(shape, f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
     def digest(self) -> str:

@@ -88,7 +88,7 @@ class RemoteDraft:
 
     @property
     def identity(self) -> str:
-        facts = (*self.digests, self._loaded.numbers, self.projection.numbers)
+        facts = (*self.digests, self._loaded.numbers, self.projection.bit_signature)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property
@@ -104,7 +104,7 @@ class RemoteDraft:
         return self.shape.block
 
     @property
-    def branches(self) -> bool:
+    def can_branch(self) -> bool:
         return self._loaded.branches
 
     @property
@@ -121,7 +121,7 @@ class RemoteDraft:
         """With the next question, or at once where much is to be said already."""
         if self.state != "loaded":
             return
-        features = self.projection.features(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
+        features = self.projection.project(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
         self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
         for one in step.segments:
             self._hold(one.slot, one.start, one.start + one.count)

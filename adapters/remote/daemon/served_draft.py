@@ -63,7 +63,7 @@ class ServedDraft:
     def loaded(self, *, shared: bool) -> DraftReady:
         rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
-        own = self.weights, self.facts, self.draft.identity, self.draft.branches
+        own = self.weights, self.facts, self.draft.identity, self.draft.can_branch
         return DraftReady(*own, held, self._memory(), shared=shared)
 
     def close(self) -> None:
@@ -95,11 +95,11 @@ class ServedDraft:
             raise Unacceptable(f"rows that are followed come with their features; here {accepted}")
         features = given.views()["features"] if follow else torch.empty(0)
         for step, tokens in _steps(follow, self.vocab):
-            self.draft.take(step, tokens, features[: step.rows])
+            self.draft.extend_projected(step, tokens, features[: step.rows])
             features = features[step.rows :]
 
     def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
-        nodes = self.nodes if self.draft.branches else 0
+        nodes = self.nodes if self.draft.can_branch else 0
         said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
         asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
         self.draft.propose(asks, said)

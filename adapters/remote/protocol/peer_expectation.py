@@ -10,7 +10,7 @@ class Deadlines:
     """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
 
     prove: the probe of a model that was never served here. load: 100 GB from a slow disk. step: a chunk of a large
-    model on few cores. What a hello takes is said by whoever dials.
+    model on few cores. The process that dials limits the time of a hello.
     """
 
     prove: float = 1800

@@ -14,10 +14,11 @@ def frame_record(body: bytes) -> bytes:
 
 
 def parse_records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
-    """(body, where its record ends) from `at` on, until one does not check."""
+    """Yield (body, end of its record) for the records from `at` on, up to the first one that is damaged or torn."""
     while at + FRAME.size <= len(raw):
         length, check = FRAME.unpack_from(raw, at)
-        begin, at = at + FRAME.size, at + FRAME.size + length
+        begin = at + FRAME.size
+        at = at + FRAME.size + length
         if at > len(raw):
             return
         body = raw[begin:at]

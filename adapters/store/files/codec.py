@@ -1,4 +1,4 @@
-"""Chooses how rows are compressed: `zstd` makes smaller files, `store` is for disks that outrun decoding."""
+"""Chooses how rows are compressed. `zstd` makes smaller files; `store` is for disks that are faster than decoding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from adapters.store.files.seekable import Compress
 Fixed: TypeAlias = Literal["zstd", "store"]
 Codec: TypeAlias = Literal["auto"] | Fixed
 LEVELS: dict[Fixed, int] = {"store": -5, "zstd": 1}  # -5 leaves KV as it is and decodes at the speed of memory
-# Pieces that are read and decoded at once. Two for each core: while one waits for the disk, another is decoded.
+# Pieces that are read and decoded at the same time. Two for each core: while one waits for the disk, another is
+# decoded.
 DECODERS = max(4, min(16, 2 * (os.cpu_count() or 1)))
 # Ratios of restore times are in thousandths, zstd files to plain ones.
 EQUAL_RATIO = 1000  # both kinds of files are restored as quickly
-REQUIRED_RATIO = 900  # `auto` takes zstd below it; less of a gain is not worth the processor
-SLOW_RATIO = 1200  # above it the log names the option
+REQUIRED_RATIO = 900  # `auto` takes zstd below this ratio; a smaller gain is not worth the processor time
+SLOW_RATIO = 1200  # above this ratio the log names the option
 
 
 def compute_ratio(store: int, zstd: int) -> int:
@@ -33,7 +34,7 @@ def choose_codec(ratio: int) -> Fixed:
 
 @define
 class CodecChooser:
-    """Gives each file its compressor. measured_choice: what `auto` comes to, known before anybody is served."""
+    """Makes the compressor of each file. measured_choice: the choice of `auto`, known before the first request."""
 
     codec: Codec
     measured_choice: Fixed = "store"

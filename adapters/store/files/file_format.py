@@ -1,7 +1,7 @@
 """Encodes and parses the files of runs: safetensors content in seekable zstd frames (docs/CACHE_FORMAT.md).
 
-The content is canonical: what a file's header must be follows from the run and from our own model. A file is never
-asked for shapes, it is compared.
+The content is canonical: the run and our own model determine every byte of a file's header. So shapes are never read
+from a file; its header is compared with the expected one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ MAX_START = 1 << 24  # tokens before a run
 MAX_HANDLE = 1 << 48  # turns: a million a second for nine years
 MAX_IDENTITY = 128  # characters
 DIGEST = 16  # bytes
-INFIX, SUFFIX = "-", ".safetensors.zst"
+INFIX = "-"
+SUFFIX = ".safetensors.zst"
 
 # The target's KV rows; a draft's own rows for the same tokens; the target's positional state behind one block.
 Kind: TypeAlias = Literal["rows", "draft", "state"]
 
 
 class Newer(Exception):
-    """A file of a later format: not ours to read, and not ours to delete."""
+    """The file has a later format. It is neither read nor deleted."""
 
 
 class Outdated(Exception):
@@ -49,22 +50,22 @@ class Outdated(Exception):
 
 @frozen
 class DraftLayout:
-    """A draft's rows. identity: of the draft, as `Layout.identity` is of the target."""
+    """The layout of a draft's rows. identity: that of the draft."""
 
     identity: str
     rows: RowSpec
 
 
 def sort_by_alignment(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Wide elements first, so that each tensor begins at a multiple of its element's size."""
+    """Return the tensors with wide elements first, so that each one begins at a multiple of its element's size."""
     return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
 
 
 @frozen
 class Layout:
-    """The layout of what one target keeps, with its draft if there is one.
+    """The layout of the rows that are kept of one target, and of its draft if there is one.
 
-    state: tensors of a model whose state at a position cannot be cut out of rows. Where there are any, a prefix can be
+    state: tensors of a model whose state at a position cannot be taken from rows. If there are any, a prefix can be
     continued only from a position that has a checkpoint.
     """
 
@@ -76,7 +77,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the target's rows for one token."""
+        """The bytes of the target's rows for one token."""
         return self.rows.token_bytes
 
     def get_specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
@@ -84,7 +85,7 @@ class Layout:
         return self.state if kind == "state" else self._get_row_spec(kind).tensor_specs(tokens)
 
     def compute_size(self, kind: Kind, tokens: int) -> int:
-        """Bytes of them all."""
+        """Return the bytes of all tensors of one kind for so many tokens."""
         if kind == "state":
             return sum(spec.nbytes for spec in self.state)
         return tokens * self._get_row_spec(kind).token_bytes
@@ -96,7 +97,10 @@ class Layout:
         return self.draft.rows
 
     def compute_root(self, kind: Kind, salt: str = "") -> bytes:
-        """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
+        """Return the parent of the first block.
+
+        With another draft the target's rows are found, but not this draft's rows.
+        """
         if kind == "rows":
             return compute_root(self.identity, self.block_size, salt)
         assert self.draft is not None, "only rows have a root"
@@ -107,7 +111,8 @@ class Layout:
 class Run:
     """The blocks that a file holds. tokens are packed.
 
-    A checkpoint stands behind its one block: its parent is that block's key. since: where the checkpoint before it is.
+    A checkpoint lies behind its one block, so its parent is that block's key. since: the position of the checkpoint
+    before it.
     """
 
     start: int
@@ -123,7 +128,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Tokens up to its end."""
+        """The number of tokens up to the end of the run."""
         return self.start + self.length
 
 
@@ -142,7 +147,10 @@ def format_name(key: bytes, handle: int) -> str:
 
 
 def parse_name(name: str) -> tuple[bytes, int] | None:
-    """(key of the last block, handle), or None if the name is not one of ours. The handle may be one that cannot be."""
+    """Return (key of the last block, handle), or None if the name is not one of ours.
+
+    The handle may be out of range.
+    """
     stem = name.removesuffix(SUFFIX)
     key, _, handle = stem.partition(INFIX)
     digits = set(key + handle) <= set("0123456789abcdef")
@@ -152,16 +160,17 @@ def parse_name(name: str) -> tuple[bytes, int] | None:
 
 
 def digest_frames(checksums: Iterable[bytes]) -> bytes:
-    """Binds frames to their head: under it, no frames but these, in this order. It costs no look at their contents."""
+    """Return the digest that binds frames to their head. It covers the checksums in order, so no contents are read."""
     return blake2b(b"".join(checksums), digest_size=DIGEST).digest()
 
 
 def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
-    """Everything before the tensors: the safetensors header, then the token ids, its first tensor.
+    """Return everything before the tensors: the safetensors header, then the token ids, its first tensor.
 
-    frames: their digest.
+    frames: the digest of the other frames.
     """
-    count, at = run.length, len(run.tokens)
+    count = run.length
+    at = len(run.tokens)
     about = {
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
@@ -191,13 +200,14 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
 
 def split_frames(size: int) -> list[tuple[int, int]]:
-    """The spans of the rows' bytes that are frames of their own."""
+    """Return the spans of the rows' bytes that are frames of their own."""
     return [(at, min(at + FRAME, size)) for at in range(0, size, FRAME)]
 
 
 def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
     """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
-    view, spans = memoryview(data), split_frames(len(memoryview(data)))
+    view = memoryview(data)
+    spans = split_frames(len(memoryview(data)))
     rows = [codec.compress(view[start:stop]) for start, stop in spans]
     first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
     frames = [codec.compress(first), *rows]
@@ -206,7 +216,7 @@ def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[
 
 
 def check_frames(frames: Sequence[Sizes], data: int) -> None:
-    """Raises Damaged unless the frames hold a head, and then `data` bytes of tensors, cut as we cut them."""
+    """Check that the frames are a head and then `data` bytes of tensors, cut as we cut them. Raises Damaged."""
     if [content for _, content in frames[1:]] != [stop - start for start, stop in split_frames(data)]:
         raise Damaged("the frames' sizes are not those of these rows")
 
@@ -223,7 +233,9 @@ def parse_head(raw: Buffer) -> FileHead:
         about = check_metadata(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
         check_version(int(about["rekindle_kv"]))
         run = parse_run(about, bytes(raw[8 + size :]))
-        identity, block_size, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
+        identity = about["identity"]
+        block_size = int(about["grain"])
+        key = bytes.fromhex(about["key"])
         frames = bytes.fromhex(about["frames"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
@@ -244,7 +256,7 @@ def parse_head(raw: Buffer) -> FileHead:
 
 
 def check_metadata(about: Mapping[str, Any]) -> Mapping[str, str]:
-    """Metadata of safetensors is strings, and ours is plain ones. Raises ValueError or AttributeError."""
+    """Return the metadata of a file after a check that it consists of strings. Raises ValueError or AttributeError."""
     if not all(type(value) is str and value.isascii() and value.isprintable() for value in about.values()):
         raise ValueError("no plain strings")
     if len(about.get("identity", "")) > MAX_IDENTITY:
@@ -260,7 +272,7 @@ def check_version(version: int) -> None:
 
 
 def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
-    """Without its keys, and nothing checked but the types. Raises ValueError, KeyError or TypeError."""
+    """Return the run without its keys. Only types are checked. Raises ValueError, KeyError or TypeError."""
     kind = about["kind"]
     if kind not in get_args(Kind):
         raise ValueError("of no kind")

@@ -1,7 +1,8 @@
-"""One folder of files that are ours alone: created private, opened without following links, written all or nothing.
+"""One folder of files that belong to Rekindle alone. It is private, it is opened without following links, and files are
+written whole or not at all.
 
-Every call goes through the folder's own descriptor: if the path is removed, or replaced by a link, calls fail or stay
-where they were, and nothing is written elsewhere.
+Every call uses the folder's own descriptor. If the path is removed or replaced by a link, calls fail or stay in the old
+folder, and nothing is written elsewhere.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 LOCK = "LOCK"
 TEMPORARY = ".new-"
-STRETCH_BYTES = 8 << 20  # content that one hop writes: 2 to 8 ms of copying into the page cache
+STRETCH_BYTES = 8 << 20  # content that one hop to the executor writes: 2 to 8 ms of copying into the page cache
 
 
 class FolderUnusable(Exception):
-    """The folder cannot be used by us; the message is one line that says why."""
+    """The folder cannot be used. The message is one line that says why."""
 
 
 class FolderInUse(FolderUnusable):
-    """Another process owns it."""
+    """Another process uses the folder."""
 
 
 class PrivateFolder:
@@ -42,11 +43,12 @@ class PrivateFolder:
 
     def __init__(self, path: Path, descriptor: int, lock: int | None) -> None:
         self.path = path
-        self._descriptor, self._lock = descriptor, lock
+        self._descriptor = descriptor
+        self._lock = lock
 
     @classmethod
     def open(cls, path: Path) -> PrivateFolder:
-        """Raises FolderUnusable."""
+        """Open the folder, or create it, and take its lock. Raises FolderUnusable."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -69,18 +71,19 @@ class PrivateFolder:
         return cls(path, descriptor, None)
 
     def close(self) -> None:
-        """Once is enough; another time does nothing."""
+        """Close the folder. Calling it again does nothing."""
         open_ones = [one for one in (self._lock, self._descriptor) if one is not None and one >= 0]
-        self._lock, self._descriptor = None, -1
+        self._lock = None
+        self._descriptor = -1
         for descriptor in open_ones:
             os.close(descriptor)
 
     def list_names(self) -> list[tuple[str, int]]:
-        """(name, bytes) of the regular files. A name may be anything."""
+        """Return (name, bytes) of the regular files. A name may be anything."""
         return [(name, about.st_size) for name, about in self.list_files()]
 
     def list_files(self) -> list[tuple[str, os.stat_result]]:
-        """The same, with all that is known of them."""
+        """Return the names of the regular files with all that the system knows of them."""
         with os.scandir(self._descriptor) as found:
             return [
                 (entry.name, entry.stat(follow_symlinks=False))
@@ -89,12 +92,16 @@ class PrivateFolder:
             ]
 
     def open_existing(self, name: str) -> int:
-        """For reading, and never blocks. Raises OSError; FileNotFoundError also where something else has the name."""
+        """Open a file for reading, without ever blocking.
+
+        Raises OSError; FileNotFoundError also if the name is not a file's.
+        """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(name, flags, dir_fd=self._descriptor)
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            # The name is a link or a socket.
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise
             raise FileNotFoundError(errno.ENOENT, f"{name} is not a regular file") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -105,8 +112,8 @@ class PrivateFolder:
     def write_file(self, name: str, parts: Sequence[bytes]) -> int:
         """Write a whole file and return its bytes. Raises OSError.
 
-        When this returns, the file is under its name and will be there after a power cut. Whatever fails, there is no
-        file under the name, or the one that was there before.
+        When this returns, the file has its name and survives a power cut. If it fails, the name has no file, or has the
+        file that was there before.
         """
         temporary = TEMPORARY + name
         file = self._open_new(temporary)
@@ -188,7 +195,7 @@ class PrivateFolder:
         return os.open(name, flags, dir_fd=self._descriptor)
 
     def append(self, file: BinaryIO, parts: Sequence[bytes]) -> None:
-        """All of them: a buffered file goes on where one write takes less than it is given."""
+        """Write all parts. A buffered file continues where one write takes less than it is given."""
         file.writelines(parts)
         file.flush()
 
@@ -218,7 +225,7 @@ def check_private(path: Path, about: os.stat_result) -> None:
 
 
 def lock_folder(path: Path, folder: int) -> int:
-    """The kernel lets go of it however the process ends."""
+    """Lock the folder. The kernel releases the lock, however the process ends."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(LOCK, flags, 0o600, dir_fd=folder)

@@ -1,4 +1,7 @@
-"""Reading a run back: bounded by what it must be, its pieces read and decoded side by side into their place."""
+"""Reads a run's file: pieces of it are read and decoded side by side, each into its place.
+
+What is read is bounded by the size that the run must have.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _free_scratch = deque[mmap.mmap]()  # mappings that are not in use
 
 @frozen
 class Expected:
-    """The size that a file was written with, and the run that must be in it."""
+    """The size with which a file was written, and the run that it must hold."""
 
     size: int
     run: Run
@@ -45,10 +48,11 @@ class Expected:
 
 
 class RunFile(io.FileIO):
-    """A run's file, to be read once and whole. aiofiles wraps it: opening is one hop to a thread, `readinto` another.
+    """A run's file, which is read once and whole. aiofiles wraps it: opening is one hop to a thread, `readinto`
+    another.
 
-    What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
-    every page takes more processor time than everything else that is done with the content.
+    Pages in the page cache are read from there. Other pages are read past the cache: finding a place in it for every
+    page takes more processor time than everything else that is done with the content.
     """
 
     def __init__(
@@ -61,13 +65,15 @@ class RunFile(io.FileIO):
         then: Callable[[], object] = lambda: None,
         past_cache: bool = False,
     ) -> None:
-        """Raises OSError.
+        """Open the file. Raises OSError.
 
-        pool: its threads help reading. then: called on the reading thread when all is in place. past_cache: what is in
-        the page cache is not taken from it either, where the file system can do that.
+        pool: its threads help reading. then: called on the reading thread when all contents are in place. past_cache:
+        the page cache is not read either, if the file system can do that.
         """
         super().__init__(name, opener=lambda name, _: folder.open_existing(name))
-        self._expected, self._pool, self._then = expected, pool, then
+        self._expected = expected
+        self._pool = pool
+        self._then = then
         try:
             self.size = os.fstat(self.fileno()).st_size
             self.direct = (past_cache or not is_cached(self.fileno(), self.size)) and enable_direct_reads(self.fileno())
@@ -78,10 +84,9 @@ class RunFile(io.FileIO):
             raise
 
     def readinto(self, buffer: object) -> int:
-        """Fill it with the run's tensors, end to end (`Layout.views` names them), and close the file.
+        """Fill the target with the run's tensors, end to end (`Layout.views` names them), and close the file.
 
-        Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading
-        fails.
+        Raises Damaged if the file is not exactly the one that we would write for this run, OSError if reading fails.
         """
         target = cast("memoryview", buffer)
         try:
@@ -105,7 +110,8 @@ class RunFile(io.FileIO):
                 future.cancel()
             raise
         finally:
-            wait(futures)  # behind this no thread writes into the target or reads the file
+            # After this no thread writes into the target or reads the file.
+            wait(futures)
         read += [future.result() for future in futures]
         checksums = [one for batch in read for one in batch.checksums]
         if read[0].head != encode_head(self._expected.run, self._expected.layout, digest_frames(checksums)):
@@ -113,7 +119,10 @@ class RunFile(io.FileIO):
 
     @contextmanager
     def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
-        """Its content, inside the block; of a direct file whole pages are read. Raises Damaged if there is less."""
+        """Yield a piece of the file's content.
+
+        Of a direct file whole pages are read. Raises Damaged if it is too short.
+        """
         first = at % PAGE if self.direct else 0
         with borrow_scratch(first + length) as space:
             read_fully(self.fileno(), space if self.direct else space[:length], at - first, first + length)
@@ -122,7 +131,7 @@ class RunFile(io.FileIO):
 
 @frozen
 class FrameBatch:
-    """Neighbouring frames: where they begin in the file, and where their contents begin (the head is before 0)."""
+    """Neighbouring frames: the place of the first in the file, and the place of its contents (the head is before 0)."""
 
     at: int
     frames: tuple[Sizes, ...]
@@ -134,7 +143,7 @@ class FrameBatch:
 
 
 def is_cached(descriptor: int, size: int) -> bool:
-    """Is most of the file in the page cache? Asking does not bring it there."""
+    """Return True if most of the file is in the page cache. The question itself does not load it."""
     if not size or not hasattr(LIBC, "mincore"):
         return True
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
@@ -150,7 +159,7 @@ def is_cached(descriptor: int, size: int) -> bool:
 
 
 def enable_direct_reads(descriptor: int) -> bool:
-    """From now on reads go past the page cache; False where the file system cannot do that, as those in memory."""
+    """Let reads bypass the page cache. Return False if the file system cannot do that, as those in memory."""
     if not hasattr(os, "O_DIRECT"):
         return False
     try:
@@ -162,7 +171,7 @@ def enable_direct_reads(descriptor: int) -> bool:
 
 @frozen
 class BatchResult:
-    """The result of reading one batch, beside the contents. head: of the batch that begins with it."""
+    """The result of reading one batch, without the contents. head: the header, if the batch begins with it."""
 
     checksums: tuple[bytes, ...]
     head: bytes = b""
@@ -177,7 +186,9 @@ def read_table(file: RunFile, frames: int) -> list[Sizes]:
 
 
 def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchResult:
-    at, head, checksums = batch.content, b"", list[bytes]()
+    at = batch.content
+    head = b""
+    checksums = list[bytes]()
     with file.read_piece(batch.at, batch.compressed_bytes) as raw:
         for packed, content in batch.frames:
             if at < 0:
@@ -185,7 +196,8 @@ def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchRes
             else:
                 seekable.decompress(raw[:packed], target[at : at + content])
                 checksums.append(seekable.read_checksum(raw[:packed]))
-            raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
+            raw = raw[packed:]  # noqa: PLW2901 - what is left of it
+            at = at + content
     return BatchResult(tuple(checksums), head)
 
 
@@ -198,13 +210,15 @@ def read_head_frame(frame: memoryview, content: int) -> bytes:
 
 
 def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
-    """Neighbours that are read together."""
+    """Yield neighbouring frames that are read together."""
     together: list[list[Sizes]] = [[]]
     for frame in frames:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE_BYTES:
             together.append([])
         together[-1].append(frame)
-    found, at, content = list[FrameBatch](), 0, -frames[0][1]
+    found = list[FrameBatch]()
+    at = 0
+    content = -frames[0][1]
     for group in together:
         found.append(FrameBatch(at, tuple(group), content))
         at += sum(packed for packed, _ in group)
@@ -214,7 +228,10 @@ def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
 
 @contextmanager
 def borrow_scratch(length: int) -> Iterator[memoryview]:
-    """Whole pages to read into, the same ones again and again: pages that were never touched are slow."""
+    """Yield whole pages to read into.
+
+    They are used again and again, because pages that were never touched are slow.
+    """
     whole = -(-length // PAGE) * PAGE
     try:
         space = _free_scratch.pop()
@@ -228,7 +245,7 @@ def borrow_scratch(length: int) -> Iterator[memoryview]:
 
 
 def prepare_scratch(count: int) -> None:
-    """So many readers will find such pages, before anybody waits for them."""
+    """Prepare such pages for so many readers before any restore waits for them."""
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     for _ in range(count - len(_free_scratch)):
@@ -248,7 +265,7 @@ def read_fully(descriptor: int, view: memoryview, at: int, least: int) -> None:
 
 
 def read_exactly(descriptor: int, at: int, length: int) -> bytearray:
-    """So many bytes. Raises Damaged if there are fewer."""
+    """Read exactly so many bytes. Raises Damaged if there are fewer."""
     raw = bytearray(length)
     read_fully(descriptor, memoryview(raw), at, length)
     return raw

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SameThreadExecutor(Executor):
-    """Futures that it returns are done."""
+    """Runs each call when it is submitted. The futures that it returns are done."""
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = Future[T]()

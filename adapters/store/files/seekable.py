@@ -1,4 +1,4 @@
-"""The zstd seekable format: independent frames with checksums, and at the end, in a skippable frame, where each begins.
+"""The zstd seekable format: independent frames with checksums, and a table of their sizes in a skippable frame.
 
 https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
 """
@@ -11,17 +11,20 @@ from typing import Protocol, TypeAlias
 
 import zstandard
 
-SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
-MOST_FRAMES = 1 << 14  # with contents of 2 MiB that is 32 GiB; only sizes that were made up are more
+SKIPPABLE = 0x184D2A5E
+SEEKABLE = 0x8F92EAB1
+MOST_FRAMES = 1 << 14  # with contents of 2 MiB each that is 32 GiB; only invented sizes are larger
 CHECKSUM = 4  # bytes at a frame's end
-HEAD, ROW, FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+HEAD = struct.Struct("<II")
+ROW = struct.Struct("<II")
+FOOT = struct.Struct("<IBI")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Sizes: TypeAlias = tuple[int, int]  # of one frame: compressed, content
 
 
 class Damaged(Exception):
-    """A file is not what it should be. The message says what is wrong with it."""
+    """A file is not what it should be. The message says what is wrong."""
 
 
 class Compress(Protocol):
@@ -29,7 +32,10 @@ class Compress(Protocol):
 
 
 def create_compressor(level: int) -> Compress:
-    """Frames carry their content's size and checksum. For one thread at a time."""
+    """Return a compressor whose frames carry their content's size and checksum.
+
+    Only one thread at a time may use it.
+    """
     return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
 
 
@@ -43,7 +49,7 @@ def encode_table(frames: Sequence[Sizes]) -> bytes:
 
 
 def parse_frame_count(footer: Buffer) -> int:
-    """From a file's last FOOT.size bytes."""
+    """Return the number of frames from a file's last FOOT.size bytes. Raises Damaged."""
     count, flags, magic = FOOT.unpack(footer)
     if magic != SEEKABLE or flags:
         raise Damaged("no seek table at the end")
@@ -53,7 +59,9 @@ def parse_frame_count(footer: Buffer) -> int:
 
 
 def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
-    """Raises Damaged unless the frames and the table fill the file exactly and no frame's sizes are absurd."""
+    """Parse the table. Raises Damaged unless frames and table fill the file exactly and every frame's sizes are
+    possible.
+    """
     count = parse_frame_count(raw[-FOOT.size :])
     if len(raw) != compute_table_size(count) or HEAD.unpack(raw[: HEAD.size]) != (SKIPPABLE, len(raw) - HEAD.size):
         raise Damaged("the seek table's own size is wrong")
@@ -66,7 +74,7 @@ def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
 
 
 def compute_bound(content: int) -> int:
-    """Bytes that zstd needs at most for so many (ZSTD_compressBound, and a checksum)."""
+    """Return the most bytes that zstd needs for so many (ZSTD_compressBound, and a checksum)."""
     return content + (content >> 8) + 1024
 
 

@@ -11,6 +11,10 @@ A `JsonWriter` holds back what is not certain and can close the rest at any poin
 call ends, and all that follows is text. So no text is lost, repeated or withdrawn.
 
 White space around a call belongs to the call and not to the text: the template writes it again.
+
+Example: the answer `Let me look. <tool_call>{"name": "read", "arguments": {"path": "a` breaks off here. The client got
+the text "Let me look.", the beginning of a call of `read`, and `{"path": "a`. Then the writer closes the rest, so the
+arguments end as `{"path": "a"}`.
 """
 
 from __future__ import annotations

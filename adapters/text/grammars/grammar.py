@@ -1,8 +1,20 @@
-"""Grammars for answers. A confined process tries each grammar first; then it is compiled here and kept.
+"""Compiles the grammars of answers and keeps the compiled ones.
 
-A client's grammar may cost more than it looks: a schema of 300 bytes can take a minute and 2 GB. The library that
-compiles it (llguidance) cannot be interrupted. So a confined process (`confined_worker.py`) tries the grammar with
-little time and memory. A grammar that passes there costs no more here. The library's own limits bound each step.
+Theory of operation. A client may confine its answer by a grammar, and the grammar may cost more than it looks: a schema
+of 300 bytes can take a minute and 2 GB. The library that compiles it (llguidance) cannot be interrupted.
+
+So every grammar is tried first. A confined process (`confined_worker.py`) compiles it with little time and memory. If
+that process fails, only the request is refused. A grammar that passes there costs no more here, so it is compiled again
+in this process, on a worker thread, and kept. The library's own limits bound each later step of matching.
+
+Invariants:
+* A grammar is compiled here only after it has passed the trial.
+* One grammar is compiled at a time, and API keys take turns (`compile_queue.py`).
+* The grammars in use took at most MAX_HELD_SECONDS to compile, when another one is admitted. The library does not
+  report its memory, and compile time bounds it.
+
+Example: a request comes with a JSON schema. `admit` waits for its turn, sends the schema to the trial, compiles it and
+returns it. The device thread calls `match` for the answer. The next request with the same schema is admitted at once.
 """
 
 from __future__ import annotations

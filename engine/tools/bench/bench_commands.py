@@ -1,4 +1,4 @@
-"""`rekindle bench`: serve, needles."""
+"""The commands `rekindle bench serve` and `rekindle bench needles`."""
 
 from __future__ import annotations
 

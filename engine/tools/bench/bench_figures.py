@@ -1,4 +1,4 @@
-"""The figures of a level of load, from its samples."""
+"""Computes the figures of a level of load from its samples."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class LoadFigures:
         return None if self.cached_tokens is None or not self.prompt_tokens else self.cached_tokens / self.prompt_tokens
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that so many percent are not above."""
+def compute_percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that is at least as large as `share` percent of the values."""
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
 
 
-def percentiles(values: Sequence[float]) -> tuple[float, ...] | None:
+def compute_percentiles(values: Sequence[float]) -> tuple[float, ...] | None:
     ordered = sorted(values)
-    return tuple(percentile(ordered, share) for share in SHARES) if ordered else None
+    return tuple(compute_percentile(ordered, share) for share in SHARES) if ordered else None
 
 
 def collect_gaps(level: Level) -> list[float]:
-    """Milliseconds between events, of all streams."""
+    """Return the milliseconds between neighbouring events of each stream, for all streams."""
     return [1e3 * (after - before) for one in level.samples for before, after in pairwise(one.times)]
 
 
@@ -62,7 +62,7 @@ def compute_figures(level: Level) -> LoadFigures:
     fine = [one for one in samples if one.ended and not one.error]
     cached_counts = [one.cached for one in fine if one.cached is not None]
     spoken = [one for one in fine if one.tokens > 1 and one.times[-1] > one.times[0]]
-    # from the first request to the last answer's end: what closing down takes is no server's
+    # The level ends with its last answer: the time that the client needs to close down is not the server's.
     seconds = max((one.ended or level.ended for one in samples), default=level.ended) - level.began
     return LoadFigures(
         level=level.name,
@@ -75,12 +75,12 @@ def compute_figures(level: Level) -> LoadFigures:
         prompt_tokens=sum(one.prompt or 0 for one in fine),
         cached_tokens=sum(cached_counts) if cached_counts else None,
         answer_tokens=sum(one.tokens for one in samples),
-        first_token_ms=percentiles([1e3 * one.first for one in samples if one.first is not None]),
-        inter_token_ms=percentiles(collect_gaps(level)),
+        first_token_ms=compute_percentiles([1e3 * one.first for one in samples if one.first is not None]),
+        inter_token_ms=compute_percentiles(collect_gaps(level)),
         tokens_an_event=sum(one.tokens for one in fine) / sum(len(one.times) for one in fine) if fine else None,
-        stream_tokens_s=percentiles([(one.tokens - 1) / (one.times[-1] - one.times[0]) for one in spoken]),
+        stream_tokens_s=compute_percentiles([(one.tokens - 1) / (one.times[-1] - one.times[0]) for one in spoken]),
         tokens_s=sum(one.tokens for one in samples) / seconds if seconds > 0 else 0.0,
         requests_s=len(fine) / seconds if seconds > 0 else 0.0,
         busy=level.processor_s / seconds if seconds > 0 else 0.0,
-        late_ms=1e3 * percentile(sorted(level.late), 99) if level.late else None,
+        late_ms=1e3 * compute_percentile(sorted(level.late), 99) if level.late else None,
     )

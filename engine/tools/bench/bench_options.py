@@ -15,15 +15,16 @@ ASKED = Group("Server", sort_key=1)
 LOAD = Group("Load", sort_key=2)
 PROMPTS = Group("Requests", sort_key=3)
 SHOWN = Group("Output", sort_key=4)
-MOST_STREAMS = 1024  # each is a connection, and most systems give a process 1,024 descriptors or more
+# Each stream is a connection, and most systems give a process 1,024 descriptors or more.
+MOST_STREAMS = 1024
 MOST_LENGTH = 1 << 20  # tokens of a prompt or answer
 MOST_RATE = 10_000.0
 
 
-def parse_whole_numbers(value: str, most: int, what: str) -> tuple[int, ...]:
+def parse_whole_numbers(value: str, most: int, noun: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",")]
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= most for word in words):
-        raise ValueError(f"Must be {what} from 1 to {most}. Separate several with commas.")
+        raise ValueError(f"Must be {noun} from 1 to {most}. Separate several with commas.")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -46,7 +47,7 @@ def check_rate(_: Any, value: str) -> None:
 
 
 def parse_lengths(value: str) -> tuple[int, int]:
-    """From "512" or "100-2000"."""
+    """Parse "512" or "100-2000". Raises ValueError."""
     low, dash, high = value.partition("-")
     words = (low, high if dash else low)
     if not all(word.isascii() and word.isdigit() for word in words):

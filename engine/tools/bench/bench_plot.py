@@ -1,4 +1,4 @@
-"""All levels as one picture: tokens a second, first tokens, and how long the next token takes."""
+"""Draws all levels as one picture: tokens a second, times to first tokens, and times between tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.settings.plot_style import COLORS, GREY, LEFT, STYLE, save_figure, s
 from engine.tools.bench.bench_figures import SHARES, LoadFigures, collect_gaps
 from engine.tools.bench.load_level import Level
 
-MOST_POINTS = 2000  # of one line
+MOST_POINTS = 2000  # points of one line
 
 
 def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], title: str) -> None:
-    """Raises OSError."""
+    """Draw the picture. Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415 - takes half a second
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -42,7 +42,8 @@ def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures],
             shown = waits[:: max(1, len(waits) // MOST_POINTS)]
             shares = [100 * (number + 1) / len(shown) for number in range(len(shown))]
             between.step(shown, shares, where="post", color=COLORS[at % len(COLORS)], label=level.name)
-        if any(map(any, map(collect_gaps, measured))):  # events that come together have nothing between them
+        # Events that came together have no time between them.
+        if any(map(any, map(collect_gaps, measured))):
             between.set_xscale("log")
             between.legend(frameon=False, loc="lower right")
         between.axhline(99, color=GREY, linewidth=0.8, linestyle=":")

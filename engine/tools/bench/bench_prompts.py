@@ -1,4 +1,4 @@
-"""The prompts of a load: new ones in every run, or ones that share as much as they are asked to."""
+"""Makes the prompts of a load: new ones in every run, or ones that share as much as the options ask for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from effects.ids import Tokens
 from engine.tools.bench.bench_options import LoadOptions, parse_lengths
 from engine.tools.simulation.logs.logged_requests import Session
 
-# Token ids that are ordinary in every vocabulary: control tokens and bytes come first or last in those that are known.
+# Token ids that are ordinary tokens in every known vocabulary: control tokens and bytes come first or last.
 LOW = 100
 HIGH = 4000
-# One token each, with the space before it, in about every vocabulary.
+# Words that are one token each, with the space before them, in almost every vocabulary.
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "be", "this", "by"),
     *(
@@ -42,7 +42,7 @@ WORDS = (
 
 @frozen(eq=False)
 class LoadPrompt:
-    """One request: what is asked, and how long the answer may be."""
+    """One request: the prompt, and the length of the answer."""
 
     tokens: Tokens
     answer: int
@@ -54,8 +54,10 @@ class LoadPrompt:
 
 @define(eq=False)
 class Prompts:
-    """The prompts of all levels. Each is drawn from the run's seed, the level's name and its number, so that how the
-    answers come in changes none.
+    """The prompts of all levels.
+
+    Each prompt is drawn from the run's seed, the level's name and its number. So the prompts do not depend on the order
+    of the answers.
     """
 
     load: LoadOptions
@@ -64,16 +66,16 @@ class Prompts:
     _shared: Tokens = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._shared = draw_tokens(seeded_random(f"{self.seed} shared"), self.load.shared_prefix)
+        self._shared = draw_tokens(make_random(f"{self.seed} shared"), self.load.shared_prefix)
 
     def make_chains(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
-        """`count` prompts in all. Those of one chain are sent one after the other, as their client did."""
+        """Return chains of `count` prompts in all. The prompts of one chain are sent one after the other."""
         if self.sessions and not self.load.lengths_only:
             return self._read_log(level, count)
         return (iter((prompt,)) for prompt in self._draw(level, count))
 
     def _draw(self, level: str, count: int) -> Iterator[LoadPrompt]:
-        draw = seeded_random(f"{self.seed} {level}")
+        draw = make_random(f"{self.seed} {level}")
         prompts = parse_lengths(self.load.prompt_tokens)
         answers = parse_lengths(self.load.answer_tokens)
         logged = cycle(
@@ -88,12 +90,15 @@ class Prompts:
             yield LoadPrompt((*self._shared, *own), answer)
 
     def _read_log(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
-        """The log's agents in order, and again from the first one as often as it takes, with other tokens each time."""
+        """Yield the agents of the log as chains.
+
+        The log is repeated as often as needed, with other tokens each time.
+        """
         left = count
         turn = 0
         while left > 0:
             ids = list(range(LOW, HIGH))
-            seeded_random(f"{self.seed} {level} {turn}").shuffle(ids)
+            make_random(f"{self.seed} {level} {turn}").shuffle(ids)
             turn += 1
             for agent in chain.from_iterable(session.agents for session in self.sessions):
                 requests = agent.requests[:left]
@@ -102,13 +107,13 @@ class Prompts:
                     yield (LoadPrompt(self._rename_tokens(one.prompt, ids), len(one.answer)) for one in requests)
 
     def _rename_tokens(self, tokens: Tokens, ids: Sequence[int]) -> Tokens:
-        """Equal tokens stay equal, so that prompts share what they shared; others' ids may mean anything here."""
+        """Replace the tokens of a log by ordinary ones. Equal tokens stay equal, so prompts share what they shared."""
         return (*self._shared, *(ids[token % len(ids)] for token in tokens))
 
 
-def seeded_random(what: str) -> Random:
-    """Always the same for one text."""
-    return Random(what)  # noqa: S311 - repeatable, not secret
+def make_random(text: str) -> Random:
+    """Return a generator of random numbers that is always the same for one text."""
+    return Random(text)  # noqa: S311 - repeatable, not secret
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:

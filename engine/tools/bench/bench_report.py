@@ -1,4 +1,4 @@
-"""The figures of all levels side by side, for people."""
+"""Prints the figures of all levels side by side."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.table import Table
 from engine.settings.formatting import WIDTH, format_percent
 from engine.tools.bench.bench_figures import SHARES, LoadFigures
 
-# of a core, and 99th percentile: from there on the client explains figures
+# The share of a core from which on, and the 99th percentile of lateness, the client itself explains the figures.
 BUSY = 0.5
 LATE_MS = 5.0
 NONE = "-"
 
 
 def format_number(value: float | None, unit: str = "") -> str:
-    """Three digits that count."""
+    """Return a number with three significant digits."""
     if value is None:
         return NONE
     return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") + unit
@@ -31,13 +31,13 @@ def format_percentile(name: str, at: int, unit: str = "") -> Callable[[LoadFigur
     return cell
 
 
-def format_shared(one: LoadFigures) -> str:
-    return NONE if one.hit_share is None else format_percent(one.hit_share)
+def format_shared(figures: LoadFigures) -> str:
+    return NONE if figures.hit_share is None else format_percent(figures.hit_share)
 
 
-def list_percentile_rows(what: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
+def list_percentile_rows(title: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
     return tuple(
-        (f"{'' if at else what} p{share}".strip() if not at else f"  p{share}", format_percentile(name, at, unit))
+        (f"{'' if at else title} p{share}".strip() if not at else f"  p{share}", format_percentile(name, at, unit))
         for at, share in enumerate(SHARES)
     )
 
@@ -73,7 +73,7 @@ def print_report(console: Console, headline: str, every: Sequence[LoadFigures], 
 
 
 def list_troubles(every: Sequence[LoadFigures]) -> list[str]:
-    """Return what the figures do not say, or what makes them doubtful."""
+    """Return notes on figures that are missing or doubtful."""
     lines = list[str]()
     for one in every:
         lines += [f"{one.level}: {count} failed: {error}" for error, count in one.errors.items()]

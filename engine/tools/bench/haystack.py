@@ -1,4 +1,4 @@
-"""Long texts with facts hidden in them, and what is left of them where somebody shortens them without looking."""
+"""Builds long texts with facts hidden in them, and shortens them without looking at their content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE = 12  # words
 
 @frozen
 class Needle:
-    """Somebody's number."""
+    """A fact: the number of a person."""
 
     who: str
     number: int
@@ -30,7 +30,7 @@ class Needle:
 
 @frozen
 class Haystack:
-    """Lines, and what is asked about them."""
+    """The lines of a text, and the question about its needles."""
 
     lines: tuple[str, ...]
     needles: tuple[Needle, ...]
@@ -43,7 +43,7 @@ class Haystack:
         return f"What is {', '.join(whose[:-1])} and {whose[-1]}?"
 
     def score_answer(self, answer: str) -> float:
-        """The share of the needles whose numbers an answer says."""
+        """Return the share of the needles whose numbers are in an answer."""
         return sum(str(needle.number) in answer for needle in self.needles) / len(self.needles)
 
     def text(self, lines: Sequence[str] | None = None) -> str:
@@ -51,7 +51,7 @@ class Haystack:
 
 
 def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
-    """About so many words, with a needle at each depth from 0, the beginning, to 1."""
+    """Return a text of about so many words with a needle at each depth, from 0 (the beginning) to 1 (the end)."""
     lines = [
         f"{' '.join(draw.choices(WORDS, k=LINE))}.".capitalize() for _ in range(max(len(depths), round(words / LINE)))
     ]
@@ -63,7 +63,7 @@ def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystac
 
 
 def keep_last(hay: Haystack, share: float) -> list[str]:
-    """The last lines, of so much of the text."""
+    """Return the last lines that make up this share of the text."""
     kept = list[str]()
     budget = share * count_words(hay.lines)
     for line in reversed(hay.lines):
@@ -75,7 +75,7 @@ def keep_last(hay: Haystack, share: float) -> list[str]:
 
 
 def keep_random(hay: Haystack, share: float, draw: Random) -> list[str]:
-    """Lines by chance, in their order, of so much of the text."""
+    """Return random lines that make up this share of the text, in their order."""
     kept = set[int]()
     budget = share * count_words(hay.lines)
     for at in draw.sample(range(len(hay.lines)), len(hay.lines)):

@@ -1,7 +1,8 @@
-"""One request over HTTP: sent, streamed, and every piece of its answer timed as it comes.
+"""Sends one request over HTTP, streams its answer, and notes when each piece of it came.
 
-Events of many streams come at once, and handling one takes 0.1 ms: what is timed by a clock that is looked at in its
-turn is late by all that came with it. So the clock here is the time at which the event loop's selector returned.
+Events of many streams come at once, and handling one takes 0.1 ms. If the clock were read for each event in turn, its
+time would be too late by the handling of all events before it. So the clock here is the time at which the event loop's
+selector returned.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from engine.settings.user_error import UserError
 from engine.tools.bench.bench_options import LoadOptions
 from engine.tools.bench.bench_prompts import LoadPrompt
 
-OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # as many as there are streams
+# There are as many connections as streams.
+OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @define(eq=False)
 class Sample:
-    """The outcome of one request. Times are seconds of one clock; `times`: when each event with text came."""
+    """The outcome of one request. Times are seconds of one clock. times: when each event with text came."""
 
     sent: float
     times: list[float] = field(factory=list[float])
@@ -42,14 +44,12 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """A server that does not say is taken to send one with each event."""
+        """The tokens of the answer. A server that does not count them is assumed to send one token with each event."""
         return len(self.times) if self.answer is None else self.answer
 
 
 class TimestampSelector(DefaultSelector):
-    """A selector that notes when the event loop last learnt that data had come. at: that time, in seconds of
-    `perf_counter`.
-    """
+    """A selector that notes when data last came. at: that time, in seconds of `perf_counter`."""
 
     at = 0.0
 
@@ -61,7 +61,7 @@ class TimestampSelector(DefaultSelector):
 
 @define(eq=False)
 class LoadClient:
-    """All requests of a run go through it. clock: says when what is read now has come."""
+    """The client that sends all requests of a run. clock: returns the time at which the data that is read now came."""
 
     load: LoadOptions
     http: httpx2.AsyncClient

@@ -1,4 +1,4 @@
-"""One level of load: streams that are never idle, or arrivals at a rate; and what measuring itself cost meanwhile."""
+"""Runs one level of load: busy streams, or arrivals at a rate. It also measures the client's own cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from attrs import define, field
 
 from engine.settings.progress import Advance
 from engine.tools.bench.bench_options import MOST_STREAMS
-from engine.tools.bench.bench_prompts import LoadPrompt, Prompts, seeded_random
+from engine.tools.bench.bench_prompts import LoadPrompt, Prompts, make_random
 from engine.tools.bench.load_client import LoadClient, Sample
 
-PROBE_S = 0.01  # how often the client looks whether it is late itself
+# The interval in seconds at which the client measures its own lateness.
+PROBE_S = 0.01
 
 
 @define(eq=False)
 class Level:
-    """streams: so many at once, 0 at a rate. Seconds of processor time and lateness are this client's own."""
+    """One level of load. streams: requests at once, 0 if they arrive at a rate.
+
+    Seconds of processor time and lateness are this client's own.
+    """
 
     streams: int
     rate: float
@@ -28,28 +32,27 @@ class Level:
     ended: float = 0.0
     processor_s: float = 0.0
     late: list[float] = field(factory=list[float])
-    unsent: int = 0  # arrivals that found as many requests open as there may be
+    unsent: int = 0  # arrivals that were dropped because too many requests were open
 
     @property
     def name(self) -> str:
         return f"{self.rate:g} / s" if self.rate else f"{self.streams} stream{'s' * (self.streams != 1)}"
 
     async def run(self, client: LoadClient, prompts: Prompts, count: int, step: Advance) -> None:
-        """Send the prompts. All that was sent counts, also when the run is interrupted."""
+        """Send the prompts. Everything that was sent counts, even if the run is interrupted."""
         warm = client.load.warm_up * max(1, self.streams)
         if warm:
             await run_streams(
                 client, prompts.make_chains(f"{self.name}: warm-up", warm), max(1, self.streams), [], lambda: None
             )
         chains = prompts.make_chains(self.name, count)
-        self.began, spent = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        spent = time.process_time()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lateness)
                 if self.rate:
-                    await self._send_by_clock(
-                        client, chains, seeded_random(f"{prompts.seed} {self.name} arrivals"), step
-                    )
+                    await self._send_by_clock(client, chains, make_random(f"{prompts.seed} {self.name} arrivals"), step)
                 else:
                     await run_streams(client, chains, self.streams, self.samples, step)
                 tasks.cancel_scope.cancel()
@@ -60,7 +63,7 @@ class Level:
     async def _send_by_clock(
         self, client: LoadClient, chains: Iterator[Iterator[LoadPrompt]], draw: Random, step: Advance
     ) -> None:
-        """Send requests by the clock: an arrival does not depend on how long the one before took."""
+        """Send requests at the times that the clock gives. An arrival does not wait for earlier requests."""
         limiter = anyio.CapacityLimiter(MOST_STREAMS)
         due = time.perf_counter()
 
@@ -79,7 +82,7 @@ class Level:
                     self.unsent += sum(1 for _ in chain)
 
     async def _measure_lateness(self) -> None:
-        """Measure how late this program is for what it has to do. An event may be read as late as that."""
+        """Measure how late this program does what it has to do. An event may be read as late as that."""
         while True:
             due = time.perf_counter() + PROBE_S
             await anyio.sleep(PROBE_S)
@@ -89,7 +92,7 @@ class Level:
 async def run_streams(
     client: LoadClient, chains: Iterator[Iterator[LoadPrompt]], streams: int, samples: list[Sample], step: Advance
 ) -> None:
-    """Each stream takes a chain, and the next one when that is answered."""
+    """Run the streams. Each takes a chain, and the next chain when all prompts of the first are answered."""
 
     async def stream() -> None:
         for chain in chains:

@@ -1,4 +1,4 @@
-"""`rekindle bench serve`: levels of load one after the other, then table, JSON, plot, also when interrupted."""
+"""`rekindle bench serve`: runs levels of load in turn and reports them as table, JSON and plot, even if interrupted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.tools.bench.load_client import LoadClient, TimestampSelector
 from engine.tools.bench.load_level import Level
 from engine.tools.simulation.logs.read_log import read_logs
 
-# requests of a level by default
+# The fewest requests of a level by default.
 LEAST = 8
 EACH = 4
 AT_A_RATE = 32

@@ -1,4 +1,4 @@
-"""`rekindle bench needles`: what a server still finds in texts that it compresses, beside shortening them blindly."""
+"""`rekindle bench needles`: measures what a server finds in texts that it compresses or that are shortened blindly."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from engine.tools.bench.needles_options import NeedleOptions
 from engine.tools.bench.needles_plot import draw_needles
 
 METHODS = ("whole", "compressed", "last lines", "random lines")
-# tokens of an answer, and for each further needle
+# The most tokens of an answer, and for each further needle.
 ANSWER = 32
 EACH = 16
-SAMPLE = 2000  # words by which it is measured how many tokens they are
+# The words of the text with which tokens per word are measured.
+SAMPLE = 2000
 
 
 def run_needles(wanted: NeedleOptions) -> int:
@@ -98,7 +99,7 @@ async def measure_tokens_per_word(client: LoadClient) -> float:
 
 
 async def ask_question(client: LoadClient, hay: Haystack, cell: Cell, share: float, draw_: Random) -> Cell:
-    """share: of the text, for who shortens it here."""
+    """Ask one question and return its cell with the result. share: of the text that is kept if it is shortened here."""
     lines = {"last lines": keep_last(hay, share), "random lines": keep_random(hay, share, draw_)}.get(cell.method)
     how = {"mode": "always", "keep_ratio": share} if cell.method == "compressed" else {"mode": "off"}
     body = {
@@ -142,7 +143,7 @@ def mark_failed(cell: Cell, why: str) -> Cell:
     return Cell(cell.method, cell.length, cell.needles, cell.depth, cell.number, error=why)
 
 
-def average(cells: Sequence[Cell], name: str) -> float | None:
+def compute_average(cells: Sequence[Cell], name: str) -> float | None:
     values = [getattr(cell, name) for cell in cells if not cell.error]
     return sum(values) / len(values) if values else None
 
@@ -152,7 +153,7 @@ def describe_run(client: LoadClient, wanted: NeedleOptions) -> str:
 
 
 def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> None:
-    """A row for each kind of question, a column for each method."""
+    """Print a table with a row for each kind of question and a column for each method."""
     if not console.is_terminal:
         console = Console(width=WIDTH)
     console.print(f"{describe_run(client, wanted)}, at {client.load.base}", highlight=False)
@@ -165,11 +166,11 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
         rows = [cell for cell in cells if (cell.length, cell.needles) == (length, needles)]
         if depth != "all":
             rows = [cell for cell in rows if cell.depth == depth]
-        shares = [average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
+        shares = [compute_average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
         where = "spread" if depth is None else depth if isinstance(depth, str) else f"{depth:g}"
         table.add_row(str(length), str(needles), where, *("-" if one is None else f"{one:.0%}" for one in shares))
     for what, name, form in (("text read", "kept", "{:.1%}"), ("prompt, ms", "prompt_ms", "{:,.0f}")):
-        values = [average([cell for cell in cells if cell.method == method], name) for method in METHODS]
+        values = [compute_average([cell for cell in cells if cell.method == method], name) for method in METHODS]
         table.add_row(what, "", "", *("-" if one is None else form.format(one) for one in values))
     console.print(table)
     for why in dict.fromkeys(cell.error for cell in cells if cell.error):
@@ -181,7 +182,7 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
 def build_json(client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> dict[str, Any]:
     """Return what --json prints. The key of the server is left out."""
     options = asdict(wanted, filter=filters.exclude("api_key", "json", "plot"))
-    found = {method: average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
+    found = {method: compute_average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
     return {
         "url": client.load.base,
         "model": client.model,

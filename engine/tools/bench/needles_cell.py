@@ -1,4 +1,4 @@
-"""One question of a retrieval benchmark and its result: what `needles` measures and `needles_plot` draws."""
+"""The result of one question of a retrieval benchmark. `needles` measures it and `needles_plot` draws it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from attrs import frozen
 
 @frozen
 class Cell:
-    """One question about one text. depth: None where several needles are spread evenly.  kept: the share of the text
-    that was read.  error: why there is no answer; empty: there is one.
+    """One question about one text.
+
+    depth: None if several needles are spread evenly.
+    kept: the share of the text that was read.
+    error: why there is no answer; empty if there is one.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""A picture of the needles that were found: by depth for each length, and by length if there are several."""
+"""Draws how many needles were found: by depth for each length, and by length if there are several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], title: str) -> None:
-    """Raises OSError."""
+    """Draw the picture. Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415 - takes half a second
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -43,7 +43,7 @@ def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], titl
 
 
 def group_by(axis: str, cells: Sequence[Cell]) -> list[tuple[Any, float]]:
-    """The mean of what was found at each place."""
+    """Return the mean share that was found at each value of `axis`."""
     places = sorted({getattr(cell, axis) for cell in cells})
     found = [[cell.found for cell in cells if getattr(cell, axis) == place] for place in places]
     return [(place, sum(values) / len(values)) for place, values in zip(places, found, strict=True)]

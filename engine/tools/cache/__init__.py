@@ -1,1 +1,4 @@
-"""`rekindle cache`: what a cache folder holds, whether it is whole, and making it smaller."""
+"""`rekindle cache`: shows what a cache folder holds, checks it, and makes it smaller.
+
+Begin with `cache_folder.py`.
+"""

@@ -1,4 +1,4 @@
-"""`rekindle cache`: ls, verify, gc."""
+"""The commands `rekindle cache ls`, `verify` and `gc`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The content of a cache folder, by identity: the model and its numerics."""
+"""Groups the content of a cache folder by identity, which stands for a model and its numerics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import WIDTH
 from engine.settings.user_error import UserError
 
-SHOWN_IDENTITY = 12  # hex digits
+SHOWN_IDENTITY = 12  # hex digits of an identity
 
 
 @frozen
@@ -29,7 +29,7 @@ class Identity:
 
     @property
     def rows(self) -> list[SurveyedFile]:
-        """The snapshots, each once."""
+        """The files with rows of the target, each once."""
         return [one for one in self.files if one.entry.kind == "rows"]
 
     @property
@@ -42,7 +42,7 @@ class Identity:
 
     @property
     def tokens(self) -> int:
-        """Whose rows are kept, each once."""
+        """The tokens whose rows are kept, each once."""
         return sum(one.entry.length for one in self.rows)
 
     @property
@@ -59,7 +59,7 @@ class Identity:
 
 
 def list_identities(found: Survey) -> list[Identity]:
-    """Used last, listed first."""
+    """Return the identities, the one that was used last first."""
     groups: dict[tuple[str, int], list[SurveyedFile]] = {}
     for one in found.kept:
         groups.setdefault((one.identity, one.block_size), []).append(one)
@@ -69,7 +69,7 @@ def list_identities(found: Survey) -> list[Identity]:
 
 @contextmanager
 def open_for_reading(path: Path) -> Iterator[PrivateFolder]:
-    """A cache folder, only to read in. Raises UserError."""
+    """Open a cache folder for reading only. Raises UserError."""
     try:
         folder = survey_folder.open_for_survey(path)
     except FolderUnusable as error:
@@ -80,5 +80,5 @@ def open_for_reading(path: Path) -> Iterator[PrivateFolder]:
         folder.close()
 
 
-def widen(console: Console) -> Console:
+def make_wide_console(console: Console) -> Console:
     return console if console.is_terminal else Console(width=WIDTH + 10)

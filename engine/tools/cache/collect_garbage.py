@@ -1,4 +1,4 @@
-"""`rekindle cache gc`: takes away what is of no use, and what is asked for, as a server would."""
+"""`rekindle cache gc`: removes useless files and what the options name, by the rules of the server."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+from engine.tools.cache.cache_folder import (
+    SHOWN_IDENTITY,
+    Identity,
+    list_identities,
+    make_wide_console,
+    open_for_reading,
+)
 
 
 @frozen
 class RemovalOptions:
-    """What gc is to remove besides files that are of no use. identity: the beginning of the one to keep."""
+    """The files that gc removes besides useless ones. identity: the beginning of the only identity to keep."""
 
     budget: int | None = None  # bytes
     identity: str = ""
@@ -28,7 +34,7 @@ class RemovalOptions:
 
 @define
 class Removal:
-    """Names by the reason that they go."""
+    """The names of files to remove, grouped by the reason."""
 
     names: dict[str, str]
     left: list[SurveyedFile]
@@ -38,7 +44,7 @@ class Removal:
 
 
 def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
-    """Needs the folder for itself, but for a dry run. Raises UserError, OSError."""
+    """Remove files. It needs the folder for itself, except for a dry run. Raises UserError, OSError."""
     with open_for_reading(path) as folder:
         if dry_run:
             print_removal(survey_folder.survey(folder), path, unwanted, done=False)
@@ -62,7 +68,7 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
 
 def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: bool) -> Removal:
     removal = describe_removal(found, unwanted)
-    console = widen(Console())
+    console = make_wide_console(Console())
     reasons = dict.fromkeys(removal.names.values())
     for why in reasons:
         names = [name for name, reason in removal.names.items() if reason == why]
@@ -76,7 +82,7 @@ def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: 
 
 
 def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
-    """Decided before anything is touched. Raises UserError."""
+    """Return what would be removed. Nothing is touched yet. Raises UserError."""
     removal = Removal({}, list(found.kept))
     removal.add([*found.quarantined, *found.damaged], "damaged")
     removal.add(found.temporary, "unfinished")
@@ -97,10 +103,10 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     return removal
 
 
-def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
-    matching = {one.name: one for one in each if one.name.startswith(wanted.lower())}
+def choose_removal(identities: Sequence[Identity], wanted: str) -> Identity:
+    matching = {one.name: one for one in identities if one.name.startswith(wanted.lower())}
     if len(matching) != 1:
-        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
+        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in identities)) or "none"
         what = "no identity begins" if not matching else "several identities begin"
         raise UserError(f"--identity {wanted[:40]}: {what} with that; accepted: the start of one of these: {known}")
     (one,) = matching.values()
@@ -108,7 +114,7 @@ def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
 
 
 def shrink_to_budget(removal: Removal, budget: int, origin: bytes) -> None:
-    """Choose what the server itself would evict for a smaller budget. origin: of the identity that goes last."""
+    """Choose what the server itself would evict for a smaller budget. origin: the identity whose files go last."""
     index = BlockIndex(budget, block_size=1, origin=origin)
     twice = [one for one in removal.left if not index.add(one.entry)]
     gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}

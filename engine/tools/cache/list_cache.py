@@ -1,4 +1,4 @@
-"""`rekindle cache ls`: what is kept, and under which sequences."""
+"""`rekindle cache ls`: shows what a cache folder holds, and for which sequences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from adapters.store.survey_folder import Survey, SurveyedFile, group_sequences
 from effects.ids import Tokens
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+from engine.tools.cache.cache_folder import (
+    SHOWN_IDENTITY,
+    Identity,
+    list_identities,
+    make_wide_console,
+    open_for_reading,
+)
 
-LISTED = 20  # sequences, unless all are asked for
-SHOWN_TOKENS = 200  # of a sequence's beginning
+# The most sequences that are listed, unless all are requested.
+LISTED = 20
+SHOWN_TOKENS = 200  # tokens from the beginning of a sequence
 
 
 def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json: bool) -> int:
-    """Raises UserError."""
+    """Print the list. Raises UserError."""
     decode = build_decoder(model) if text or model is not None else None
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
@@ -34,7 +41,7 @@ def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json:
     if as_json:
         print(json.dumps({"folder": str(path), **build_json(found, each, decode)}, indent=2))
         return 0
-    console = widen(Console())
+    console = make_wide_console(Console())
     console.print(print_summary(path, found, each))
     if each:
         console.print(build_identity_table(each))
@@ -53,9 +60,9 @@ def build_decoder(model: Path | None) -> Callable[[Tokens], str]:
         raise UserError(f"--model {folder}: {error}") from error
 
 
-def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
-    files = sum(len(identity.files) for identity in each)
-    tokens = sum(identity.tokens for identity in each)
+def print_summary(path: Path, found: Survey, identities: Sequence[Identity]) -> Line:
+    files = sum(len(identity.files) for identity in identities)
+    tokens = sum(identity.tokens for identity in identities)
     line = Line(f"{path}: ", style="bold")
     line.append(f"{format_bytes(sum(found.sizes.values()))}, {files:,} kept files, {tokens:,} tokens", style="not bold")
     others = [
@@ -76,18 +83,18 @@ def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
 
 
 def build_table(*columns: str) -> Table:
-    """The first column is words, the others are figures."""
+    """Return an empty table whose first column is words and whose other columns are figures."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left", no_wrap=True)
     return made
 
 
-def build_identity_table(each: Sequence[Identity]) -> Table:
+def build_identity_table(identities: Sequence[Identity]) -> Table:
     made = build_table(
         "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used"
     )
-    for one in each:
+    for one in identities:
         kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
         counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
         made.add_row(
@@ -139,19 +146,22 @@ def show_sequences(
 
 
 def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
-    """How these tokens begin, in one line of what a terminal may show: it could be anything."""
+    """Return the text of these tokens in one line that is safe to print. The text could be anything."""
     tokens = tuple(memoryview(packed[: SHOWN_TOKENS * TOKEN_BYTES]).cast("i"))
     text = "".join(char if char.isprintable() else " " for char in decode(tokens))
     return " ".join(text.split())
 
 
-def read_texts(one: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+def read_texts(sequence: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
     if decode is None:
         return {}
-    return {"text": format_entry(one.beginning, decode), "new_text": format_entry(one.files[0].entry.tokens, decode)}
+    return {
+        "text": format_entry(sequence.beginning, decode),
+        "new_text": format_entry(sequence.files[0].entry.tokens, decode),
+    }
 
 
-def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
+def build_json(found: Survey, identities: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
     """Return what --json prints."""
     return {
         "bytes": sum(found.sizes.values()),
@@ -181,7 +191,7 @@ def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens
                     for sequence in group_sequences(one.files)
                 ],
             }
-            for one in each
+            for one in identities
         ],
         "damaged": found.damaged,
         "unreadable": found.unreadable,

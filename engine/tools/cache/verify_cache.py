@@ -1,4 +1,4 @@
-"""`rekindle cache verify`: every file is read to its end."""
+"""`rekindle cache verify`: reads every file to its end and checks it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text as Line
 from adapters.store import survey_folder
 from engine.settings.formatting import format_bytes, format_count
 from engine.settings.progress import count_progress
-from engine.tools.cache.cache_folder import open_for_reading, widen
+from engine.tools.cache.cache_folder import make_wide_console, open_for_reading
 
 
 def verify(path: Path, *, as_json: bool) -> int:
-    """1 if a file is damaged. Raises UserError."""
+    """Check the folder and return the exit status, 1 if a file is damaged. Raises UserError."""
     damaged: dict[str, str] = {}
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
@@ -32,7 +32,7 @@ def verify(path: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"folder": str(path), "files": len(names), "bytes": checked, "damaged": damaged}, indent=2))
     else:
-        console = widen(Console())
+        console = make_wide_console(Console())
         for name, wrong in damaged.items():
             console.print(Line(f"{name}: {wrong}", style="red"), soft_wrap=True)
         console.print(

@@ -1,1 +1,4 @@
-"""`rekindle chat`: a conversation in a terminal with any OpenAI-compatible server, ours by default."""
+"""`rekindle chat`: a conversation in a terminal with any OpenAI-compatible server, by default with ours.
+
+Begin with `chat_loop.py`.
+"""

@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server for one answer, and counts what came of it."""
+"""Asks an OpenAI-compatible server for one answer and counts its tokens and times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from engine.settings.formatting import format_count
 from engine.settings.sse_client import Chunk, read_chunks
 from engine.tools.chat.chat_options import ChatOptions
 
-CONNECT_S = 30.0  # for an answer there is no limit: Ctrl-C ends it
+# There is no limit for the answer itself: Ctrl-C ends it.
+CONNECT_S = 30.0
 
 
 @define(eq=False)
 class ChatAnswer:
-    """An answer as far as it has come. Times are seconds of one clock."""
+    """The part of an answer that has come so far. Times are seconds of one clock."""
 
     sent: float = field(factory=time.perf_counter)
     text: str = ""
@@ -54,7 +55,10 @@ class ChatAnswer:
 
     @property
     def line(self) -> str:
-        """What it cost, for a person. A server that does not count is taken to send a token with each event."""
+        """The cost of the answer in one line.
+
+        A server that does not count tokens is assumed to send one with each event.
+        """
         count = self.events if self.tokens is None else self.tokens
         parts = ["cancelled"] if self.cancelled else []
         parts.append(format_count(count, "token"))
@@ -73,7 +77,7 @@ class ChatAnswer:
 
 @frozen(eq=False)
 class ChatPeer:
-    """A server that answers. model: as it calls the one that is asked."""
+    """A server to talk to. model: the name that the server gives to its model."""
 
     base: str
     model: str
@@ -84,7 +88,7 @@ class ChatPeer:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         chosen = {"temperature": self.options.temperature, "max_tokens": self.options.max_tokens}
         return {
             "model": self.model,
@@ -95,16 +99,16 @@ class ChatPeer:
         }
 
     async def ask(self, messages: list[dict[str, Any]], answer: ChatAnswer, show: Callable[[str, str], None]) -> None:
-        """Fills the answer in, and shows it, thoughts and text, as it comes. To cancel it closes the connection, which
-        ends the request.
+        """Send the messages, and show thoughts and text of the answer as they come.
 
-        Raises Broken, httpx2.HTTPError.
+        Cancelling closes the connection, which ends the request. Raises StreamBroken, httpx2.HTTPError.
         """
         timeout = httpx2.Timeout(None, connect=CONNECT_S)
-        named = bool(self.options.url)  # a proxy may be on the way to that one, never to ours
+        # There may be a proxy on the way to a server that the user named, but never to ours.
+        named = bool(self.options.url)
         async with (
             httpx2.AsyncClient(base_url=self.base, headers=self.headers, timeout=timeout, trust_env=named) as http,
-            http.stream("POST", "/v1/chat/completions", json=self.body(messages)) as response,
+            http.stream("POST", "/v1/chat/completions", json=self.build_body(messages)) as response,
             aclosing(read_chunks(response)) as coming,
         ):
             async for now, chunk in coming:

@@ -1,4 +1,4 @@
-"""`rekindle chat`: prompts in, answers out, until Ctrl-D; or one of each, where the prompt comes from a pipe."""
+"""`rekindle chat`: answers prompts until Ctrl-D. If standard input is a pipe, it answers one prompt."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from engine.tools.chat.render_answer import choose_view, without_echo
 
 MOST_HISTORY = 1000  # lines
 INTERRUPTED = 130
-TYPED = 0  # the descriptor of what a person types
+STANDARD_INPUT = 0  # the descriptor on which a person types
 
 
 def run_chat(model: str, options: ChatOptions) -> int:
-    """Raises UserError. Exit status 1 if the one answer to a pipe failed."""
+    """Run a conversation and return the exit status, 1 if the answer to a pipe failed. Raises UserError."""
     piped = None if sys.stdin.isatty() else sys.stdin.read()
     if piped is not None and not piped.strip():
         raise UserError("standard input is not a terminal and holds no prompt")
     out = Console()
     err = Console(stderr=True)
-    with find_peer(model, options, options.key(os.environ), err) as server:
+    with find_peer(model, options, options.choose_key(os.environ), err) as server:
         chat = ChatSession(server, TypedConversation(options.system), out, err)
         if piped is not None:
             answer = chat.answer(piped.strip())
@@ -47,7 +47,7 @@ def run_chat(model: str, options: ChatOptions) -> int:
 
 @define(eq=False)
 class ChatSession:
-    """out: where answers go; err: where everything else does that is not asked for."""
+    """A conversation. out: the console for answers. err: the console for everything else."""
 
     peer: ChatPeer
     talk: TypedConversation
@@ -55,29 +55,33 @@ class ChatSession:
     err: Console
 
     def converse(self) -> int:
-        self.note(f"{self.peer.model} at {self.peer.base}; /help lists the commands, Ctrl-D leaves")
+        self.print_note(f"{self.peer.model} at {self.peer.base}; /help lists the commands, Ctrl-D leaves")
         line = enable_history(user_state_path("rekindle", appauthor=False) / "chat_history")
         while True:
             try:
                 prompt = read_prompt(line)
                 if command := parse_command(prompt):
-                    self.obey(command)
+                    self.run_command(command)
                 elif prompt and (answer := self.answer(prompt)) is not None:
-                    self.note(answer.line)
+                    self.print_note(answer.line)
             except EOFError:
                 self.out.print()
                 return 0
-            except KeyboardInterrupt:  # what was being typed is dropped
+            # What was being typed is dropped.
+            except KeyboardInterrupt:
                 self.out.print()
             except UserError as error:
-                self.complain(str(error))
+                self.print_error(str(error))
 
     def answer(self, prompt: str) -> ChatAnswer | None:
-        """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
-        it failed, which was told."""
+        """Show the answer to a prompt as it comes, and add it to the conversation.
+
+        Ctrl-C ends the answer, and the part that has come is kept. Return None if the request failed; the failure was
+        printed.
+        """
         answer = ChatAnswer()
         why = ""
-        with without_echo(TYPED), choose_view(self.out) as shown:
+        with without_echo(STANDARD_INPUT), choose_view(self.out) as shown:
             try:
                 anyio.run(self.peer.ask, self.talk.add_question(prompt), answer, shown.show)
             except KeyboardInterrupt:
@@ -87,32 +91,32 @@ class ChatSession:
         if answer.text:
             self.talk.add_answer(prompt, answer.text)
         if why:
-            self.complain(why)
+            self.print_error(why)
             return None
         return answer
 
-    def obey(self, command: Command) -> None:
+    def run_command(self, command: Command) -> None:
         path = Path(command.file).expanduser()
         try:
             match command.name:
                 case "save":
                     self.talk.save(path)
-                    self.note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
+                    self.print_note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
                 case "load":
                     self.talk.load(path)
-                    self.note(f"{format_count(len(self.talk.messages), 'message')} loaded from {path}")
+                    self.print_note(f"{format_count(len(self.talk.messages), 'message')} loaded from {path}")
                 case "clear":
                     self.talk.clear()
-                    self.note("new conversation")
+                    self.print_note("new conversation")
                 case "help":
-                    self.note("\n".join((*COMMANDS.values(), *KEYS)))
+                    self.print_note("\n".join((*COMMANDS.values(), *KEYS)))
         except OSError as error:
             raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         self.out.print(Line(text, style="dim"), soft_wrap=True)
 
-    def complain(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         self.err.print(Line(f"rekindle: {text}", style="red"), soft_wrap=True)
 
 
@@ -127,7 +131,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def enable_history(file: Path) -> Callable[[str], str]:
-    """Reads a line, with what was typed before at hand, where this Python has readline."""
+    """Return a function that reads a line, with history where this Python has readline."""
     try:
         import readline  # noqa: PLC0415 - it changes how a terminal is read, and not every Python has it
     except ImportError:
@@ -140,7 +144,8 @@ def enable_history(file: Path) -> Callable[[str], str]:
 
 def keep_history(file: Path, write: Callable[[Path], None], shown: str) -> str:
     line = input(shown)
-    with suppress(OSError):  # a home that cannot be written has no history
+    # A home that cannot be written has no history.
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(mode=0o600)
         write(file)

@@ -34,7 +34,10 @@ class ChatOptions:
     def base(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1")
 
-    def key(self, environment: Mapping[str, str]) -> str:
-        """Somebody's key goes to no server that it was not meant for. Ours may have several."""
+    def choose_key(self, environment: Mapping[str, str]) -> str:
+        """Return the key for the server.
+
+        A key is sent only to the server that it was meant for. Our server may have several.
+        """
         ours = environment.get("REKINDLE_API_KEY", "").split()[:1]
         return (self.url and environment.get("OPENAI_API_KEY", "")) or "".join(ours)

@@ -1,4 +1,4 @@
-"""A conversation: what was said, how it is kept in a file, and what a line that a person types means."""
+"""A conversation: its messages, the file that keeps them, and the commands that a person can type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ KEYS = (
     "Ctrl-D        leaves",
 )
 MARKS = '"""'
-LARGEST = 64 << 20  # bytes of a file: a context of 2 million tokens takes less
+# The most bytes of a file. A context of 2 million tokens takes less.
+LARGEST = 64 << 20
 
 
 @frozen
@@ -40,42 +41,42 @@ class Message(msgspec.Struct):
     content: str
 
 
-class Saved(msgspec.Struct):
+class SavedConversation(msgspec.Struct):
     messages: list[Message]
 
 
 @define
 class TypedConversation:
-    """system: said first, and again after a conversation is cleared."""
+    """The messages so far. system: the first message, which stays when the conversation is cleared."""
 
     system: str = ""
     messages: list[Message] = field(factory=list[Message])
 
     def add_question(self, prompt: str) -> list[dict[str, Any]]:
-        """What the server is sent: everything so far, and the prompt."""
+        """Return the messages to send: everything so far, and the prompt."""
         system = [Message("system", self.system)] if self.system else []
         asked: list[dict[str, Any]] = msgspec.to_builtins([*system, *self.messages, Message("user", prompt)])
         return asked
 
     def add_answer(self, prompt: str, answer: str) -> None:
-        """An answer that was cut short is one, too: it is what the person has read."""
+        """Add an answer. One that was cut short counts as well, because the person has read it."""
         self.messages += [Message("user", prompt), Message("assistant", answer)]
 
     def clear(self) -> None:
         self.messages.clear()
 
     def save(self, path: Path) -> None:
-        """Raises UserError for a file that is something else, OSError."""
+        """Write the conversation to a file. Raises OSError, and UserError if the file is something else."""
         if path.exists():
             self._read(path, "not overwritten")
         system = [Message("system", self.system)] if self.system else []
-        found = msgspec.to_builtins(Saved([*system, *self.messages]))
+        found = msgspec.to_builtins(SavedConversation([*system, *self.messages]))
         new = path.with_name(f".{path.name}.new")
         new.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         new.replace(path)
 
     def load(self, path: Path) -> None:
-        """Raises UserError, OSError."""
+        """Replace the conversation by that of a file. Raises UserError, OSError."""
         first, *others = read = self._read(path, "not loaded")
         self.system, self.messages = (first.content, others) if first.role == "system" else ("", read)
 
@@ -84,7 +85,7 @@ class TypedConversation:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
         try:
-            found = msgspec.json.decode(data, type=Saved).messages if len(data) <= LARGEST else []
+            found = msgspec.json.decode(data, type=SavedConversation).messages if len(data) <= LARGEST else []
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = []
         if not found:
@@ -93,7 +94,10 @@ class TypedConversation:
 
 
 def parse_command(line: str) -> Command | None:
-    """None: it is to be answered. A path is no command. Raises UserError for what looks like one and is none."""
+    """Return the command of a line, or None if it is a prompt.
+
+    A path is no command. Raises UserError if it is unknown.
+    """
     word, _, rest = line.strip().partition(" ")
     if not re.fullmatch(r"/[a-z]+", word):
         return None
@@ -109,7 +113,7 @@ def parse_command(line: str) -> Command | None:
 
 
 def read_prompt(line: Callable[[str], str]) -> str:
-    """Read a prompt of one line, or of several between marks. line: reads one; takes what to show before it."""
+    """Read a prompt of one line, or of several lines between marks. line: reads a line after showing its argument."""
     first = line(">>> ").strip()
     if not first.startswith(MARKS):
         return first

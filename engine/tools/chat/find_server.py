@@ -1,4 +1,4 @@
-"""Find the server to talk to: the one that was named, ours if it runs, or one that is started for the conversation."""
+"""Finds the server to talk to: the one that was named, ours if it runs, or one that is started for the conversation."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from engine.tools.chat.chat_options import ChatOptions
 OURS = "http://127.0.0.1:8000"
 READY = re.compile(r"ready  (http://\S+)  ")
 STARTING = re.compile(r"starting: (.+) \(")
-# for a server to say what it has; between two questions to one that is loading
+# The seconds that a server may take to list its models, and the seconds between two questions while it loads.
 MEET_S = 30.0
 AGAIN_S = 0.25
-STOP_S = 15.0  # for one that was started here: its --grace, and some more
-TOLD = 40  # last lines of its log that are kept, to say why it does not start
+# The time for a server that was started here to stop: its --grace, and some more.
+STOP_S = 15.0
+LOG_LINES = 40  # last lines of the server's log, which are shown if it does not start
 
 
 class NoServer(Exception):
-    """No server answers there, or something answers that is none. The message is one line."""
+    """No server answers there, or the program that answers is no model server. The message is one line."""
 
 
 @contextmanager
 def find_peer(model: str, options: ChatOptions, key: str, console: Console) -> Iterator[ChatPeer]:
-    """Raises UserError. console: where what takes a while is told."""
+    """Yield the server and the model to talk to. Raises UserError. console: shows what takes a while."""
     base = options.base or OURS
     status = console.status(f"{base} is loading a model")
     try:
@@ -57,8 +58,10 @@ def find_peer(model: str, options: ChatOptions, key: str, console: Console) -> I
 
 
 def choose_model(model: str, models: list[str], *, named: bool) -> str:
-    """Which of the server's models to ask; none where it does not have it. named: the server is the person's choice,
-    which may know more names than it tells."""
+    """Return the name of the server's model to ask; empty if the server does not have it.
+
+    named: the person chose the server, which may know more names than it lists.
+    """
     if not model:
         return models[0] if models else ""
     for name in (model, Path(model).name, Path(model).name.removesuffix(".gguf")):
@@ -70,8 +73,9 @@ def choose_model(model: str, models: list[str], *, named: bool) -> str:
 def list_served_models(
     base: str, key: str, *, trusting: bool = False, loading: Callable[[], Any] = lambda: None
 ) -> list[str]:
-    """Return the models of the server. loading: called while the server is not ready, which is waited for. Raises
-    NoServer.
+    """Return the models of the server. Raises NoServer.
+
+    loading: called while the server loads its model. This function waits for it.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx2.Client(base_url=base, headers=headers, timeout=MEET_S, trust_env=trusting) as http:
@@ -95,8 +99,10 @@ def list_served_models(
 
 @contextmanager
 def start_server(model: str, console: Console) -> Iterator[str]:
-    """Our server, for as long as the block takes, on a port of its own. Its group is its own, too: Ctrl-C is for the
-    answer. Raises UserError for whatever keeps it from serving."""
+    """Start our server on a port of its own for as long as the block takes. Raises UserError if it does not start.
+
+    It gets a process group of its own, so that Ctrl-C ends the answer and not the server.
+    """
     words = [*([model] if model else []), "--host", "127.0.0.1", "--port", "0", "--log-level", "info"]
     command = [sys.executable, "-P", "-m", "engine", "serve", *words, "--log-format", "text"]
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -111,7 +117,7 @@ def start_server(model: str, console: Console) -> Iterator[str]:
 def wait_until_ready(process: subprocess.Popen[str], console: Console) -> str:
     assert process.stdout is not None
     assert process.stderr is not None
-    output = deque[str](maxlen=TOLD)
+    output = deque[str](maxlen=LOG_LINES)
     log = process.stderr
     with console.status("starting a server") as status:
 
@@ -143,7 +149,7 @@ def stop_server(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def stop_at_exit() -> Iterator[None]:
-    """A terminal that is closed, or a SIGTERM, ends what was started here, too."""
+    """End the server that was started here if the terminal is closed or a SIGTERM comes."""
 
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)

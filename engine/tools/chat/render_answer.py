@@ -1,4 +1,4 @@
-"""An answer as it comes: rendered Markdown on a terminal, plain text elsewhere."""
+"""Shows an answer as it comes: rendered Markdown on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text as Line
 
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 LISTED = re.compile(r"([-*+]|\d{1,9}[.)])(\s|$)")
-REFRESHES = 8  # a second: each renders the block that grows
+REFRESHES = 8  # updates a second; each renders the block that still grows
 
 
 class View(Protocol):
@@ -54,38 +54,38 @@ def split_settled(text: str) -> int:
 
 
 @define(eq=False)
-class Rendered:
-    """Blocks that are complete stay above; the last one is drawn anew until it is."""
+class RenderedView:
+    """Shows an answer on a terminal. Complete blocks stay above; the last block is drawn again until it is complete."""
 
     console: Console
     _thought: str = ""
     _text: str = ""
     _live: Live = field(init=False)
 
-    def __enter__(self) -> Rendered:
+    def __enter__(self) -> RenderedView:
         self._live = Live(
-            console=self.console, get_renderable=self._growing, refresh_per_second=REFRESHES, transient=True
+            console=self.console, get_renderable=self._render_growing, refresh_per_second=REFRESHES, transient=True
         )
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._above(len(self._text))
+        self._print_above(len(self._text))
 
     def show(self, thought: str, text: str) -> None:
         self._thought += thought
         if text and self._thought:
-            self._above(0)
+            self._print_above(0)
         self._text += text
         if done := split_settled(self._text):
-            self._above(done)
+            self._print_above(done)
 
-    def _growing(self) -> RenderableType:
+    def _render_growing(self) -> RenderableType:
         return Line(self._thought, style="dim italic") if self._thought else Markdown(self._text)
 
-    def _above(self, stop: int) -> None:
-        """What was thought, and the text up to here."""
+    def _print_above(self, stop: int) -> None:
+        """Print the thoughts and the text up to `stop` above the part that still grows."""
         thought = self._thought.strip()
         text = self._text[:stop]
         self._thought = ""
@@ -99,13 +99,13 @@ class Rendered:
 
 
 @define(eq=False)
-class Plain:
-    """For a pipe or a file: the answer and nothing else."""
+class PlainView:
+    """Writes the answer and nothing else, for a pipe or a file."""
 
     console: Console
     _said: str = ""
 
-    def __enter__(self) -> Plain:
+    def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ class Plain:
 
 
 def choose_view(console: Console) -> View:
-    return Rendered(console) if console.is_terminal else Plain(console)
+    return RenderedView(console) if console.is_terminal else PlainView(console)
 
 
 @contextmanager

@@ -1,1 +1,4 @@
-"""`rekindle doctor`: what this machine is to Rekindle, and what is wrong with it, each fault with its remedy."""
+"""`rekindle doctor`: examines this machine and prints what is wrong, with a remedy for each fault.
+
+Begin with `examine_machine.py`.
+"""

@@ -1,4 +1,4 @@
-"""Looks up the facts: of the machine, its limits, the cache folder and its disk, the port, what the probe proves."""
+"""Collects facts about the machine, its limits, the cache folder and its disk, the port, and the proven numerics."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ PORT = 8000
 ASK_S = 2.0
 
 
-def examine(options: Options, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """One after the other, as they are looked up: the last ones take seconds. Raises UserError for a device that is not
-    there."""
+def examine_machine(options: Options, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield findings as they are made; the last ones take seconds. Raises UserError if a device does not exist."""
     python = f"Python {platform.python_version()}, torch {torch.__version__}"
     yield Finding("versions", "well", f"rekindle {__version__}, {python}, {platform.platform(terse=True)}")
     (device,) = dict.fromkeys(choose_devices(options.placement))
-    yield findings.device(name_device(device), cuda=torch.cuda.is_available(), driver=DRIVER.exists())
-    yield findings.memory(host_memory(), free_memory(torch.device("cpu")), find_container_limit())
+    yield findings.judge_device(name_device(device), cuda=torch.cuda.is_available(), driver=DRIVER.exists())
+    yield findings.judge_memory(host_memory(), free_memory(torch.device("cpu")), find_container_limit())
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    yield findings.files(None if hard == resource.RLIM_INFINITY else hard)
+    yield findings.judge_file_limit(None if hard == resource.RLIM_INFINITY else hard)
     ours = sorted(name for name in environment if name.startswith("REKINDLE_"))
-    yield findings.environment(ours, list(flat_values(options)))
-    yield findings.switches({name: environment[name] for name in SWITCHES if name in environment})
-    yield findings.port(PORT, taken=is_port_taken(PORT), ours=does_server_answer(PORT))
-    yield findings.models([one.name for one in list_local_models(environment)])
-    yield findings.disk(
+    yield findings.judge_environment(ours, list(flat_values(options)))
+    yield findings.judge_kernel_switches({name: environment[name] for name in SWITCHES if name in environment})
+    yield findings.judge_port(PORT, taken=is_port_taken(PORT), ours=does_server_answer(PORT))
+    yield findings.judge_models([one.name for one in list_local_models(environment)])
+    yield findings.judge_disk(
         measure_disk(options.cache.kv_cache_dir or find_cache_folder()), options.cache.kv_cache_budget << 20
     )
     yield check_numerics(options)
@@ -85,7 +84,7 @@ def is_port_taken(port: int) -> bool:
 
 
 def does_server_answer(port: int) -> bool:
-    """Is it a server of models? One that is loading, or wants a key, is."""
+    """Return whether a model server answers there. One that is loading or wants a key counts as well."""
     try:
         found = httpx2.get(f"http://127.0.0.1:{port}/v1/models", timeout=ASK_S, trust_env=False)
     except httpx2.HTTPError:
@@ -94,7 +93,11 @@ def does_server_answer(port: int) -> bool:
 
 
 def measure_disk(folder: Path) -> DiskFacts:
-    """Nothing is made in it: the disk is timed with a file beside it, or beside what is there of the way to it."""
+    """Measure the disk of the cache folder.
+
+    Nothing is created in the folder itself. The disk is timed with a file in its parent folder, or in the nearest
+    ancestor that exists.
+    """
     in_use = False
     try:
         check_cache(folder)
@@ -115,8 +118,12 @@ def measure_disk(folder: Path) -> DiskFacts:
 
 
 def time_call(folder: Path) -> tuple[float, float]:
-    """Bytes a second, written until they are on the disk, and read past the page cache. Raises OSError."""
-    piece = secrets.token_bytes(PIECE)  # that no disk can compress
+    """Return bytes a second of writing until the data is on the disk, and of reading past the page cache.
+
+    Raises OSError.
+    """
+    # Random bytes, which no disk can compress.
+    piece = secrets.token_bytes(PIECE)
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()
         for _ in range(PROBED // PIECE):
@@ -144,4 +151,4 @@ def check_numerics(options: Options) -> Finding:
     found, _ = prove(options.weights, options.runtime, checkpoint, dtype, plan, context=fit.context, kept=kept)
     message = f"{found.mode}, {found.buckets[0]}..{found.buckets[-1]} rows, class {found.numerics_class}: "
     message += f"{found.checks:,} comparisons of the demo's products in {found.shapes} shapes, bit for bit"
-    return findings.numerics(found.mode, message)
+    return findings.judge_numerics(found.mode, message)

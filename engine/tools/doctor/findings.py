@@ -1,4 +1,4 @@
-"""Findings, with their remedies, from facts that were collected elsewhere."""
+"""Turns facts that were collected elsewhere into findings with remedies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from attrs import frozen
 from engine.settings.formatting import format_bytes, format_count
 
 Verdict: TypeAlias = Literal["well", "warning", "fault"]
-FILES = 8192  # descriptors that a server asks for
-SCARCE = 1 << 30  # bytes of memory that should be there for anything to be loaded
-SLOW = 100e6  # bytes a second: a block of a 4B model, 9 MB, takes 0.1 s then, as its 64 tokens do at 700 a second
+FILES = 8192  # descriptors that a server requests
+# The free memory in bytes that loading a model needs at least.
+SCARCE = 1 << 30
+# Bytes a second. At this speed a block of a 4B model, 9 MB, takes 0.1 s, as long as computing its 64 tokens at 700 a
+# second.
+SLOW = 100e6
 
 
 @frozen
 class Finding:
-    """remedy: what a person can do about it; empty where all is well."""
+    """One finding. remedy: what a person can do about it; empty if all is well."""
 
     about: str
     verdict: Verdict
-    told: str
+    summary: str
     remedy: str = ""
 
 
@@ -39,7 +42,7 @@ class DiskFacts:
     read: float = 0.0
 
 
-def disk(facts: DiskFacts, budget: int) -> Finding:
+def judge_disk(facts: DiskFacts, budget: int) -> Finding:
     if facts.trouble:
         remedy = "name a folder of your own with --kv-cache-dir, or serve with --disk-prefix-cache off"
         return Finding("cache", "fault", facts.trouble, remedy)
@@ -55,8 +58,8 @@ def disk(facts: DiskFacts, budget: int) -> Finding:
     return Finding("cache", "well", summary)
 
 
-def memory(total: int, free: int, limit: int | None) -> Finding:
-    """limit: of a container, where there is one."""
+def judge_memory(total: int, free: int, limit: int | None) -> Finding:
+    """Judge the memory of the machine. limit: that of a container, if there is one."""
     summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
         remedy = "the server counts the memory of the whole machine: set --max-ctx and --slots, or raise the limit"
@@ -66,30 +69,32 @@ def memory(total: int, free: int, limit: int | None) -> Finding:
     return Finding("memory", "well", summary)
 
 
-def files(hard: int | None) -> Finding:
-    """None: as many as anybody wants."""
+def judge_file_limit(hard: int | None) -> Finding:
+    """Judge the limit of open files. None: there is no limit."""
     if hard is not None and hard < FILES:
         remedy = f"`ulimit -Hn {FILES}`, or nofile in /etc/security/limits.conf; with systemd LimitNOFILE={FILES}"
         return Finding("limits", "warning", f"{hard} open files, so fewer connections than 4,096", remedy)
     return Finding("limits", "well", f"{'any number of' if hard is None else f'{hard:,}'} open files")
 
 
-def device(name: str, *, cuda: bool, driver: bool) -> Finding:
-    """cuda: torch can use one. driver: the system has one."""
+def judge_device(name: str, *, cuda: bool, driver: bool) -> Finding:
+    """Judge the device. cuda: torch can use a GPU. driver: the system has the driver of one."""
     if driver and not cuda:
         remedy = "install a torch with CUDA (https://pytorch.org), and check that `nvidia-smi` works"
         return Finding("device", "warning", f"{name}; there is an NVIDIA GPU that torch cannot use", remedy)
     return Finding("device", "well", name)
 
 
-def port(number: int, *, taken: bool, ours: bool) -> Finding:
+def judge_port(number: int, *, taken: bool, ours: bool) -> Finding:
     if taken and not ours:
         return Finding("port", "warning", f"{number} is taken by another program", "serve with --port 8001")
     return Finding("port", "well", f"{number}: {'a server answers there' if taken else 'free'}")
 
 
-def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
-    """names: REKINDLE_... variables that are set. One that is no option is not heard, and nothing else tells of it."""
+def judge_environment(names: Sequence[str], options: Sequence[str]) -> Finding:
+    """Judge the REKINDLE_... variables that are set. One that names no option has no effect, and only this finding says
+    so.
+    """
     known = {name.upper() for name in (*options, "config")}
     if odd := [name for name in names if name.removeprefix("REKINDLE_") not in known]:
         close = difflib.get_close_matches(odd[0].removeprefix("REKINDLE_"), sorted(known), 1)
@@ -98,8 +103,8 @@ def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
     return Finding("environment", "well", ", ".join(names) or "no REKINDLE_... variable is set")
 
 
-def switches(found: Mapping[str, str]) -> Finding:
-    """Variables that change which kernels libraries choose, and with them the numerics class."""
+def judge_kernel_switches(found: Mapping[str, str]) -> Finding:
+    """Judge variables that change which kernels libraries choose, and with them the numerics class."""
     if not found:
         return Finding("kernels", "well", "no variable changes the kernels that libraries choose")
     summary = ", ".join(f"{name}={value}" for name, value in found.items())
@@ -107,13 +112,13 @@ def switches(found: Mapping[str, str]) -> Finding:
     return Finding("kernels", "warning", summary, remedy)
 
 
-def numerics(mode: str, summary: str) -> Finding:
+def judge_numerics(mode: str, summary: str) -> Finding:
     if mode == "buckets":
         return Finding("numerics", "well", summary)
     remedy = "answers are exact but slower, and no draft is used: try another --dtype or --threads"
     return Finding("numerics", "warning", summary, remedy)
 
 
-def models(names: Sequence[str]) -> Finding:
+def judge_models(names: Sequence[str]) -> Finding:
     summary = f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides the two demo models"
     return Finding("models", "well", f"{summary}; `rekindle models` shows which fit")

@@ -1,1 +1,4 @@
-"""The real machine, index and policies on a virtual clock: what requests would have cost under another policy."""
+"""Simulates requests under other cache policies: the real fold, index and policies run on a virtual clock.
+
+Begin with `simulate_scope.py`. May import `core` and `settings`.
+"""

@@ -1,4 +1,4 @@
-"""Clients that send what the logs say, by their timestamps, and never before the answer that they wait for."""
+"""Clients that send the requests of the logs by their timestamps, and never before the answer that they wait for."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from attrs import define
 from engine.tools.simulation.logs.logged_requests import Agent, Request, Session
 from engine.tools.simulation.virtual_clock import Clock
 
-Send = Callable[[Request, Callable[[], None]], None]  # the request, and what to call when it has been answered
+# Takes the request, and the function to call when it is answered.
+Send = Callable[[Request, Callable[[], None]], None]
 
 
 @define(eq=False)
 class Clients:
-    """All sessions at once, or `together` of them at a time: in rounds, whose sessions' clocks start together.
+    """All sessions at once, or `together` of them at a time, in rounds.
 
-    A session's clock is its own, so that it starts with the round; only if all run at once, sessions with absolute
-    times keep to those.
+    The clocks of a round's sessions start together. If all sessions run at once, those with absolute times keep to
+    them.
     """
 
     sessions: Sequence[Session]
     clock: Clock
     send: Send
-    together: int = 0  # 0: all
+    together: int = 0  # sessions of a round; 0: all
     _next: int = 0  # the first session that has not started
-    _open: int = 0  # requests of this round that have not been answered
+    _open: int = 0  # requests of this round without an answer
 
     def start(self) -> None:
-        """The next round, if there is one."""
+        """Start the next round, if there is one."""
         stop = len(self.sessions) if not self.together else self._next + self.together
         group = self.sessions[self._next : stop]
         self._next += len(group)
@@ -48,7 +49,7 @@ class Clients:
 
 @define(eq=False)
 class Sender:
-    """One agent. offset: to be added to its times."""
+    """One agent. offset: it is added to the agent's times."""
 
     agent: Agent
     clock: Clock

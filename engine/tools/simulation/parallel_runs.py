@@ -1,4 +1,4 @@
-"""Runs that know nothing of each other, side by side: a process each, as far as there are cores for them."""
+"""Runs independent simulations side by side, in a process each, as far as there are cores for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from multiprocessing.process import BaseProcess
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
-Work: TypeAlias = Callable[[Callable[[], None]], T]  # given what to call after each step
+# A run. It gets the function to call after each of its steps.
+Work: TypeAlias = Callable[[Callable[[], None]], T]
 
 
 def count_cores() -> int:
@@ -23,8 +24,9 @@ def count_cores() -> int:
 
 
 def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list[T]:
-    """Run these in processes and return what they return, in order. step: called after each step of any. most:
-    processes at once.
+    """Run these in processes and return their results in order.
+
+    step: called after each step of any run. most: processes at once.
     """
     if most < 2 or len(runs) < 2:
         return [run(step) for run in runs]
@@ -64,7 +66,8 @@ def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: in
 
 def carry_out(run: Work[T], pipe: Connection) -> None:
     """Run in a child process: sends None for each step, then the result in a tuple."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for it hears that, and ends it
+    # The parent process gets the signal as well, and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe.send((run(lambda: pipe.send(None)),))
 
 

@@ -1,4 +1,4 @@
-"""Recorded traces as logs: the jobs that came in, the answers they got, and how long the device really took."""
+"""Reads recorded traces as logs: the jobs, their answers, and how long the device really took."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class RecordedTrace:
 
 @define
 class Collector:
-    """Fed with a trace's records in order."""
+    """Collects what a simulation needs from a trace's records, which are fed to it in order."""
 
     jobs: dict[RequestId, tuple[int, Job]] = field(factory=dict[RequestId, "tuple[int, Job]"])
-    agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # each in order of time
+    agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # requests of each agent, in order of time
     answers: dict[RequestId, list[int]] = field(factory=dict[RequestId, "list[int]"])
     chunks: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     decode_steps: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
     token_bytes: int = 0
-    state_tokens: int = 0  # that came with every load
+    # Every load of rows came with the state of so many tokens.
+    state_tokens: int = 0
     _launched: dict[RequestId, RunPrefill | RunDecode] = field(factory=dict[RequestId, "RunPrefill | RunDecode"])
     _alone: bool = False
     _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
@@ -69,12 +70,16 @@ class Collector:
                 pass
 
     def add_job(self, request: RequestId, job: Job) -> None:
-        """Whose turn it is: the agent's whose last prompt, answered by then, it begins with; or a new one's."""
+        """Add a job to an agent.
+
+        It belongs to the agent whose last prompt it continues, if that one was answered. If several match, the longest
+        prompt wins. If none matches, it begins a new agent.
+        """
         best = None
         length = 0
         for agent in self.agents:
             before = self.jobs[agent[-1]][1].prompt
-            if agent[-1] in self._closed and length < len(before) and extends(job.prompt, before):
+            if agent[-1] in self._closed and length < len(before) and is_continuation(job.prompt, before):
                 best = agent
                 length = len(before)
         if best is None:
@@ -98,12 +103,12 @@ class Collector:
             case _:
                 pass
 
-    def session(self, name: str, tokens: Callable[[Tokens], Tokens]) -> Session:
+    def build_session(self, name: str, tokens: Callable[[Tokens], Tokens]) -> Session:
         start = min(at_ns for at_ns, _ in self.jobs.values())
-        made = {request: self.request(request, start, tokens) for request in self.jobs}
+        made = {request: self.build_request(request, start, tokens) for request in self.jobs}
         return Session(name, tuple(Agent(tuple(made[request] for request in agent)) for agent in self.agents))
 
-    def request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
+    def build_request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
         at_ns, job = self.jobs[request]
         answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
         boundaries = tuple(sorted({at for at in job.boundaries if 0 < at <= len(job.prompt)}))
@@ -111,9 +116,10 @@ class Collector:
 
 
 def read_recorded(path: Path) -> RecordedTrace:
-    """Raises BadLog. A request that was cut short is taken to have wanted what it got.
+    """Read a trace. Raises BadLog.
 
-    One that goes on from an answered one is sent by the same agent, so never before that answer.
+    A request that was cut short counts as one that wanted no more than it got. A request that continues an answered one
+    belongs to the same agent, so it is never sent before that answer.
     """
     collector = Collector()
     try:
@@ -133,16 +139,19 @@ def read_recorded(path: Path) -> RecordedTrace:
     measured = MeasuredCosts(
         tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes, collector.state_tokens
     )
-    return RecordedTrace(collector.session(path.name, number_tokens()), header.settings, measured)
+    return RecordedTrace(collector.build_session(path.name, number_tokens()), header.settings, measured)
 
 
-def extends(prompt: Tokens, before: Tokens) -> bool:
+def is_continuation(prompt: Tokens, before: Tokens) -> bool:
     """Return whether a prompt begins with another one and goes on."""
     return len(before) < len(prompt) and prompt[len(before) - 1] == before[-1] and prompt[: len(before)] == before
 
 
 def number_tokens() -> Callable[[Tokens], Tokens]:
-    """Tokens by the order in which they were first seen: those of a redacted trace are longer than an index takes."""
+    """Return a function that numbers tokens in the order in which they first occur.
+
+    Tokens of a redacted trace are too large to be used as indexes.
+    """
     numbers: dict[int, int] = {}
 
     def tokens(given: Tokens) -> Tokens:

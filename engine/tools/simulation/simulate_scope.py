@@ -1,4 +1,4 @@
-"""One scope, from the first request to the last, across restarts."""
+"""Simulates one scope, from the first request to the last, across restarts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from engine.tools.simulation.tally import (
     InfiniteCache,
     RequestTally,
     Tally,
+    compute_quantile,
     compute_share,
-    quantile,
 )
 from engine.tools.simulation.virtual_clock import Clock
 from states.sequences import round_down_to_block
@@ -36,8 +36,9 @@ NO_CACHE = "no cache"
 
 @frozen
 class Setup:
-    """The part of a simulation that is the same for every scope. Budgets are bytes; restart_every and interleave are 0
-    for never and for all.
+    """The part of a simulation that is the same for every scope.
+
+    Budgets are bytes. restart_every: requests between two restarts, 0: none. interleave: sessions at once, 0: all.
     """
 
     settings: Settings
@@ -46,24 +47,29 @@ class Setup:
     host_budget: int
     restart_every: int = 0
     interleave: int = 0
-    compression: Compression = field(factory=Compression)  # of every request
+    compression: Compression = field(factory=Compression)  # what every request asks for
 
 
 @define(eq=False)
 class Simulation:
-    """Sends every request of `sessions` under one scope. scope None: no prompt shares anything with another."""
+    """Sends every request of `sessions` under one scope.
+
+    scope: None means that no prompt shares anything with another.
+    """
 
     setup: Setup
     sessions: Sequence[Session]
     scope: Scope | None
-    advanced: Callable[[], None] = lambda: None  # a request has been answered
+    on_answered: Callable[[], None] = lambda: None  # called when a request has been answered
     clock: Clock = field(factory=Clock)
     tally: Tally = field(init=False)
     disk: SimulatedDisk = field(init=False)
     process: Process = field(init=False)
-    _held: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
+    _waiting: deque[tuple[Request, Callable[[], None]]] = field(
+        factory=deque
+    )  # requests that came while the process stops
     _since: int = 0  # requests since the process started
-    _places: dict[int, int] = field(init=False)  # of each request among all
+    _places: dict[int, int] = field(init=False)  # place of each request among all
     _shortening: SimulatedCompression = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 
@@ -76,16 +82,16 @@ class Simulation:
         kept = create_index(build_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
         self._shortening = SimulatedCompression(self.setup.compression, settings.drafter)
-        self._begin()
+        self._start_process()
 
     def run(self) -> None:
         Clients(self.sessions, self.clock, self.send, self.setup.interleave).start()
         while self.clock.step():
-            if self._is_stopping and self.process.idle and self.process.keeping.idle:
+            if self._is_stopping and self.process.is_idle and self.process.keeping.is_idle:
                 self._restart()
-        assert self.process.idle, "a request that was never answered"
+        assert self.process.is_idle, "a request that was never answered"
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         setup = self.setup
         shape = build_layout(setup.costs, setup.settings.block_size)
         keeping = SimulatedStore(self.disk, setup.host_budget, shape, setup.costs, self.clock)
@@ -103,53 +109,58 @@ class Simulation:
         return 0 < self.setup.restart_every <= self._since
 
     def _restart(self) -> None:
-        """Restart the process: slots and host memory are empty, and what was queued for the disk has been written, as
-        at a drain.
+        """Restart the process. Slots and host memory are empty, and everything that was queued for the disk has been
+        written.
         """
-        if not self._held and not self._on_left:
+        if not self._waiting and not self._remaining:
             return
         self.tally.restarts.append(self.clock.now)
-        self._begin()
-        waiting = list(self._held)
-        self._held = deque()
+        self._start_process()
+        waiting = list(self._waiting)
+        self._waiting = deque()
         for request, answered in waiting:
             self.send(request, answered)
 
     @property
-    def _on_left(self) -> int:
+    def _remaining(self) -> int:
         return sum(session.count for session in self.sessions) - len(self.tally.counts)
 
     def send(self, request: Request, answered: Callable[[], None]) -> None:
         if self._is_stopping:
-            self._held.append((request, answered))
+            self._waiting.append((request, answered))
             return
         self._since += 1
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
         count = RequestTally(
-            self._places[id(request)], len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer)
+            self._places[id(request)],
+            len(prompt),
+            self.clock.now,
+            self.tally.infinite.count_shared_tokens(prompt, request.answer),
         )
         self.tally.counts[number] = count
         if self.scope is None:
             prompt = (-1 - number, *prompt[1:])
 
-        def closed() -> None:
-            self.advanced()
+        def finish_request() -> None:
+            self.on_answered()
             answered()
 
         scope = self.scope or Scope("off")
-        compression = self._shortening.of(prompt, request.boundaries)
+        compression = self._shortening.build_compression(prompt, request.boundaries)
         job = Job(prompt, len(request.answer), scope=scope, boundaries=request.boundaries, compression=compression)
-        self.process.submit(number, job, LiveRequest(count, request.answer, closed))
+        self.process.submit(number, job, LiveRequest(count, request.answer, finish_request))
 
     # --- the outcome ---
 
     def build_result(self) -> FinishedRun:
         tally = self.tally
         counts = tuple(tally.counts.values())
-        return FinishedRun(self.name, self.scope, self.figures(), counts, tuple(tally.written), tuple(tally.restarts))
+        return FinishedRun(
+            self.name, self.scope, self.compute_figures(), counts, tuple(tally.written), tuple(tally.restarts)
+        )
 
-    def figures(self) -> Figures:
+    def compute_figures(self) -> Figures:
         counts = list(self.tally.counts.values())
         block_size = self.setup.settings.block_size
         prompts = sum(count.prompt for count in counts)
@@ -170,7 +181,7 @@ class Simulation:
             of_infinite=compute_share(hits, infinite),
             restored_tokens=sum(count.restored for count in counts),
             served_tokens=sum(count.served for count in counts),
-            whole_hits=sum(count.whole for count in counts),
+            whole_hits=sum(count.is_whole_hit for count in counts),
             selected_mean=compute_share(sum(selected), len(selected)),
             selected_last=next((count.selected for count in reversed(counts) if count.selected), 0),
             written_bytes=written,
@@ -181,7 +192,7 @@ class Simulation:
             dropped_writes=self.disk.collect_figures()["dropped_writes"],
             disk_bytes=self.disk.index.held_bytes,
             restarts=len(self.tally.restarts),
-            first_token_ms=(quantile(waits, 0.5), quantile(waits, 0.9)),
+            first_token_ms=(compute_quantile(waits, 0.5), compute_quantile(waits, 0.9)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Compression in a simulation: who says what in a logged prompt, and how much a drafter would have kept of it."""
+"""Simulates prompt compression: guesses the roles in a logged prompt, and how much of it a scorer would keep."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from effects.compression import WHOLE, Compression, PromptPart, select_tokens
 from effects.ids import Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed
 
-TURNS = 3  # messages from which on there is an answer among them
+# From so many messages on, one of them is an answer.
+TURNS = 3
 
 
 @define(eq=False)
 class SimulatedCompression:
-    """Compresses prompts as the server was asked to. The text of frozen messages outlives restarts."""
+    """Compresses prompts as the server would. The text of frozen messages outlives restarts."""
 
     asked: Compression
-    longest: int  # tokens that a drafter can score
+    longest: int  # tokens that a scorer can handle
     frozen: FrozenMessages = field(factory=lambda: FrozenMessages(scorer_identity="simulated"))
 
-    def of(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
-        """Logs do not say who speaks: an agent's messages take turns, and the first is the system's."""
+    def build_compression(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
+        """Return the compression of a prompt.
+
+        Logs have no roles, so messages alternate, and the first is the system's.
+        """
         if self.asked.mode == "off":
             return self.asked
         edges = sorted({0, *boundaries, len(prompt)})
@@ -44,7 +48,7 @@ def shorten_prompt(asked: CompressPrompt, ns: int) -> PromptCompressed:
 
 
 def list_kept_ends(start: int, stop: int, keep: int) -> Iterator[Span]:
-    """keep: thousandths."""
+    """Yield the spans that are kept. keep: thousandths."""
     count = max(1, (stop - start) * keep // WHOLE)
     front = count // 4
     yield from (span for span in ((start, start + front), (stop - count + front, stop)) if span[0] < span[1])

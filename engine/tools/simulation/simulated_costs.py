@@ -1,4 +1,4 @@
-"""Costs of a simulation: times, and bytes of a token's rows, measured or from a file."""
+"""The costs of a simulation: times, and bytes of a token's rows, measured or from a file."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from effects.ids import Tier
 from engine.settings.user_error import UserError
 from states.rates import Rates
 
-SPANS = 10  # of positions that the world's rates tell apart: up to 2**19 tokens
+# The number of position ranges that the world's rates distinguish: up to 2**19 tokens.
+SPANS = 10
 MOST_FILE = 1 << 16  # bytes
 
 
 @frozen
 class Costs:
-    """Nanoseconds, unless a name says otherwise. What depends on the position p is a + b * p."""
+    """Costs in nanoseconds, unless a name says otherwise. A cost that depends on the position p is a + b * p."""
 
     source: str = "the demo in bf16 on two cores"
     token_bytes: int = 2560  # KV rows of one token
-    state_bytes: int = 0  # a checkpoint of positional state; 0: the model has none
+    state_bytes: int = 0  # bytes of a checkpoint of recurrent state; 0: the model has none
     prefill: int = 185_000  # one prompt token, in a chunk, at position 0
-    prefill_slope: float = 69.0  # more for each token before it
+    prefill_slope: float = 69.0  # added for each token before it
     decode: int = 6_200_000  # one token of one answer at position 0
     decode_slope: float = 560.0
     decode_more: int = 1_000_000  # for each further request in the same decode step
-    host: int = 600  # to load one token's rows from host memory
-    disk: int = 4_300  # from disk
-    copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
-    write: int = 6_000  # to write one token's rows, behind the requests
+    host: int = 600  # load one token's rows from host memory
+    disk: int = 4_300  # load one token's rows from disk
+    copy: int = 500  # copy one token's rows from slot to slot, or out of a slot to keep them
+    write: int = 6_000  # write one token's rows in the background
     drafter: int = 20_000  # to score one prompt token: a ninth of computing it
-    find: int = 40  # to look for one prompt token in the index
-    stored: float = 1.0  # bytes on disk for one byte of rows: less where they are compressed
-    file: int = 2400  # bytes of a file beside its rows and token ids
-    launch: int = 190_000  # what the engine itself needs for one launch
+    find: int = 40  # look up one prompt token in the index
+    stored: float = 1.0  # bytes on disk for each byte of rows; below 1 if files are compressed
+    file: int = 2400  # bytes of a file besides its rows and token ids
+    launch: int = 190_000  # the engine's own time for one launch
 
     def __attrs_post_init__(self) -> None:
         for name, value in list_figures(self).items():
@@ -57,24 +58,24 @@ class Costs:
 
     @property
     def state_tokens(self) -> int:
-        """A checkpoint takes as long to move as the rows of so many tokens."""
+        """The tokens whose rows take as long to move as a checkpoint."""
         return -(-self.state_bytes // self.token_bytes)
 
     def chunk_ns(self, start: int, stop: int) -> int:
-        """Rows `[start, stop)` in one launch."""
+        """Return the time to compute the rows `[start, stop)` in one launch."""
         middle = (start + stop) / 2
         return self.launch + round((stop - start) * (self.prefill + self.prefill_slope * middle))
 
     def decode_ns(self, positions: list[int]) -> int:
-        """One decode step of the requests whose last tokens stand there."""
+        """Return the time of one decode step for requests whose last tokens are at these positions."""
         alone = self.decode + self.decode_slope * max(positions)
         return self.launch + round(alone + self.decode_more * (len(positions) - 1))
 
     def mixed_ns(self, positions: list[int], start: int, stop: int) -> int:
-        """Both in one forward: as long as one after the other, less a launch."""
+        """Return the time of both in one forward: the sum of both, less one launch."""
         return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
 
-    def rates(self) -> Rates:
+    def build_rates(self) -> Rates:
         """Return the rates that the engine would have measured at its start."""
         edges = [0, *(1024 << span for span in range(SPANS))]
         prefill = [
@@ -84,12 +85,12 @@ class Costs:
 
 
 def list_figures(costs: Costs) -> dict[str, Any]:
-    """All but the words."""
+    """Return the figures that are numbers."""
     return attrs.asdict(costs, filter=lambda attribute, _: attribute.name != "source")
 
 
 def read_costs(path: Path, before: Costs) -> Costs:
-    """With some of the figures from a file, a JSON object; the others as they were. Raises UserError or OSError."""
+    """Return the costs with the figures of a file, a JSON object, in place of some. Raises UserError or OSError."""
     if path.stat().st_size > MOST_FILE:
         raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
     known = [one.name for one in attrs.fields(Costs)]
@@ -109,7 +110,7 @@ def read_costs(path: Path, before: Costs) -> Costs:
 
 @frozen
 class MeasuredCosts:
-    """Costs from recorded outcomes: pairs of a position and nanoseconds, a token of a chunk or a decode step."""
+    """Costs from recorded outcomes: pairs of a position and the nanoseconds of a prefilled token or a decode step."""
 
     chunks: tuple[tuple[float, float], ...] = ()
     decode_steps: tuple[tuple[float, float], ...] = ()
@@ -118,13 +119,13 @@ class MeasuredCosts:
     state_tokens: int = 0
 
     def apply_to(self, costs: Costs, source: str) -> Costs:
-        """The costs with what was measured in place of what was assumed. Unchanged if nothing was."""
+        """Return the costs with measured figures in place of assumed ones. Without measurements they are unchanged."""
         changes: dict[str, Any] = {}
         if self.chunks:
             changes["prefill"], changes["prefill_slope"] = fit_line(self.chunks)
         if self.decode_steps:
             changes["decode"], changes["decode_slope"] = fit_line(self.decode_steps)
-        changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
+        changes |= {tier: round(compute_median(values)) for tier, values in self.loads.items() if values}
         if self.token_bytes:
             changes["token_bytes"] = self.token_bytes
         if self.state_tokens:
@@ -135,7 +136,7 @@ class MeasuredCosts:
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
-    """(a, b) of the least squares y = a + b * x, neither of them below 0."""
+    """Return (a, b) of the least squares fit y = a + b * x, with neither of them below 0."""
     listed = list(points)
     mean_x = sum(x for x, _ in listed) / len(listed)
     mean_y = sum(y for _, y in listed) / len(listed)
@@ -145,7 +146,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
     return round(mean_y - slope * mean_x), slope
 
 
-def median(values: Iterable[float]) -> float:
+def compute_median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,4 +1,18 @@
-"""One life of the server on the virtual clock: the real fold, and executors that only take their time."""
+"""Simulates one life of the server on the virtual clock: the real fold, with executors that only take their time.
+
+Theory of operation. The problem is to learn what a cache policy would cost without a model. Decisions must be the real
+ones, but computing must take no real time.
+
+`feed` gives an event to the real fold (`states.world.advance`) and carries out the effects that come back. An effect
+computes nothing: `carry_out` reserves time for it on a queue of the virtual clock, and the event with its outcome is
+fed at the end of that time. The lane is one queue, and the disk has two more (`simulated_store.py`). The store and its
+indexes are real. So hits, evictions and restores are those of a server, and only durations come from `Costs`.
+
+Invariants: the clock never goes back; events are fed in the order of their times; the lane does one thing at a time.
+
+Example: the fold launches a prefill of 512 rows. The lane is free at 3 ms and the chunk costs 95 ms, so
+`PrefillAdvanced` is fed at 98 ms, and its rows count as computed from then on.
+"""
 
 from __future__ import annotations
 
@@ -37,34 +51,35 @@ PACE = (PaceSnapshot, PaceSteps, PaceMemory, TrimMemory)
 
 @define(eq=False)
 class LiveRequest:
-    """A request in this process: what it is counted in, and the answer that the log says it got."""
+    """A request in this process: the figures that count it, and the answer that the log has."""
 
     count: RequestTally
     answer: Tokens
-    closed: Callable[[], None]
-    said: int = 0  # tokens of the answer
+    on_closed: Callable[[], None]
+    answered_tokens: int = 0  # tokens of the answer that were decoded
     first_slot: bool = True
 
 
 @define(eq=False)
 class Process:
-    """One process. `submit` feeds it, and everything else follows on the clock.
+    """A process that gets requests by `submit`. Everything else happens on the clock.
 
     An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
-    fails here, no client leaves, and there is no draft: settings must not ask for one. frozen: keeps the text that
-    messages were frozen to.
+    fails here, no client cancels, and there is no draft, so settings must not ask for one.
+
+    keep_frozen: keeps the text of frozen messages.
     """
 
     settings: Settings
     costs: Costs
     clock: Clock
     keeping: SimulatedStore
-    frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+    keep_frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
-    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # decode steps that join the next ones
-    quiet: bool = True  # since the first of them joined, as in `carry_out`
+    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # requests that join the next launch
+    undisturbed: bool = True  # since the first of them joined; see `carry_out`
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
@@ -72,7 +87,7 @@ class Process:
         self.lane = Queue(self.clock)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.world.requests
 
     def submit(self, request: RequestId, job: Job, live: LiveRequest) -> None:
@@ -85,7 +100,7 @@ class Process:
     def happen(self, happened: Happened) -> None:
         self.world, outs = advance(self.world, happened)
         quiet = all(isinstance(out, Launch) or isinstance(out.effect, (EmitTokens, StartTimer, *PACE)) for out in outs)
-        self.quiet = quiet and (self.quiet or not self.joining)
+        self.undisturbed = quiet and (self.undisturbed or not self.joining)
         for out in outs:
             effect = None if isinstance(out, Launch) else out.effect
             if isinstance(effect, StartTimer):
@@ -95,7 +110,7 @@ class Process:
                 self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Output, *, quiet: bool) -> None:
-        """Carry an effect out. quiet: this event asked for a launch at most, and for nothing else that takes time."""
+        """Carry out one output of the fold. quiet: the same event led to nothing else that takes time."""
         match out:
             case Launch(asks, joins=True):
                 self.join(asks)
@@ -113,27 +128,27 @@ class Process:
             case EffectRequest(request, RestoreBlocks() as restore):
                 self.restore(request, restore)
             case EffectRequest(request, SaveSnapshot() as saving):
-                self.after(self.costs.launch, partial(self.save, request, saving))
+                self.run_after(self.costs.launch, partial(self.save, request, saving))
             case EffectRequest(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
             case EffectRequest(request, KeepFrozen() as kept):
-                self.frozen(request, kept)
+                self.keep_frozen(request, kept)
             case EffectRequest(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
-                raise AssertionError(f"a simulation has no executor for this: {out}")
+                raise AssertionError(f"a simulation has no such effect: {out}")
 
     # --- the device ---
 
     def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
-        """Put the launch on the lane. Its outcomes come when its time has passed."""
+        """Put a launch on the lane now. Its outcomes are fed when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
-                self.compute_mixed_ns(asks[:-1], asks[-1].request, piece)
+                self.launch_mixed(asks[:-1], asks[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
-                self.after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
-                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.compute_copy_ns)
+                self.run_after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
@@ -141,45 +156,53 @@ class Process:
                 self.decode(asks, 1 if not quiet else self.count_undisturbed_steps(asks))
             case CompressPrompt() as asked:
                 took = self.costs.launch + count_scored(asked) * self.costs.drafter
-                self.after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
+                self.run_after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
             case LoadModel(name):
-                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
+                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
             case UnloadModel():
-                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
+                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
-                raise AssertionError(f"a simulation has no device for this: {other}")
+                raise AssertionError(f"a simulation has no such launch: {other}")
 
     def join(self, asks: tuple[EffectRequest, ...]) -> None:
-        """Let these join the decode steps. The step on the lane is answered already, so they have the one after it."""
+        """Let requests join the running launch.
+
+        Its outcomes are scheduled already, so they get the step after it, together with others that have joined.
+        """
         if not self.joining:
-            self.clock.at(max(self.lane.free, self.clock.now), self.list_joined)
+            self.clock.at(max(self.lane.free, self.clock.now), self.launch_joined)
         self.joining += asks
 
-    def list_joined(self) -> None:
+    def launch_joined(self) -> None:
         asks = tuple(self.joining)
         self.joining = []
-        self.launch(asks, quiet=self.quiet)
+        self.launch(asks, quiet=self.undisturbed)
 
-    def compute_mixed_ns(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
+    def launch_mixed(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
-        def finish() -> None:
+        def answer_all() -> None:
             self.on_decoded([ask.request for ask in decode_steps], 1, 0)
             self.on_prefilled(request, piece, 0)
 
-        self.after(took, finish)
+        self.run_after(took, answer_all)
 
     def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
-        """Return the steps that these can decode before an answer is complete, if nothing else wants the lane."""
+        """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
+        lane.
+        """
         lives = [self.live[ask.request] for ask in asks]
-        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
-            return 1  # checkpoints, turns with others, and first tokens are of single steps
-        return min(len(live.answer) - live.said for live in lives)
+        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
+            # Steps with checkpoints, steps while others wait, and first tokens are single ones.
+            return 1
+        return min(len(live.answer) - live.answered_tokens for live in lives)
 
     def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
-        """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
-        whatever is next on the clock. Their times are added up one by one, so that nothing else changes.
+        """Decode some tokens of each request as one event.
+
+        It holds as many steps as end before the next event on the clock. The times of the steps are added one by one,
+        so the result equals that of single steps.
         """
         positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
         room = self.clock.next - max(self.lane.free, self.clock.now)
@@ -191,14 +214,14 @@ class Process:
                 break
             took = took + more
             steps = steps + 1
-        self.after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
+        self.run_after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
 
-    def after(self, ns: int, action: Callable[[], None]) -> None:
+    def run_after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
 
     @property
-    def compute_copy_ns(self) -> int:
-        """Nanoseconds to copy a state."""
+    def state_copy_ns(self) -> int:
+        """Nanoseconds to copy a recurrent state."""
         return self.costs.state_tokens * self.costs.copy
 
     def answer(self, request: RequestId, outcome: Outcome) -> None:
@@ -210,45 +233,45 @@ class Process:
         self.feed(request, PrefillAdvanced(chunk.stop, took))
 
     def checkpoint(self, request: RequestId, at: int) -> None:
-        left = get_remainder(self.held(request))
-        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
+        left = get_remainder(self.get_held_state(request))
+        self.keeping.keep_checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
 
-    def held(self, request: RequestId) -> Held:
+    def get_held_state(self, request: RequestId) -> Held:
         state = self.world.requests[request]
         assert isinstance(state, Held), state
         return state
 
     def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
-        """The next token of each answer, or so many of them. took: by one step."""
+        """Feed the next tokens of each answer. took: nanoseconds of one step."""
         for request in requests:
             live = self.live[request]
-            tokens = live.answer[live.said : live.said + steps]
-            live.said += steps
+            tokens = live.answer[live.answered_tokens : live.answered_tokens + steps]
+            live.answered_tokens += steps
             self.feed(request, Decoded(tokens, ns=took, accepted=0, steps=steps))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
         if opening.state and (opening.source != opening.slot or opening.place is not None):
-            self.lane.enter(self.compute_copy_ns)
+            self.lane.enter(self.state_copy_ns)
         live = self.live[request]
         if live.first_slot:
             live.first_slot = False
             live.count.device = live.count.found = opening.state if self.settings.stateful else opening.keep
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
-        """Copy out what no tier has; then it is kept, and waits to be written."""
+        """Copy out the blocks that no tier has. Then they are kept, and wait to be written."""
         tokens = saving.tokens
-        salt = get_remainder(self.held(request)).prompt.job.salt
-        runs = self.keeping.gaps(tokens, salt)
+        salt = get_remainder(self.get_held_state(request)).prompt.job.salt
+        runs = self.keeping.find_missing_runs(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
-        def finish() -> None:
-            saved = self.keeping.keep(runs)
-            saved += self.keeping.checkpoint(tokens, salt) if saving.checkpoint else 0
+        def finish_save() -> None:
+            saved = self.keeping.keep_runs(runs)
+            saved += self.keeping.keep_checkpoint(tokens, salt) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
-        self.after(copied * self.costs.copy, finish)
+        self.run_after(copied * self.costs.copy, finish_save)
 
     # --- the store ---
 
@@ -261,23 +284,30 @@ class Process:
         self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
 
     def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
-        """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
+        """Restore rows.
+
+        Rows in host memory are there at once. Rows on disk wait for earlier reads. Then all of them are copied on the
+        lane.
+        """
         asked = self.clock.now
-        done = self.keeping.load(effect)
+        read_at = self.keeping.start_load(effect)
 
         def copy_rows() -> None:
-            state = self.compute_copy_ns if self.settings.stateful else 0
-            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), finish)
+            state = self.state_copy_ns if self.settings.stateful else 0
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), finish_restore)
 
-        def finish() -> None:
+        def finish_restore() -> None:
             self.keeping.on_restored(effect)
             size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
             self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
 
-        self.clock.at(done, copy_rows)
+        self.clock.at(read_at, copy_rows)
 
     def close(self, request: RequestId, closing: CloseStream) -> None:
-        """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
+        """Note the figures of a request whose client has its answer.
+
+        The fold decides in the same event what is kept of it.
+        """
         live = self.live.pop(request)
         report = closing.report
         assert closing.finish == "length", closing
@@ -289,4 +319,4 @@ class Process:
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)
             count.needed = round_down_to_block(self.settings, min(count.selected, count.prompt - 1))
-        live.closed()
+        live.on_closed()

@@ -1,4 +1,4 @@
-"""The real store and its real indexes, around a disk that takes time and keeps nothing but the index."""
+"""The real store with its real indexes, on a simulated disk that takes time and keeps nothing but its index."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
 def build_layout(costs: Costs, block_size: int) -> Layout:
-    """Rows of so many bytes a token, whatever they consist of, and so many of positional state."""
+    """Return a layout with so many bytes of rows a token, and so many bytes of recurrent state."""
     state = (TensorSpec("state", "U8", (costs.state_bytes,)),) if costs.state_bytes else ()
     return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"), state=state)
 
 
 def make_rows(size: int) -> Buffer:
-    """So many bytes, as far as anybody asks: one, that stands for all."""
+    """Return a buffer that claims to have `size` bytes. It stores a single byte."""
     return Buffer(ZERO.expand(size))
 
 
 @define(eq=False)
 class SimulatedDisk:
-    """Does with the index what the disk's writer does, when the time has come. Outlives the process, as files do."""
+    """A simulated disk tier. It changes the index as the disk's writer would, when the time has come.
+
+    It outlives the process, as files do.
+    """
 
     name: ClassVar[Tier] = "disk"
     index: BlockIndex
@@ -54,7 +57,7 @@ class SimulatedDisk:
     clock: Clock
     tally: Tally
     recent_prompts: RecentPrompts = field(factory=RecentPrompts)
-    queued_bytes: int = 0  # bytes
+    queued_bytes: int = 0  # bytes that wait to be written
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
     counts: Counter[str] = field(factory=Counter[str])
@@ -62,7 +65,8 @@ class SimulatedDisk:
     writer: Queue = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.reader, self.writer = Queue(self.clock), Queue(self.clock)
+        self.reader = Queue(self.clock)
+        self.writer = Queue(self.clock)
         self.recent_prompts.max_bytes = min(MAX_BYTES, self.index.budget // RECENT_SHARE)
 
     def touch(self, entry: Entry) -> None:
@@ -75,14 +79,15 @@ class SimulatedDisk:
         return True
 
     def submit(self, job: WriteRun | NotePrompt) -> bool:
-        """A note is small and always written: only the room for rows is of interest here."""
+        """Queue a job. Notes of prompts are small and always written, so only runs count."""
         if isinstance(job, NotePrompt):
             return True
         if self.queued_bytes + job.size > MAX_QUEUED_BYTES:
             self.counts["dropped_queue_full"] += 1
             return False
         self.queued_bytes += job.size
-        tokens = job.size // self.costs.token_bytes  # checkpoints are as quick as rows of so many bytes
+        # A checkpoint takes as long as rows of equally many bytes.
+        tokens = job.size // self.costs.token_bytes
         self.clock.at(self.writer.enter(tokens * self.costs.write), lambda: self.write(job))
         return True
 
@@ -93,7 +98,7 @@ class SimulatedDisk:
         if self.index.fits(size):
             entry = make_entry(job.run, self.index.allocate_handle(), size, self.index.origin)
             if self.index.add(entry):
-                self.tally.wrote(self.clock.now, size, checkpoint=job.run.kind == "state")
+                self.tally.add_write(self.clock.now, size, checkpoint=job.run.kind == "state")
         else:
             self.counts["dropped_no_room"] += 1
         self.queued_bytes -= job.size
@@ -102,7 +107,7 @@ class SimulatedDisk:
 
 @define(eq=False)
 class SimulatedStore:
-    """The store of a simulated process. `disk` is handed on to the next process."""
+    """The store of a simulated process. disk: the tier that the next process will have too."""
 
     disk: SimulatedDisk | None
     host_budget: int  # bytes
@@ -118,7 +123,7 @@ class SimulatedStore:
         self.store = Store(self.shape, tiers, threading.RLock())
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self.disk is None or not self.disk.queued_bytes
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
@@ -132,44 +137,46 @@ class SimulatedStore:
     def release(self, lease: LeaseId) -> None:
         self.store.release(lease)
 
-    def load(self, effect: RestoreBlocks) -> int:
-        """When what is wanted will have been read. Whole runs are read, whatever part of them is wanted."""
+    def start_load(self, effect: RestoreBlocks) -> int:
+        """Begin to read what a restore needs, and return the time when it is read. Runs are always read whole."""
         lease = self.store.get_lease(effect.lease)
         wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
         wanted += [part for part in lease.states if part.stop == effect.stop]
         self._read[effect.lease] = [part for part in wanted if part.tier != self.store.memory_tier.name]
         host = sum(
-            self._tokens(part, part.stop - part.start) for part in wanted if part.tier == self.store.memory_tier.name
+            self._count_tokens(part, part.stop - part.start)
+            for part in wanted
+            if part.tier == self.store.memory_tier.name
         )
         done = self.clock.now + host * self.costs.host
         if self._read[effect.lease]:
             assert self.disk is not None
-            tokens = sum(self._tokens(part, part.entry.length) for part in self._read[effect.lease])
+            tokens = sum(self._count_tokens(part, part.entry.length) for part in self._read[effect.lease])
             done = max(done, self.disk.reader.enter(tokens * self.costs.disk))
         return done
 
-    def _tokens(self, part: LeasedPart, rows: int) -> int:
-        """Whose rows take as long."""
+    def _count_tokens(self, part: LeasedPart, rows: int) -> int:
+        """Return the tokens whose rows take as long to load as this part."""
         return self.costs.state_tokens if part.entry.kind == "state" else rows
 
     def on_restored(self, effect: RestoreBlocks) -> None:
-        """What was read stays in host memory, if it finds room there; the lease is released."""
+        """Keep what was read in host memory, if there is room, and release the lease."""
         for part in self._read.pop(effect.lease):
             self.store.promote(part.entry, make_rows(self.shape.compute_size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
 
-    def checkpoint(self, tokens: Tokens, salt: str) -> int:
-        """Keep the state behind these. Bytes that were taken in."""
+    def keep_checkpoint(self, tokens: Tokens, salt: str) -> int:
+        """Keep a checkpoint behind these tokens, and return the bytes that were added."""
         if not self.store.lacks_checkpoint(tokens, salt):
             return 0
         size = self.shape.compute_size("state", 0)
         return size * self.store.keep_checkpoint(tokens, make_rows(size), salt)
 
-    def gaps(self, tokens: Tokens, salt: str) -> list[Run]:
+    def find_missing_runs(self, tokens: Tokens, salt: str) -> list[Run]:
         return self.store.find_missing_runs(tokens, salt=salt)
 
-    def keep(self, runs: list[Run]) -> int:
-        """Bytes that were taken in."""
+    def keep_runs(self, runs: list[Run]) -> int:
+        """Keep these runs, and return the bytes that were added."""
         saved = 0
         for run in runs:
             size = self.shape.compute_size("rows", run.length)

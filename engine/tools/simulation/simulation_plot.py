@@ -1,4 +1,4 @@
-"""The runs of all scopes as one picture: hit tokens and written bytes as requests come in, and first tokens' times."""
+"""Draws the runs of all scopes: hit tokens and written bytes by request, and the times to first tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 TICKS = (
     *((10.0**power, f"{10 ** (power + 3):g} ms") for power in (-4, -3, -2, -1)),
     *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h"), (36_000.0, "10 h")),
-)  # of seconds
+)  # ticks in seconds
 
 
 def draw_simulation(path: Path, runs: Sequence[FinishedRun], title: str) -> None:
-    """Raises OSError."""
+    """Draw the picture. Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -61,19 +61,19 @@ def draw_simulation(path: Path, runs: Sequence[FinishedRun], title: str) -> None
 
 
 def list_steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float]]:
-    """(0, 1, 2 ... requests, the sum of their values so far)."""
+    """Return the points (0, 1, 2 ... requests) and the running sums of their values."""
     return range(len(values) + 1), [value / unit for value in accumulate(values, initial=0)]
 
 
 def list_written(run: FinishedRun, counts: Sequence[RequestTally]) -> list[float]:
-    """GiB that were written before each request was sent, and in all."""
+    """Return the GiB that were written before each request was sent, and in all."""
     times = [now for now, _ in run.written]
     sizes = [0, *(size for _, size in run.written)]
     return [*(sizes[bisect_right(times, count.sent)] / 2**30 for count in counts), sizes[-1] / 2**30]
 
 
 def draw_first(axes: Axes, counts: Sequence[RequestTally], look: dict[str, Any]) -> None:
-    """The share of requests whose first token came within so many seconds."""
+    """Draw the share of requests whose first token came within so many seconds."""
     waits = sorted(max(count.first_ms, 1e-3) / 1000 for count in counts)
     axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
 
@@ -127,7 +127,7 @@ def finish_first(axes: Axes) -> None:
 
 
 def draw_legend(*places: Axes) -> tuple[list[Any], list[str]]:
-    """Every line once, `no cache` last."""
+    """Return every line of the legend once, with `no cache` last."""
     found: dict[str, Any] = {}
     for axes in places:
         handles, labels = axes.get_legend_handles_labels()

@@ -1,4 +1,4 @@
-"""The figures of all scopes side by side, for people."""
+"""Prints the figures of all scopes side by side."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def print_report(console: Console, logs: Logs, setup: Setup, runs: Sequence[Fini
 
 
 def list_notes(logs: Logs, setup: Setup) -> list[str]:
-    """Return what the figures are based on."""
+    """Return notes on the assumptions behind the figures."""
     disk = format_bytes(setup.disk_budget)
     host = format_bytes(setup.host_budget)
     budget = f"Disk {disk}, host memory {host}, {setup.settings.slots} slots"

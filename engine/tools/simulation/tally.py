@@ -1,4 +1,4 @@
-"""Counts of a simulation, request by request, and what an infinite cache would have had."""
+"""Counts the outcomes of a simulation, request by request, and those of an infinite cache."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from effects.scope import Scope
 
 @define
 class RequestTally:
-    """One request. Tokens, and nanoseconds of the virtual clock."""
+    """The figures of one request: tokens, and nanoseconds of the virtual clock."""
 
     place: int  # of the request among all that the logs have
     prompt: int
     sent: int
-    infinite: int  # tokens of the prompt that an earlier prompt and its answer begin with, in whole blocks
-    device: int = 0  # that its slot started with
-    found: int = 0  # that the device and the store had together, usable
-    restored: int = 0  # that were not computed again
-    served: int = 0  # of the prompt, once it was compressed
+    infinite: int  # prompt tokens in whole blocks that an earlier prompt and its answer begin with
+    device: int = 0  # tokens that its slot had at the start
+    found: int = 0  # usable tokens that the device and the store had together
+    restored: int = 0  # tokens that were restored
+    served: int = 0  # prompt tokens after compression
     tier: str = "none"
-    selected: int = 0  # that the scope takes; 0: none, or too few to be kept
-    needed: int = 0  # of those, what can be found: whole blocks, and never the last token
-    first: int = 0  # when its first token came
+    selected: int = 0  # tokens that the scope selects; 0: none, or too few to be kept
+    needed: int = 0  # those of them that can be found: whole blocks without the last token
+    first: int = 0  # time of the first token
     closed: int = 0
 
     @property
-    def whole(self) -> bool:
-        """Was all of what the scope selects there?"""
+    def is_whole_hit(self) -> bool:
+        """Return whether everything that the scope selects was found."""
         return 0 < self.needed <= self.found
 
     @property
@@ -40,12 +40,12 @@ class RequestTally:
 
 @define
 class InfiniteCache:
-    """A cache that forgets nothing: every block of every prompt and answer, by what it continues."""
+    """A cache that forgets nothing. It keeps every block of every prompt and answer, by the blocks before it."""
 
     block_size: int
     blocks: set[int] = field(factory=set[int])
 
-    def chain(self, tokens: Tokens) -> list[int]:
+    def chain_blocks(self, tokens: Tokens) -> list[int]:
         link = 0
         links = list[int]()
         block_size = self.block_size
@@ -54,11 +54,12 @@ class InfiniteCache:
             links.append(link)
         return links
 
-    def ask(self, prompt: Tokens, answer: Tokens) -> int:
-        """How many tokens of the prompt are there and usable: its last one never is. From now on all of it is there,
-        and of the answer all but the last token, which is fed to nobody.
+    def count_shared_tokens(self, prompt: Tokens, answer: Tokens) -> int:
+        """Return how many prompt tokens are cached and usable, and add the prompt and its answer.
+
+        The last prompt token is never usable. The last token of the answer is never computed, so it is not added.
         """
-        links = self.chain(prompt + answer[:-1])
+        links = self.chain_blocks(prompt + answer[:-1])
         usable = links[: (len(prompt) - 1) // self.block_size]
         there = next((number for number, link in enumerate(usable) if link not in self.blocks), len(usable))
         self.blocks.update(links)
@@ -67,7 +68,7 @@ class InfiniteCache:
 
 @define
 class Tally:
-    """Everything about one run."""
+    """The figures of one run."""
 
     infinite: InfiniteCache
     counts: dict[RequestId, RequestTally] = field(factory=dict[RequestId, RequestTally])
@@ -75,7 +76,7 @@ class Tally:
     written: list[tuple[int, int]] = field(factory=list["tuple[int, int]"])  # (nanoseconds, bytes so far)
     restarts: list[int] = field(factory=list[int])  # nanoseconds
 
-    def wrote(self, now: int, size: int, *, checkpoint: bool = False) -> None:
+    def add_write(self, now: int, size: int, *, checkpoint: bool = False) -> None:
         before = self.written[-1][1] if self.written else 0
         self.checkpoints += size * checkpoint
         self.written.append((now, before + size))
@@ -83,7 +84,7 @@ class Tally:
 
 @frozen
 class FinishedRun:
-    """The result of a run. scope None: nothing was kept. counts: in the order in which requests were sent."""
+    """The result of a run. scope: None if nothing was kept. counts: in the order in which requests were sent."""
 
     name: str
     scope: Scope | None
@@ -95,7 +96,7 @@ class FinishedRun:
 
 @frozen
 class Figures:
-    """A run in numbers, as a table and JSON show it. Bytes count what would lie on disk, stored plainly."""
+    """The figures of a run, as table and JSON show them. Bytes are those of uncompressed files on disk."""
 
     scope: str
     requests: int
@@ -121,8 +122,8 @@ class Figures:
     first_token_ms: tuple[float, float]  # median, 90th percentile
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between neighbours; 0 for no values."""
+def compute_quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, interpolated between neighbours. It is 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)

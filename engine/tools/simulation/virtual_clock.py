@@ -1,4 +1,4 @@
-"""A virtual clock: what is to happen is put in at its time, and happens in that order."""
+"""A virtual clock. Actions are scheduled at times, and run in the order of their times."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from attrs import define, field
 
 @define
 class Clock:
-    """Nanoseconds since the simulation's start. What is due at the same time happens in the order it was put in."""
+    """Nanoseconds since the simulation's start.
+
+    Actions of the same time run in the order in which they were scheduled.
+    """
 
     now: int = 0
     _due: list[tuple[int, int, Callable[[], None]]] = field(factory=list["tuple[int, int, Callable[[], None]]"])
     _count: int = 0
 
     def at(self, ns: int, action: Callable[[], None]) -> None:
-        """A time that has passed means now."""
+        """Schedule an action. A time in the past means now."""
         self._count += 1
         heapq.heappush(self._due, (max(ns, self.now), self._count, action))
 
     @property
     def next(self) -> float:
-        """When something is due; infinity if nothing is."""
+        """The time of the next action; infinity if there is none."""
         return self._due[0][0] if self._due else inf
 
     def step(self) -> bool:
-        """The next thing. False if there is none."""
+        """Run the next action. Return False if there is none."""
         if not self._due:
             return False
         self.now, _, action = heapq.heappop(self._due)
@@ -38,12 +41,12 @@ class Clock:
 
 @define
 class Queue:
-    """One thing after the other, each taking its time: a device's lane, a disk that is read, a thread that writes."""
+    """Work that is done one piece after the other, as on a device's lane, by a disk's reader or by its writer."""
 
     clock: Clock
-    free: int = 0  # when it will be
+    free: int = 0  # time when all work is done
 
     def enter(self, ns: int) -> int:
-        """When work that takes so long, and enters now, will be done."""
+        """Return the time when work that takes `ns` and is queued now will be done."""
         self.free = max(self.free, self.clock.now) + ns
         return self.free

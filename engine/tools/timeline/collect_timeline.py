@@ -1,6 +1,4 @@
-"""The content of a timeline, folded from a trace while it is replayed: every request once, its states as bars, its
-launches.
-"""
+"""Collects the content of a timeline while a trace is replayed: requests, bars for their states, and launches."""
 
 from __future__ import annotations
 
@@ -12,23 +10,25 @@ from effects.all import Effect, EffectRequest, Launch
 from effects.ids import LaneId, RequestId, Side
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
-from engine.tools.timeline.columns import Kinds, compute_steps
+from engine.tools.timeline.columns import MixedColumns, compute_steps
 from states.events import ForModel, ForRequest, Submitted
 from states.world import Output, World
 
-# Events of one page. A million with what they led to are some 16 MiB of it, compressed, and some 200 MiB of a browser's
+# The most events of one page. A million events with their effects take some 16 MiB of the page, compressed, and some
+# 200 MiB of a browser's memory. A tab may have several times that.
 # memory: a tab may have several times that.
 MOST_EVENTS = 1 << 20
-MOST_US = 1 << 50  # after the first event: 35 years, and an exact number in a browser
+# The latest time after the first event: 35 years in microseconds, which a browser can represent exactly.
+MOST_US = 1 << 50
 STATES = tuple(STAGES.values())
-# an end that the trace does not have; an event of no request
+# The end of a span that the trace does not have, and the row of an event without a request.
 OPEN = -1
-NOBODY = -1
+NO_ROW = -1
 
 
 @define
 class Spans:
-    """Spans of events: each begins with one event and ends with another."""
+    """Spans of events. Each begins with one event and ends with another."""
 
     owner: list[int] = field(factory=list[int])
     kind: list[int] = field(factory=list[int])
@@ -49,28 +49,31 @@ class Spans:
 
 @define
 class Timeline:
-    """RequestOutcome of every event, in order. first: the one that the page begins with."""
+    """The content of the page. first: the event with which the page begins."""
 
     first: int = 0
-    times: list[int] = field(factory=list[int])  # microseconds since the first one, never less than before
+    # Microseconds since the first event, never less than those before.
+    times: list[int] = field(factory=list[int])
     seqs: tuple[int, int] = (0, -1)  # of the first event and the last
     event_rows: list[int] = field(factory=list[int])
-    events: Kinds = field(factory=Kinds)
-    ask_counts: list[int] = field(factory=list[int])  # that each event led to
+    events: MixedColumns = field(factory=MixedColumns)
+    ask_counts: list[int] = field(factory=list[int])  # effects that each event led to
     ask_rows: list[int] = field(factory=list[int])
-    asks: Kinds = field(factory=Kinds)
-    requests: list[int] = field(factory=list[int])  # of each row
+    asks: MixedColumns = field(factory=MixedColumns)
+    requests: list[int] = field(factory=list[int])  # the request of each row
     bars: Spans = field(factory=Spans)  # owner: the row; kind: its state
-    launches: Spans = field(factory=Spans)  # owner: the lane; kind: the first of its asks
-    sizes: list[int] = field(factory=list[int])  # of each launch: its asks
-    together: list[int] = field(factory=list[int])  # and with those whom it joined
-    store: Spans = field(factory=Spans)  # owner: the row; kind: the ask
-    left_out: int = 0  # events that there was no more room for
+    launches: Spans = field(factory=Spans)  # owner: the lane; kind: the first of its effects
+    sizes: list[int] = field(factory=list[int])  # effects of each launch
+    together: list[int] = field(factory=list[int])  # effects of each launch, with those that joined
+    store: Spans = field(factory=Spans)  # owner: the row; kind: the effect
+    left_out: int = 0  # events for which there was no room
     _start_ns: int = 0
-    _rows: dict[RequestId, int] = field(factory=dict[RequestId, int])  # of who is, or was last, called so
-    _bar: dict[RequestId, int] = field(factory=dict[RequestId, int])  # that each request is in
+    _rows: dict[RequestId, int] = field(factory=dict[RequestId, int])  # the row of each live request
+    _bar: dict[RequestId, int] = field(factory=dict[RequestId, int])  # the open bar of each request
     _running: dict[LaneId, int] = field(factory=dict[LaneId, int])  # the launch on each lane
-    _awaited: dict[RequestId, tuple[int, Effect]] = field(factory=dict[RequestId, "tuple[int, Effect]"])  # of the store
+    _awaited: dict[RequestId, tuple[int, Effect]] = field(
+        factory=dict[RequestId, "tuple[int, Effect]"]
+    )  # effects on the store without an outcome yet
 
     def observe(self, envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         if envelope.seq < self.first:
@@ -89,26 +92,26 @@ class Timeline:
         self.add_effects(outs, after, number)
 
     def begin(self, envelope: Envelope, before: World) -> None:
-        """Begin the page: every request that is live already has a row from here on."""
+        """Begin the page. Every request that is live at this event gets a row."""
         self.seqs = (envelope.seq, envelope.seq)
         self._start_ns = envelope.at_ns
         for request, state in before.requests.items():
-            self.enter(request)
+            self.add_request(request)
             self._bar[request] = self.bars.begin(self._rows[request], STATES.index(STAGES[type(state)]), 0)
 
-    def enter(self, request: RequestId) -> None:
+    def add_request(self, request: RequestId) -> None:
         self._rows[request] = len(self.requests)
         self.requests.append(request)
 
     def add_event(self, envelope: Envelope, number: int) -> None:
-        row = NOBODY
+        row = NO_ROW
         happened = envelope.happened
         event = happened if isinstance(happened, ForModel) else happened.event
         if isinstance(happened, ForRequest):
             request = happened.request
             if isinstance(event, Submitted):
-                self.enter(request)
-            row = self._rows.get(request, NOBODY)
+                self.add_request(request)
+            row = self._rows.get(request, NO_ROW)
             span, effect = self._awaited.get(request, (0, None))
             if effect is not None and type(event) in effect.outcomes:
                 self.store.stop[span] = number
@@ -117,17 +120,17 @@ class Timeline:
         self.events.add(event)
 
     def add_transitions(self, before: World, after: World, number: int) -> None:
-        """Who is in another state than before the event."""
+        """Begin a new bar for every request whose state the event has changed."""
         for request, state in after.requests.items():
             was = before.requests.get(request)
             if was is not state and type(was) is not type(state):
-                self.leave(request, number)
+                self.end_bar(request, number)
                 kind = STATES.index(STAGES[type(state)])
                 self._bar[request] = self.bars.begin(self._rows[request], kind, number)
         for request in before.requests.keys() - after.requests.keys():
-            self.leave(request, number)
+            self.end_bar(request, number)
 
-    def leave(self, request: RequestId, number: int) -> None:
+    def end_bar(self, request: RequestId, number: int) -> None:
         if (bar := self._bar.pop(request, None)) is not None:
             self.bars.stop[bar] = number
 
@@ -138,27 +141,27 @@ class Timeline:
         for out in outs:
             asks = out.asks if isinstance(out, Launch) else (out,)
             if isinstance(out, Launch):
-                self.launch(out, number, len(after.lanes[out.lane].running))
+                self.add_launch(out, number, len(after.lanes[out.lane].running))
             for ask in asks:
-                self.ask(ask, number)
+                self.add_effect(ask, number)
         self.ask_counts.append(len(self.ask_rows) - first)
 
-    def launch(self, launch: Launch, number: int, together: int) -> None:
+    def add_launch(self, launch: Launch, number: int, together: int) -> None:
         if (last := self._running.pop(launch.lane, None)) is not None:
             self.launches.stop[last] = number
         self._running[launch.lane] = self.launches.begin(launch.lane, len(self.ask_rows), number)
         self.sizes.append(len(launch.asks))
         self.together.append(max(together, len(launch.asks)))
 
-    def ask(self, ask: EffectRequest, number: int) -> None:
-        row = self._rows.get(ask.request, NOBODY)
+    def add_effect(self, ask: EffectRequest, number: int) -> None:
+        row = self._rows.get(ask.request, NO_ROW)
         if ask.effect.outcomes and ask.effect.side is Side.STORE:
             self._awaited[ask.request] = self.store.begin(row, len(self.ask_rows), number), ask.effect
         self.ask_rows.append(row)
         self.asks.add(ask.effect)
 
     def pack(self) -> dict[str, Any]:
-        """What the page's script reads."""
+        """Return the data that the page's script reads."""
         return {
             "states": STATES,
             "seqs": self.seqs,

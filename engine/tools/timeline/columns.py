@@ -1,4 +1,4 @@
-"""Values field by field: many of one class take little room when each field is a column of its own."""
+"""Stores values field by field, because equal fields of many values compress well as one column."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from attrs import define, field
 from effects.scope import Scope
 
 MOST_TEXT = 200  # characters of a reason or an error that are shown
-OWN = {"token", "salt", "grammar"}  # somebody's own, and never shown
-EXACT = 1 << 53  # what is larger is no exact number in a browser
+# Fields that belong to a person. They are never shown.
+HIDDEN_FIELDS = {"token", "salt", "grammar"}
+EXACT = 1 << 53  # larger numbers are not exact in a browser
 
 
 def list_field_names(value: Any) -> tuple[str, ...]:
-    """Return the names of its fields; none if its class is not ours."""
+    """Return the names of a value's fields; none if its class is not ours."""
     kind: Any = type(value)
     return list_class_fields(kind)
 
@@ -31,13 +32,15 @@ def list_class_fields(kind: Any) -> tuple[str, ...]:
 
 
 def list_fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and plain values of all its fields. Of tokens, and of anything else that is a list, only how many: a page
-    is passed on more easily than a trace, and has nobody's text in it.
+    """Yield names and plain values of all fields.
+
+    Of tokens, and of other lists, only the number is given: a page is passed on more easily than a trace, so it has no
+    text of a user in it.
     """
     for own in list_field_names(value):
         name = prefix + own
         one = getattr(value, own)
-        if own in OWN:
+        if own in HIDDEN_FIELDS:
             yield name, None if one in (None, "") else "not shown"
         elif isinstance(one, tuple | list | Mapping):
             yield f"{name} (how many)", len(one)
@@ -48,23 +51,26 @@ def list_fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def make_plain(value: Any) -> Any:
-    """Return a value as JSON and a browser have it."""
+    """Return a value in the form that JSON and a browser can represent."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int | float) and -EXACT < value < EXACT:  # neither infinite nor no number
+    # Neither infinite nor not a number.
+    if isinstance(value, int | float) and -EXACT < value < EXACT:
         return value
     return str(value)[:MOST_TEXT]
 
 
 @define
 class Table:
-    """Instances of one class, each a row."""
+    """Instances of one class as rows of a table."""
 
     length: int = 0
     columns: dict[str, list[Any]] = field(factory=dict[str, "list[Any]"])
 
     def add(self, value: Any) -> None:
-        """A field that some have and others have not (one that is None, or an instance) is None where it is missing."""
+        """Add a row. Some fields are not in every instance (an instance or None); where one is missing, the value is
+        None.
+        """
         for name, one in list_fields(value):
             column = self.columns.setdefault(name, [])
             column += [None] * (self.length - len(column))
@@ -77,10 +83,10 @@ class Table:
 
 
 @define
-class Kinds:
+class MixedColumns:
     """Instances of several classes, in the order in which they came."""
 
-    order: list[int] = field(factory=list[int])  # of each, which class it is of
+    order: list[int] = field(factory=list[int])  # the class of each instance
     tables: dict[str, Table] = field(factory=dict[str, Table])
 
     def add(self, value: Any) -> None:
@@ -96,7 +102,9 @@ class Kinds:
 
 
 def pack_column(values: list[Any]) -> Any:
-    """A list; one value in an object, if all are the same; or, of texts, numbers and what they stand for."""
+    """Return a list. If all values are the same, return one value in an object. Texts become numbers and a list of
+    texts.
+    """
     if all(value == values[0] and type(value) is type(values[0]) for value in values):
         return {"all": values[0]}
     if not any(isinstance(value, str) for value in values):
@@ -107,11 +115,11 @@ def pack_column(values: list[Any]) -> Any:
 
 
 def compute_steps(ascending: Sequence[int]) -> list[int]:
-    """Each less the one before: small numbers, which take little room."""
+    """Return the differences between neighbours, which are small and compress well."""
     return [value - before for value, before in zip(ascending, [0, *ascending], strict=False)]
 
 
 def compress(data: Mapping[str, Any]) -> str:
-    """Compress data to letters that mean nothing in HTML."""
+    """Compress data to characters that have no meaning in HTML."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()

@@ -1,4 +1,4 @@
-"""From a trace to a page: replayed, collected, and put into one HTML file that needs nothing else."""
+"""Builds the page from a trace: replays it, collects its content, and writes one HTML file that needs no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from engine.settings.user_error import UserError
 from engine.tools.timeline.collect_timeline import Timeline
 from engine.tools.timeline.columns import MOST_TEXT, compress
 
-# Of a page. What a trace of a million events needs is an eighth; one that was made to compress badly is refused.
+# The most bytes of a page. A trace of a million events needs an eighth. A trace that was made to compress badly is
+# refused.
 MOST_BYTES = 128 << 20
 SCRIPTS = ("data.js", "paint.js", "draw.js", "tell.js", "hands.js")  # one module, in this order
 SETTINGS = ("slots", "chunk", "block_size", "max_context", "max_queue", "batch_rows", "store", "block", "stateful")
@@ -29,7 +30,10 @@ SETTINGS = ("slots", "chunk", "block_size", "max_context", "max_queue", "batch_r
 
 @frozen
 class PageResult:
-    """What to print about a page. trouble: why the trace is not all on it; status: of the command."""
+    """The result of writing a page.
+
+    trouble: why not all of the trace is on it. status: the exit status of the command.
+    """
 
     line: str
     trouble: str
@@ -38,7 +42,7 @@ class PageResult:
 
 @define
 class ReadTrace:
-    """The part of a trace that could be read. trouble: why it is not all of it; status: of the command."""
+    """The part of a trace that could be read. trouble: why it is not all. status: the exit status of the command."""
 
     header: Header
     timeline: Timeline
@@ -47,7 +51,7 @@ class ReadTrace:
 
 
 def write_page(path: Path, output: Path | None = None, first: int = 0, until: int | None = None) -> PageResult:
-    """Raises UserError, OSError, or BadTrace where nothing can be read."""
+    """Write the page of a trace. Raises UserError, OSError, or BadTrace if nothing can be read."""
     target = output or path.with_name(path.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
     if target.exists() and path.exists() and target.samefile(path):
         raise UserError(f"{target}: is the trace itself; accepted: another name for the page (-o)")
@@ -63,8 +67,9 @@ def write_page(path: Path, output: Path | None = None, first: int = 0, until: in
 
 
 def collect_timeline(path: Path, first: int = 0, until: int | None = None) -> ReadTrace:
-    """Up to where it is damaged, cut short or no longer leads to what was recorded. Raises BadTrace for a trace of
-    another version, or none.
+    """Collect the timeline up to the first event that is damaged, missing, or replayed with another result.
+
+    Raises BadTrace for a trace of another version, or a file that is no trace.
     """
     header, records = read_trace(path)
     viewed = ReadTrace(header, Timeline(first))
@@ -83,7 +88,8 @@ def collect_timeline(path: Path, first: int = 0, until: int | None = None) -> Re
                 step()
         run.finish()
     except ReplayDiffers as error:
-        viewed.trouble, viewed.status = str(error), CUT_SHORT if isinstance(error, TraceCutShort) else 1
+        viewed.trouble = str(error)
+        viewed.status = CUT_SHORT if isinstance(error, TraceCutShort) else 1
     except BadTrace as error:
         viewed.trouble = str(error)
         viewed.status = 2
@@ -91,8 +97,10 @@ def collect_timeline(path: Path, first: int = 0, until: int | None = None) -> Re
 
 
 def build_page(viewed: ReadTrace, name: str) -> str:
-    """Nothing of the trace is in it but letters, digits, + and /, and its file's name, escaped. The policy lets the
-    page's own script and style through, told by what they are, and nothing else.
+    """Return the HTML of the page.
+
+    The trace adds nothing but letters, digits, + and /, and the escaped name of its file. The content policy admits the
+    page's own script and style by their hashes, and nothing else.
     """
     style = read_part("page.css")
     script = "\n".join(map(read_part, SCRIPTS))
@@ -104,7 +112,8 @@ def build_page(viewed: ReadTrace, name: str) -> str:
         raise UserError(f"a page of {size}; accepted: up to {most}; --from, --until show a part")
     parts = {"style": style, "script": script, "data": data, "title": html.escape(name)}
     parts |= {"script-hash": hash_source(script), "style-hash": hash_source(style)}
-    return re.sub(r"{{([a-z-]+)}}", lambda found: parts[found[1]], frame)  # once over it: names may have braces, too
+    # All marks are replaced in one pass, because names may have braces too.
+    return re.sub(r"{{([a-z-]+)}}", lambda found: parts[found[1]], frame)
 
 
 def read_part(name: str) -> str:
@@ -112,7 +121,7 @@ def read_part(name: str) -> str:
 
 
 def hash_source(text: str) -> str:
-    """Return the hash by which a content policy lets a source through."""
+    """Return the hash by which a content policy admits a source."""
     return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
 
 

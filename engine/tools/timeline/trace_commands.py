@@ -1,4 +1,4 @@
-"""`rekindle trace`: view."""
+"""The command `rekindle trace view`."""
 
 from __future__ import annotations
 

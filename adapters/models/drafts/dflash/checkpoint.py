@@ -1,16 +1,15 @@
-"""A DFlash draft's folder: config.json and safetensors, flat as published; any other drafter is refused by name.
+"""Opens the folder of a DFlash draft: config.json and safetensors files, as published.
 
-Everything is checked against the headers and the target before a byte of weights is allocated. Nothing is unpickled.
+Folders of other kinds of draft are refused by name. Everything is checked against the headers of the files and against
+the target before weights are allocated. Pickle files are never read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 from attrs import frozen
-from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
@@ -18,16 +17,16 @@ from adapters.checkpoint.safetensors_folder import (
     Shapes,
     TensorEntry,
     check_tensors,
-    digest_tensors,
     read_header,
     scan_tensors,
 )
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+from adapters.models.drafts.stored_tensors import StoredTensors
 
 MASK_EMBEDDING = "mask_embedding"
-# Parts of tensor names that other drafters have; to leave such a tensor out would be to run a different model.
+# Parts of tensor names that other kinds of draft have. Without such a tensor a different model would run.
 _FOREIGN = {
     "midlayer": "EAGLE",
     "domino": "Domino",
@@ -43,11 +42,12 @@ _FOREIGN = {
     "t2d": "Speculators",
 }
 _NATIVE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-_IGNORED = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight")  # recomputed; the target's are used
+# The frequencies are computed anew. The embedding and the head of the target are used.
+_IGNORED = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight")
 
 
-def draft_tensors(config: DFlashConfig) -> Shapes:
-    """Published names and shapes."""
+def list_draft_tensors(config: DFlashConfig) -> Shapes:
+    """Return the published names and shapes of the draft's tensors."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(config.aux_layers) * hidden),
@@ -60,20 +60,19 @@ def draft_tensors(config: DFlashConfig) -> Shapes:
 
 
 @frozen
-class DraftCheckpoint:
+class DraftCheckpoint(StoredTensors):
     """An opened, validated draft. `open` reads headers only; `read` reads one tensor, named as published.
 
-    A tensor `mask_embedding` `[D]` is there if the folder has mask_embedding.safetensors: it stands for the target's
+    There is a tensor `mask_embedding` `[D]` if the folder has mask_embedding.safetensors. It replaces the target's
     embedding of the mask token.
     """
 
     folder: Path
     config: DFlashConfig
-    tensors: Mapping[str, TensorEntry]
 
     @classmethod
     def open(cls, folder: Path | str, target: ModelConfig) -> DraftCheckpoint:
-        """Raises CheckpointError, one line, for whatever keeps the folder from drafting for `target`."""
+        """Open a draft for `target`. Raises CheckpointError, one line, if the folder has none that fits."""
         path = Path(folder)
         _refuse_gguf(path)
         if not path.is_dir():
@@ -81,30 +80,16 @@ class DraftCheckpoint:
         raw = read_json(path / "config.json")
         try:
             refuse_other_formats(raw)
-            tensors = _published(scan_tensors(path))
-            shapes = _shapes(tensors)
+            tensors = _translate_names(scan_tensors(path))
+            shapes = _read_shapes(tensors)
             config = parse_draft_config(raw, shapes, target)
         except CheckpointError as error:
             text = str(error)
             raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
-        check_tensors(path, tensors, draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
-        mask = _mask_embedding(path, config.hidden_size)
-        return cls(path, config, tensors if mask is None else {**tensors, MASK_EMBEDDING: mask})
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, as stored, on the host. KeyError if the draft has none of that name."""
-        return self.tensors[name].read(name)
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def digest(self) -> str:
-        """Identifies the weights, as `digest_of` does."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        return digest_tensors(self.tensors)
+        check_tensors(path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
+        mask = _find_mask_embedding(path, config.hidden_size)
+        used = tensors if mask is None else {**tensors, MASK_EMBEDDING: mask}
+        return cls(folder=path, config=config, tensors=used)
 
 
 def _refuse_gguf(path: Path) -> None:
@@ -115,8 +100,11 @@ def _refuse_gguf(path: Path) -> None:
         raise CheckpointError(f"{found[0]}: GGUF drafts are not supported; accepted: a folder with safetensors")
 
 
-def _published(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors that matter, by their published names: no `model.` prefix, transformers' own names translated."""
+def _translate_names(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors that are used, by their published names. Raises CheckpointError.
+
+    A prefix `model.` is dropped, and the names that transformers gives are translated.
+    """
     tensors: dict[str, TensorEntry] = {}
     for full, entry in scanned.items():
         bare = full.removeprefix("model.")
@@ -134,8 +122,8 @@ def _published(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
-    """D, heads and so on as the tensors have them; only what is needed for that is looked at."""
+def _read_shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
+    """Return the sizes that the tensors' shapes show. Raises CheckpointError. `check_tensors` checks the rest."""
 
     def rows_of(name: str, dimensions: int) -> tuple[int, ...]:
         if name not in tensors:
@@ -157,7 +145,7 @@ def _shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
     return DraftShapes(hidden, inner, len(layers), q // head, kv // head, head, fused // hidden)
 
 
-def _mask_embedding(folder: Path, hidden: int) -> TensorEntry | None:
+def _find_mask_embedding(folder: Path, hidden: int) -> TensorEntry | None:
     file = folder / f"{MASK_EMBEDDING}.safetensors"
     if not file.is_file():
         if (folder / f"{MASK_EMBEDDING}.pt").exists():

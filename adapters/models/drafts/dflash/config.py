@@ -1,4 +1,4 @@
-"""A DFlash draft's configuration: config.json against the tensors' shapes and the target, or one clear refusal."""
+"""Parses the configuration of a DFlash draft and compares it with the tensors' shapes and the target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 @frozen
 class DraftShapes:
-    """What the tensors say: D, I, layers, H, KV, hd and K, the number of target layers that feed the context."""
+    """The sizes that the tensors show: D, I, layers, H, KV, hd and K, the number of auxiliary target layers."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,10 +35,11 @@ class DraftShapes:
 
 @frozen
 class DFlashConfig:
-    """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` behind context rows that the target's layers give.
+    """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` after context rows from the target's layers.
 
-    aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed
-    and at most B - 1 proposals. masks: for each layer, what a row of the block sees.
+    aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`.
+    block: B, the seed and at most B - 1 proposals.
+    masks: for each layer, the rows that a row of the block attends to.
     """
 
     qk_norm: ClassVar[bool] = True
@@ -61,7 +62,7 @@ class DFlashConfig:
     rms_norm_eps: float = 1e-6
 
     def row_facts(self) -> tuple[object, ...]:
-        """Besides weights, all that the numbers of a context row depend on."""
+        """Return everything besides the weights on which the numbers of a context row depend."""
         return (self.aux_layers, self.rotary, self.rms_norm_eps, self.num_kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -69,10 +70,10 @@ class DFlashConfig:
 
 
 def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> DFlashConfig:
-    """config.json of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
+    """Return the configuration of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
 
-    A field of DFlash's own is looked for in `dflash_config`, then at top level. A size that config.json leaves out is
-    what the tensors say; one that it has must agree.
+    DFlash's own fields are searched for in `dflash_config`, then at the top level. A size that config.json lacks is
+    taken from the tensors. A size that it has must agree with them.
     """
     refuse_other_formats(raw)
     own = raw.get("dflash_config", {})
@@ -83,7 +84,7 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Mode
         raise CheckpointError(f"config.json: head_dim {shapes.head_dim} is odd; rotary embedding needs an even one")
     _compare_sizes(raw, shapes)
     _compare_target(fields, shapes, target)
-    block = _integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
+    block = _check_integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
     return DFlashConfig(
         hidden_size=shapes.hidden_size,
         intermediate_size=shapes.intermediate_size,
@@ -92,16 +93,16 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Mode
         num_kv_heads=shapes.num_kv_heads,
         head_dim=shapes.head_dim,
         rotary=Rotary(shapes.head_dim, *parse_rope(raw, ("default", "yarn"))),
-        masks=_masks(fields, shapes.num_layers, block),
-        aux_layers=_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
+        masks=_read_masks(fields, shapes.num_layers, block),
+        aux_layers=_read_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
         block=block,
-        mask_token_id=_mask_token_id(fields, target.vocab_size),
+        mask_token_id=_read_mask_token_id(fields, target.vocab_size),
         rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
     )
 
 
 def refuse_other_formats(raw: Mapping[str, Any]) -> None:
-    """Drafts that are told by their config.json to be something else."""
+    """Raise CheckpointError if config.json describes a draft of another kind."""
     for name in ("speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size"):
         if raw.get(name) is not None:
             raise CheckpointError(
@@ -123,15 +124,18 @@ def refuse_other_formats(raw: Mapping[str, Any]) -> None:
         raise CheckpointError("config.json: attention_bias true is not supported; accepted: false")
 
 
-def formula_aux_layers(layers: int, count: int) -> tuple[int, ...]:
-    """The auxiliary layers of a draft whose config.json names none: evenly spread from layer 1 to the last but two."""
+def spread_aux_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Return the auxiliary layers of a draft whose config.json names none.
+
+    They are spread evenly from layer 1 to the third layer from the end.
+    """
     if count == 1:
         return (layers // 2,)
     return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
 
 
 def _compare_sizes(raw: Mapping[str, Any], shapes: DraftShapes) -> None:
-    told = {
+    sizes = {
         "hidden_size": shapes.hidden_size,
         "intermediate_size": shapes.intermediate_size,
         "num_hidden_layers": shapes.num_layers,
@@ -139,7 +143,7 @@ def _compare_sizes(raw: Mapping[str, Any], shapes: DraftShapes) -> None:
         "num_key_value_heads": shapes.num_kv_heads,
         "head_dim": shapes.head_dim,
     }
-    for name, found in told.items():
+    for name, found in sizes.items():
         if raw.get(name) is not None and read_size(raw, name) != found:
             raise CheckpointError(f"config.json: {name} is {raw[name]}, but the tensors' shapes say {found}")
 
@@ -158,10 +162,10 @@ def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: Mode
             )
 
 
-def _aux_layers(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
+def _read_aux_layers(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
     named = ids is not None
-    aux_layers = ids if named else list(formula_aux_layers(layers, count))
+    aux_layers = ids if named else list(spread_aux_layers(layers, count))
     if not isinstance(aux_layers, list) or not all(
         isinstance(layer, int) and not isinstance(layer, bool) for layer in aux_layers
     ):
@@ -178,13 +182,14 @@ def _aux_layers(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int
     return tuple(aux_layers)
 
 
-def _masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[AttentionMask, ...]:
-    """Sliding layers are causal within the block and full ones see all of it, unless config.json says `causal`.
+def _read_masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[AttentionMask, ...]:
+    """Return the attention mask of each layer. Raises CheckpointError.
 
-    Transformers' own drafts see both ways in either kind, and their windows do not count the row itself.
+    Layers with a sliding window are causal within the block, and other layers see the whole block. A field `causal` of
+    config.json overrides this. In transformers' own drafts no layer is causal, and windows do not count the row itself.
     """
     native = fields.get("model_type") == NATIVE
-    kinds = _layer_kinds(fields, layers)
+    kinds = _read_layer_kinds(fields, layers)
     causal = False if native else fields.get("causal")
     if causal is not None and not isinstance(causal, bool):
         raise CheckpointError(f"config.json: causal {repr(causal)[:40]} is not true or false")
@@ -192,7 +197,7 @@ def _masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Attentio
     if "sliding_attention" in kinds:
         if fields.get("use_sliding_window") is False:
             raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
-        window = _integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
+        window = _check_integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
     masks = []
     for kind in kinds:
         sliding = kind == "sliding_attention"
@@ -205,12 +210,12 @@ def _masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Attentio
     return tuple(masks)
 
 
-def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
+def _read_layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
     kinds = fields.get("layer_types")
     if kinds is None:
         if not read_flag(fields, "use_sliding_window"):
             return ["full_attention"] * layers
-        first = _integer(fields.get("max_window_layers", 28), "max_window_layers", 0, 1 << 16)
+        first = _check_integer(fields.get("max_window_layers", 28), "max_window_layers", 0, 1 << 16)
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
         raise CheckpointError(
@@ -219,13 +224,13 @@ def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
     return kinds
 
 
-def _mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
+def _read_mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
     if fields.get("mask_token_id") is None:
         raise CheckpointError("config.json: mask_token_id is missing")
-    return _integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
+    return _check_integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
 
 
-def _integer(value: object, name: str, lowest: int, highest: int) -> int:
+def _check_integer(value: object, name: str, lowest: int, highest: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
         raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not an integer in {lowest}..{highest}")
     return value

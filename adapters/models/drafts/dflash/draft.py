@@ -1,13 +1,23 @@
-"""DFlash: a draft that proposes a block of tokens at once, from context rows that the target's hidden states give.
+"""DFlash: a draft that proposes a block of tokens at once.
 
-Two things happen here. `extend` turns what the target's auxiliary layers left for each row into keys and values of
-every draft layer: H = norm(fc(aux)), k = rotate(norm(Wk H)), v = Wv H, once a row, cached like the target's own.
-`propose` embeds `[token, MASK, ...]` behind a slot's context and runs the draft's layers over it; row j gives the
-logits of the token j places on. The block's own keys and values are written behind the context and forgotten by being
-overwritten.
+Theory of operation. A draft that predicts one token after the other runs one forward for each proposal. DFlash instead
+runs one forward over a block `[token, MASK, MASK, ...]`: row j gives the logits of the token j places on. The block
+attends to context rows that are computed from hidden states of the target, so the draft knows what the target knows.
 
-A context row's bits do not depend on the bucket, the chunk or the neighbours it was computed with, and a block's not on
-the other blocks, so a restored or batched sequence is proposed the same tokens as a cold one alone.
+`extend` computes the context rows, once for each row of the target. From the outputs of the target's auxiliary layers
+it makes keys and values of every draft layer, which are cached like the target's own:
+
+    H = norm(fc(aux)),  k = rotate(norm(Wk H)),  v = Wv H
+
+`propose` embeds the block behind a slot's context rows and runs the draft's layers over it. The keys and values of the
+block are written behind the context rows. The next `extend` overwrites them.
+
+Invariant: the bits of a context row do not depend on the bucket, the chunk or the other rows of its forward. The bits
+of a block do not depend on the other blocks. So a restored or batched sequence gets the same proposals as one that is
+computed alone from the beginning.
+
+Example: context rows [0, 100) are valid, the slot's last token is at position 100, and 5 proposals are requested. The
+block has 8 rows, at positions 100 to 107. Its rows 1 to 5 give the logits of positions 101 to 105.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.dflash.config import DFlashConfig
-from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, turns
+from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, count_block_rows, group_requests
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
@@ -44,8 +54,10 @@ from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 @define(eq=False)
 class ContextBuffers:
-    """The static tensors of one bucket. given: what the target left, side by side, `[bucket, K D]`, or what a
-    projection has made of that, `[bucket, D]`.
+    """The static tensors of one bucket of `extend`.
+
+    given: the outputs of the auxiliary layers, side by side, `[bucket, K D]`; or the features that a projection has
+    computed from them, `[bucket, D]`.
     """
 
     batch: Batch
@@ -64,7 +76,7 @@ class BlockBuffers:
 
 
 class DFlashDraft(CachedDraft[LoadedDraft]):
-    """As `CachedDraft` says; its blocks are behind the context rows of their slots."""
+    """A DFlash draft. Its blocks lie behind the context rows of their slots. See `CachedDraft` for the methods."""
 
     def __init__(
         self,
@@ -88,56 +100,60 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._config
 
     @property
-    def branches(self) -> bool:
+    def can_branch(self) -> bool:
         return True
 
     # --- forwards ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:  # noqa: ARG002
-        """Rows do not depend on their own tokens otherwise than through the target."""
-        loaded = self._loaded()
+        """Write the context rows. They depend on their tokens only through the target's hidden states."""
+        loaded = self._require_weights()
         self._check_step(step)
-        buffers = self._context(step.bucket, len(self.aux_layers))
+        buffers = self._find_context_buffers(step.bucket, len(self.aux_layers))
         with inference(), current(self._device):
             given = [aux_hidden_states[layer] for layer in self.aux_layers]
-            here = [one if one.device == self._device else one.to(self._device) for one in given]
+            here = [states if states.device == self._device else states.to(self._device) for states in given]
             torch.cat(here, 1, out=buffers.given)
             buffers.batch.load(step, None)
             self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
 
-    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:  # noqa: ARG002 - as in `extend`
-        loaded = self._loaded()
+    def extend_projected(self, step: Step, tokens: Tensor, features: Tensor) -> None:  # noqa: ARG002 - as in `extend`
+        loaded = self._require_weights()
         self._check_step(step)
-        buffers = self._context(step.bucket, 1)
+        buffers = self._find_context_buffers(step.bucket, 1)
         with inference(), current(self._device):
             buffers.given[: step.rows].copy_(features)
             buffers.batch.load(step, None)
             self._kernels.prepare_step(buffers.batch)
-            self._kernels.launch("take", buffers.batch, lambda: self._store(loaded, buffers, buffers.given))
+            self._kernels.launch("take", buffers.batch, lambda: self._store_rows(loaded, buffers, buffers.given))
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
-        """All at once: `pick` is asked once."""
-        pick(self._parts(requests))
+        """Compute the logits of all proposals, and call `pick` once."""
+        pick(self._compute_parts(requests))
 
     def logits(self, requests: Sequence[BlockRequest]) -> Tensor:
-        """Float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to count.
+        """Return float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to `count`.
 
-        Row j is the draft's word on the token at `position + j`. Read them before the next call: they may be static
-        buffers. The block is run at the smallest of 4, 8, 16 ... B rows that holds the proposals.
+        Row j predicts the token at `position + j`. The result may be a static buffer, so it must be read before the
+        next call. A block has the smallest of 4, 8, 16, ... B rows that holds the proposals.
         """
-        parts = self._parts(requests)
+        parts = self._compute_parts(requests)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _parts(self, requests: Sequence[BlockRequest]) -> list[Tensor]:
-        """The logits of each."""
-        loaded, block = self._loaded(), self.block
+    def _compute_parts(self, requests: Sequence[BlockRequest]) -> list[Tensor]:
+        """Return the logits of each request."""
+        loaded = self._require_weights()
+        block = self.block
         self._check_requests(requests)
-        together = list(turns(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
+        together = list(group_requests(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
         parts = list[Tensor]()
         for turn in together:
-            segments = tuple([Segment(one.slot, one.position, block_rows(one, block)) for one in turn])
-            logits, row = self._run_turn(loaded, turn, segments), 1
+            segments = tuple(
+                [Segment(request.slot, request.position, count_block_rows(request, block)) for request in turn]
+            )
+            logits = self._run_turn(loaded, turn, segments)
+            row = 1
             for request, segment in zip(turn, segments, strict=True):
                 rows = logits[row : row + request.count]
                 parts.append(rows if len(together) == 1 else rows.clone())
@@ -145,12 +161,13 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return parts
 
     def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest], segments: tuple[Segment, ...]) -> Tensor:
-        total, tokens = 0, list[int]()
+        total = 0
+        tokens = list[int]()
         for request, segment in zip(requests, segments, strict=True):
             tokens += [request.token, *[self._config.mask_token_id] * (segment.count - 1)]
             total += segment.count
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
-        buffers = self._block(step.bucket)
+        buffers = self._find_block_buffers(step.bucket)
         with inference(), current(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
@@ -159,21 +176,25 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return buffers.logits
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
-        kernels, eps = self._kernels, self._config.rms_norm_eps
+        kernels = self._kernels
+        eps = self._config.rms_norm_eps
         if buffers.fused_layers is not None:
             buffers.fused_layers.run(buffers.given, buffers.batch)
             return
         context = kernels.add_norm(kernels.linear(buffers.given, loaded.fc), None, loaded.hidden_norm, eps)
-        self._store(loaded, buffers, context)
+        self._store_rows(loaded, buffers, context)
 
-    def _store(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
+    def _store_rows(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
         kernels, batch = self._kernels, buffers.batch
         for layer, (k_cache, v_cache) in zip(loaded.layers, self.rows.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_block(self, loaded: LoadedDraft, buffers: BlockBuffers) -> None:
-        kernels, batch, residual, eps = self._kernels, buffers.batch, buffers.hidden, self._config.rms_norm_eps
+        kernels = self._kernels
+        batch = buffers.batch
+        residual = buffers.hidden
+        eps = self._config.rms_norm_eps
         if buffers.fused_layers is not None:
             buffers.fused_layers.run(residual, batch, stops=False)
             kernels.write_logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
@@ -192,24 +213,26 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
-        """For decode steps of one slot with so many proposals and what the target's pass leaves, in one call, where the
-        library carries out all of it. The same one until the weights go.
+        """Return the pass that proposes `count` tokens within a decode step of the compiled library.
+
+        It reads the hidden states that `target` leaves. None if the library cannot run all of it. The same pass is
+        returned until the weights are offloaded.
         """
-        rows = block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
+        rows = count_block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
         if (rows, target) not in self._draft_passes:
             fits = rows in self._buckets and target.rows in self._buckets
             self._draft_passes[rows, target] = self._make_draft_pass(rows, target) if fits else None
         return self._draft_passes[rows, target]
 
     def _make_draft_pass(self, rows: int, target: DecodePass) -> DraftPass | None:
-        loaded = self._loaded()
+        loaded = self._require_weights()
         contexts = list[ContextPass]()
         for bucket in self._buckets[: self._buckets.index(target.rows) + 1]:
-            context = self._context(bucket, len(self.aux_layers))
+            context = self._find_context_buffers(bucket, len(self.aux_layers))
             if context.fused_layers is None:
                 return None
             contexts.append(ContextPass(context.fused_layers, context.batch, context.given))
-        own = self._block(rows)
+        own = self._find_block_buffers(rows)
         if own.fused_layers is None:
             return None
         ending = (loaded.norm, self._config.rms_norm_eps, self._head.packed)
@@ -219,8 +242,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         left = [target.forward.aux_hidden_states[layer] for layer in self.aux_layers]
         return self._kernels.build_draft_pass(block, contexts, left, self._config.mask_token_id)
 
-    def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Blocks of every size for one slot, and whole ones for as many as a step holds."""
+    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
+        """Return blocks of every size for one slot, then full blocks for as many slots as a step holds."""
         blocks = {min(SMALLEST_BLOCK << doubled, self.block) for doubled in range(self.block.bit_length())}
         yield from ([BlockRequest(0, 0, 1, 0, size - 1)] for size in sorted(blocks))
         for count in range(2, min(slots, rows // self.block) + 1):
@@ -228,7 +251,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     # --- weights and buffers ---
 
-    def _load(self, read: WeightReader, weights: DraftWeights) -> LoadedDraft:
+    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedDraft:
         return load_draft(read, weights, self._kernels, self._config)
 
     def _make_buffers(self) -> None:
@@ -241,16 +264,17 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         self._blocks.clear()
         self._draft_passes.clear()
 
-    def _buffers_bytes(self) -> int:
+    def _count_buffer_bytes(self) -> int:
         held = 0
-        for context in tuple(self._contexts.values()):  # asked from other threads, too
+        # Other threads call this as well, so it iterates over copies.
+        for context in tuple(self._contexts.values()):
             held += context.batch.table.nbytes + context.given.nbytes
         for block in tuple(self._blocks.values()):
             held += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
         return held
 
-    def _context(self, bucket: int, states: int) -> ContextBuffers:
-        """states: that a row is given, of D values each."""
+    def _find_context_buffers(self, bucket: int, states: int) -> ContextBuffers:
+        """Return the buffers of a bucket, allocated at first use. states: hidden states of D values that a row gets."""
         if (bucket, states) not in self._contexts:
             width = states * self._config.hidden_size
             given = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
@@ -258,7 +282,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given, fused)
         return self._contexts[bucket, states]
 
-    def _block(self, bucket: int) -> BlockBuffers:
+    def _find_block_buffers(self, bucket: int) -> BlockBuffers:
         if bucket not in self._blocks:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
@@ -267,7 +291,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._blocks[bucket]
 
     def _fuse_context(self, bucket: int) -> FusedContext | None:
-        loaded = self._loaded()
+        loaded = self._require_weights()
         layers = [
             ContextLayer(layer.kv, layer.decoder.prep, *caches)
             for layer, caches in zip(loaded.layers, self.rows.layers, strict=True)
@@ -276,7 +300,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
-        loaded, layers = self._loaded(), list[WholeLayer]()
+        loaded, layers = self._require_weights(), list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"

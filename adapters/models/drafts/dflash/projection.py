@@ -1,5 +1,7 @@
-"""What a DFlash draft makes of its target's hidden states before anything else, beside the target: where the draft is
-in another process, D values a row cross instead of those of all auxiliary layers.
+"""The first step of a DFlash draft, for a draft that runs in another process than its target.
+
+The step reduces the outputs of the auxiliary layers to D values a row. It runs in the target's process, so that only
+these values cross and not the outputs of all auxiliary layers.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class ProjectionBuffers:
 
 @define(eq=False)
 class FeatureProjection:
-    """norm(fc(all of them)), as the draft itself would. kernels: an instance of its own, of the target's kind."""
+    """Computes norm(fc(outputs of the auxiliary layers)), as the draft itself would.
+
+    kernels: an instance of the projection's own, for the target's device.
+    """
 
     config: DFlashConfig
     source: DraftWeights
@@ -49,22 +54,22 @@ class FeatureProjection:
     _buffers: dict[int, ProjectionBuffers] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._offloadable = OffloadableWeights(self._load, self.device)
+        self._offloadable = OffloadableWeights(self._load_weights, self.device)
         self._offloadable.load_back()
 
-    def _load(self) -> ProjectionWeights:
+    def _load_weights(self) -> ProjectionWeights:
         with current(self.device):
             read = WeightReader(self.source, self.device, self.dtype)
             return ProjectionWeights(self.kernels.pack(read("fc.weight")), read("hidden_norm.weight"))
 
     @property
-    def numbers(self) -> str:
+    def bit_signature(self) -> str:
         return repr(self.kernels.bit_signature)
 
-    def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
+    def project(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
         loaded = self._offloadable.loaded
-        assert loaded is not None, "the projection is parked"
-        buffers = self._at(step.bucket)
+        assert loaded is not None, "the projection's weights are offloaded"
+        buffers = self._find_buffers(step.bucket)
 
         def body() -> None:
             joined = self.kernels.linear(buffers.fused, loaded.fc)
@@ -79,7 +84,7 @@ class FeatureProjection:
         return buffers.out
 
     def offload(self) -> int:
-        self._forget()
+        self._forget_recordings()
         return self._offloadable.offload()
 
     def load_back(self) -> int:
@@ -87,23 +92,23 @@ class FeatureProjection:
         return self._offloadable.load_back()
 
     def release(self) -> None:
-        self._forget()
+        self._forget_recordings()
         self._offloadable.release()
 
     def memory(self) -> Mapping[str, int]:
-        held = sum(
-            one.batch.table.nbytes + one.fused.nbytes + one.out.nbytes for one in tuple(self._buffers.values())
-        )  # asked from other threads, too
+        # Other threads call this as well, so it iterates over a copy.
+        buffers = tuple(self._buffers.values())
+        held = sum(buffer.batch.table.nbytes + buffer.fused.nbytes + buffer.out.nbytes for buffer in buffers)
         return {"weights": self._offloadable.weights_bytes, "host": self._offloadable.host_bytes, "buffers": held}
 
-    def _forget(self) -> None:
-        """Recorded graphs have the weights' addresses in them."""
+    def _forget_recordings(self) -> None:
+        """Drop the buffers and the recorded graphs, which contain the weights' addresses."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.kernels = self.kernels.copy_for_shard()
         self._buffers.clear()
 
-    def _at(self, bucket: int) -> ProjectionBuffers:
+    def _find_buffers(self, bucket: int) -> ProjectionBuffers:
         if bucket not in self._buffers:
             width = self.config.hidden_size
             fused = torch.zeros(bucket, len(self.config.aux_layers) * width, dtype=self.dtype, device=self.device)

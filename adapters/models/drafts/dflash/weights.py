@@ -1,4 +1,4 @@
-"""A DFlash draft's weights as its kernels want them, and what is multiplied with them."""
+"""Loads a DFlash draft's weights into its kernels, and lists the products that are computed with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
-from adapters.models.drafts.cached_draft import cache_rows
+from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.draft_parts import DraftWeights
@@ -18,7 +18,7 @@ from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
 
 @frozen
 class DraftLayer:
-    """One draft layer; kv is the part of its qkv that context rows go through."""
+    """One draft layer. kv: the part of its qkv projection that context rows go through."""
 
     decoder: DecoderLayer
     kv: Any
@@ -26,7 +26,7 @@ class DraftLayer:
 
 @frozen
 class LoadedDraft:
-    """All weights. mask: `[D]`, in the place of the target's embedding of the mask token."""
+    """All weights. mask: `[D]`, the replacement for the target's embedding of the mask token, if there is one."""
 
     fc: Any
     hidden_norm: Tensor
@@ -44,20 +44,24 @@ def load_draft(read: WeightReader, weights: DraftWeights, kernels: Kernels, conf
         fc=kernels.pack(read("fc.weight")),
         hidden_norm=read("hidden_norm.weight"),
         norm=read("norm.weight"),
-        mask=read(MASK_EMBEDDING).flatten() if weights.has(MASK_EMBEDDING) else None,
+        mask=read(MASK_EMBEDDING).flatten() if weights.has_tensor(MASK_EMBEDDING) else None,
         layers=tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
     )
 
 
-def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
-    """What the CPU kernels multiply for a draft, in the steps of its target. capacity: context rows of a slot."""
-    hidden, size = config.hidden_size, config.head_dim
+def list_draft_products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
+    """Return the products that CPU kernels compute for a draft, in steps of the target's sizes.
+
+    capacity: context rows of a slot.
+    """
+    hidden = config.hidden_size
+    size = config.head_dim
     weights = (
         Weight(hidden, len(config.aux_layers) * hidden),
         *layer_products(config),
         Weight(2 * config.num_kv_heads * size, hidden),
     )
     head = Weight(vocab, hidden)
-    heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
-    own = tuple(dict.fromkeys(one for one in weights if one != head))
+    heads = Heads(config.num_heads // config.num_kv_heads, size, count_cache_rows(capacity, config.block, TILE))
+    own = tuple(dict.fromkeys(weight for weight in weights if weight != head))
     return evolve(target, weights=own, heads=(heads,), deltas=())

@@ -1,35 +1,33 @@
-"""A model's prediction head in its checkpoint: `mtp.*`, as published Qwen3.5 models have it; other heads are refused.
+"""Opens a model's prediction head in the model's own checkpoint: tensors `mtp.*`, as in published Qwen3.5 models.
 
-Everything is checked against the headers before a byte of weights is allocated.
+Other heads are refused. Everything is checked against the headers before weights are allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, digest_tensors
+from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import HeadShape
 from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
 
 PREFIX = "mtp."
 LAYER = "mtp.layers.0."
-# One more than the most proposals. A head is asked once for each of them, and the further it goes on from what it said
-# itself, the less it is right: of the shipped one's, each is taken in about two of three cases where those before were.
+# One more than the most proposals. The head runs once for each proposal, and later proposals build on earlier ones.
+# The shipped head's proposals are each accepted in about two of three cases if those before were accepted.
 BLOCK = 8
 
 
 @frozen
 class HeadConfig:
-    """layer: of the head, which is one of the target's own kind. target_layers: how many the target has."""
+    """A prediction head. layer: the shape of its layer, which is of the target's own kind."""
 
     layer: HeadShape
     target_layers: int
@@ -55,19 +53,19 @@ class HeadConfig:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The last one: the head goes on from where the target stops."""
+        """The target's last layer: the head continues from the target's final hidden state."""
         return (self.target_layers - 1,)
 
     def row_facts(self) -> tuple[object, ...]:
-        """Besides weights, all that the numbers of a context row depend on."""
+        """Return everything besides the weights on which the numbers of a context row depend."""
         return (PREFIX, self.rotary, self.layer.rms_norm_eps, self.num_kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def head_tensors(shape: HeadShape) -> Shapes:
-    """Published names and shapes."""
+def list_head_tensors(shape: HeadShape) -> Shapes:
+    """Return the published names and shapes of the head's tensors."""
     hidden = shape.hidden_size
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
     return {
@@ -78,16 +76,15 @@ def head_tensors(shape: HeadShape) -> Shapes:
 
 
 @frozen
-class HeadCheckpoint:
+class HeadCheckpoint(StoredTensors):
     """A validated head. `open` reads headers only; `read` reads one tensor, named as published."""
 
     folder: Path
     config: HeadConfig
-    tensors: Mapping[str, StoredTensor]
 
     @classmethod
     def open(cls, target: Checkpoint) -> HeadCheckpoint:
-        """Raises CheckpointError, one line, where the target's checkpoint has none that can be run."""
+        """Open the head of a checkpoint. Raises CheckpointError, one line, if it has none that can run."""
         instead = "accepted: none, or the folder of a DFlash draft"
         if target.family.head_shape is None:
             kind = target.family.model_type
@@ -96,20 +93,6 @@ class HeadCheckpoint:
         if not tensors:
             raise CheckpointError(f"mtp: {target.folder} has no prediction head (tensors mtp.*); {instead}")
         shape = target.family.head_shape(target.config)
-        check_tensors(target.folder, tensors, head_tensors(shape), "a prediction head of one layer")
-        return cls(target.folder, HeadConfig(shape, target.config.num_layers), tensors)
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, as stored, on the host."""
-        return self.tensors[name].read(name)
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def digest(self) -> str:
-        """Identifies the weights, as `digest_of` does."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        return digest_tensors(self.tensors)
+        check_tensors(target.folder, tensors, list_head_tensors(shape), "a prediction head of one layer")
+        config = HeadConfig(shape, target.config.num_layers)
+        return cls(folder=target.folder, config=config, tensors=tensors)

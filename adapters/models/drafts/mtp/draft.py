@@ -1,15 +1,25 @@
-"""MTP: a model's own prediction head as a draft, asked again and again for the token after the one it said last.
+"""MTP: a model's own prediction head as a draft, which predicts one token after the other.
 
-A row of the head is made of a token's embedding and of the hidden state of the row before it, the target's last one
-after its final norm: x = fc(norm(embedding) | norm(hidden)), one layer of attention over such rows, a norm, and the
-target's own output head says what follows the token. Of rows that the target has computed only keys and values are
-kept (`extend`); `propose` goes on from the hidden states that the head itself gives.
+Theory of operation. A row of the head combines the embedding of a token with the hidden state of the row before it:
 
-Rows stand at their tokens' positions (published heads count from the hidden states, one earlier, which rotary embedding
-does not tell apart), so a block of rows depends on its own tokens and those before, as the target's does. Where a
-sequence may be continued from kept rows alone, at multiples of 64, no hidden state is there: such a row always takes
-zeros in its place, so a restored sequence is proposed the same tokens as a cold one. Of the rows since then the hidden
-states are kept for each slot, as recurrent layers keep what they need of them.
+    x = fc(norm(embedding) | norm(hidden))
+
+For rows that the target has computed, `hidden` is the target's last hidden state after its final norm. One attention
+layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. `extend` keeps
+only the keys and values of rows that the target has computed. `propose` continues from the hidden states that the head
+itself computes, one forward for each place.
+
+Rows lie at their tokens' positions. Published heads count from the hidden states, one position earlier; rotary
+embedding depends on differences only, so both give the same result. Therefore a block of rows depends on its own tokens
+and on those before it, as the target's rows do.
+
+A restored sequence must get the same proposals as one that is computed from the beginning. It may continue from
+restored rows at multiples of 64, where no hidden state is there. So the row at a multiple of 64 always takes zeros
+instead of a hidden state. The hidden states of the rows after it are kept for each slot (`KEPT_STATES`), because the
+next row may be computed in another step.
+
+Example: rows 0 to 99 are computed. Row 64 took zeros. Rows 65 to 99 took the hidden states of rows 64 to 98. Row 100
+takes the kept hidden state of row 99.
 """
 
 from __future__ import annotations
@@ -30,55 +40,60 @@ from adapters.models.kernels.interface import AttentionMask, Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 
-KEPT = 64  # hidden states of a slot, of its last rows: sequences are continued at multiples of it
-ALONE = AttentionMask(causal=True)  # a row sees the context and itself
+# The hidden states that a slot keeps, those of its last rows. Restored sequences continue at multiples of this number.
+KEPT_STATES = 64
+OWN_ROW = AttentionMask(causal=True)  # a row sees the context and itself
 
 
 @define(eq=False)
 class HeadBatch(BlockBatch):
-    """Two more views tell, as rows of `MtpDraft`'s hidden states,
+    """A batch with two more views. Their values are row numbers of `MtpDraft._hidden`.
 
-    sources  where the hidden state of the row before is; 0, which is zeros, where there is none
-    places   where the row's own one is kept; the row behind those of all slots where it is not
-    chained, to be set before `load`: sources are what the head gave for the same rows of the step before.
+    sources  the row with the hidden state of the row before; 0, whose values are zeros, if there is none.
+    kept_at  the row that keeps this row's own hidden state; the row behind those of all slots if it is not kept.
+
+    chained: set it before `load`. If true, the sources are the states that the head computed for the same rows in its
+    previous forward.
     """
 
     slots_held: int
     chained: bool = field(init=False, default=False)
     sources: Tensor = field(init=False)
-    places: Tensor = field(init=False)
+    kept_at: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._padding = (*self._padding, 0, self.step_rows - 1)
         super().__attrs_post_init__()
-        self.sources, self.places = self.table[6:].unbind(0)
+        self.sources, self.kept_at = self.table[6:].unbind(0)
 
     @property
     def step_rows(self) -> int:
-        """Where the hidden states of the step's own rows begin."""
-        return 2 + self.slots_held * KEPT
+        """The first row with hidden states of the step's own rows."""
+        return 2 + self.slots_held * KEPT_STATES
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
-        sources, places = list[int](), list[int]()
+        sources = list[int]()
+        places = list[int]()
         for segment in step.segments:
-            row, first = self.step_rows + len(sources), 1 + segment.slot * KEPT
+            row = self.step_rows + len(sources)
+            first = 1 + segment.slot * KEPT_STATES
             positions = range(segment.start, segment.start + segment.count)
             own = range(row, row + segment.count)
             if self.chained:
                 sources += own
             else:
-                before = [place - 1 if at % KEPT else 0 for place, at in zip(own, positions, strict=True)]
-                if segment.start % KEPT:
-                    before[0] = first + (segment.start - 1) % KEPT
+                before = [place - 1 if at % KEPT_STATES else 0 for place, at in zip(own, positions, strict=True)]
+                if segment.start % KEPT_STATES:
+                    before[0] = first + (segment.start - 1) % KEPT_STATES
                 sources += before
-            places += [self.step_rows - 1] * (segment.count - KEPT)
-            places += [first + at % KEPT for at in positions[-KEPT:]]
+            places += [self.step_rows - 1] * (segment.count - KEPT_STATES)
+            places += [first + at % KEPT_STATES for at in positions[-KEPT_STATES:]]
         return *super()._columns(step), sources, places
 
 
 @define(eq=False)
 class HeadBuffers:
-    """The static tensors of one bucket. last: what the target's last layer left, `[bucket, D]`."""
+    """The static tensors of one bucket. last: the output of the target's last layer, `[bucket, D]`."""
 
     batch: HeadBatch
     last: Tensor
@@ -86,7 +101,7 @@ class HeadBuffers:
 
 
 class MtpDraft(CachedDraft[LoadedHead]):
-    """As `CachedDraft` says."""
+    """A prediction head as a draft. See `CachedDraft` for the methods."""
 
     def __init__(
         self,
@@ -106,28 +121,28 @@ class MtpDraft(CachedDraft[LoadedHead]):
         return self._config
 
     @property
-    def branches(self) -> bool:
+    def can_branch(self) -> bool:
         return False
 
     # --- forwards ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
-        loaded = self._loaded()
+        loaded = self._require_weights()
         self._check_step(step)
-        buffers = self._at(step.bucket)
+        buffers = self._find_buffers(step.bucket)
         with inference(), current(self._device):
             buffers.last.copy_(aux_hidden_states[self.aux_layers[0]])
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), chained=False)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
 
-    def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:
-        """What is projected here needs the tokens' embeddings, so features are the target's hidden states."""
+    def extend_projected(self, step: Step, tokens: Tensor, features: Tensor) -> None:
+        """Do the same as `extend`. The features are the target's hidden states: the head needs the embeddings first."""
         padded = torch.nn.functional.pad(features, (0, 0, 0, step.bucket - len(features)))
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
-        """One forward for each place: those who want fewest drop out first."""
-        loaded = self._loaded()
+        """Run one forward for each place. Requests with the fewest proposals leave first."""
+        loaded = self._require_weights()
         self._check_requests(requests)
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
         asking = [requests[index] for index in order]
@@ -141,8 +156,8 @@ class MtpDraft(CachedDraft[LoadedHead]):
             picked = pick(parts)
             tokens = [picked[index][0] for index in order[: len(asking)]]
 
-    def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Two places each: the first one goes on from the target, the others from the head."""
+    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
+        """Return requests of two places each: the first continues from the target, the second from the head."""
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 
@@ -151,7 +166,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
     ) -> Tensor:
         segments = tuple(Segment(request.slot, request.position + place, 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
-        buffers = self._at(step.bucket)
+        buffers = self._find_buffers(step.bucket)
         with inference(), current(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
@@ -161,16 +176,18 @@ class MtpDraft(CachedDraft[LoadedHead]):
         return buffers.logits
 
     def _prepare(self, batch: HeadBatch, step: Step, tokens: Tensor, before: Sequence[int], *, chained: bool) -> None:
-        batch.before, batch.chained = tuple(before), chained
+        batch.before = tuple(before)
+        batch.chained = chained
         batch.load(step, tokens)
         self._kernels.prepare_step(batch)
 
     def _run_context(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
-        kernels, batch = self._kernels, buffers.batch
+        kernels = self._kernels
+        batch = buffers.batch
         hidden = kernels.add_norm(buffers.last, None, self._head.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(hidden)
-        x = self._joined(loaded, batch)
-        self._hidden.index_copy_(0, batch.places, hidden)
+        x = self._join_inputs(loaded, batch)
+        self._hidden.index_copy_(0, batch.kept_at, hidden)
         kv = kernels.linear(kernels.add_norm(x, None, loaded.layer.frame.input_norm, self._eps), loaded.kv)
         [(k_cache, v_cache)] = self.rows.layers
         kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
@@ -178,19 +195,20 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
         [(k_cache, v_cache)] = self.rows.layers
-        x = self._joined(loaded, batch)
+        x = self._join_inputs(loaded, batch)
         own = project_inputs(kernels, layer.frame, x, None)
         q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-        attended = kernels.attend_block(q, k_cache, v_cache, batch, ALONE)
+        attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW)
         delta = finish_layer(kernels, layer.frame, x, gate_attention(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)
         assert buffers.logits is not None
         buffers.logits.copy_(kernels.linear(out, self._head.packed))
 
-    def _joined(self, loaded: LoadedHead, batch: HeadBatch) -> Tensor:
-        """What the layer begins with, of the rows' tokens and the hidden states before them."""
-        kernels, eps = self._kernels, self._eps
+    def _join_inputs(self, loaded: LoadedHead, batch: HeadBatch) -> Tensor:
+        """Return the layer's input, from the rows' tokens and the hidden states of the rows before them."""
+        kernels = self._kernels
+        eps = self._eps
         table = self._head.embedding
         embedded = kernels.embed(table, batch.tokens, self._hidden.new_empty(batch.bucket, table.shape[1]))
         embedded = kernels.add_norm(embedded, None, loaded.embedding_norm, eps)
@@ -201,30 +219,34 @@ class MtpDraft(CachedDraft[LoadedHead]):
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         super().copy_rows(source, target, start, stop)
-        slots = torch.unflatten(self._hidden.narrow(0, 1, self.rows.slots * KEPT), 0, (-1, KEPT))
+        slots = torch.unflatten(self._hidden.narrow(0, 1, self.rows.slots * KEPT_STATES), 0, (-1, KEPT_STATES))
         slots[target].copy_(slots[source])
 
     # --- weights and buffers ---
 
-    def _load(self, read: WeightReader, weights: DraftWeights) -> LoadedHead:  # noqa: ARG002 - read is of them
+    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedHead:  # noqa: ARG002 - `read` reads from them
         return load_head(read, self._kernels, self._config)
 
     def _make_buffers(self) -> None:
-        """Hidden states: zeros, those of every slot's last rows, whatever is not kept, those of the step."""
+        """Allocate the hidden states. In order: one row of zeros, `KEPT_STATES` rows for each slot, one row that takes
+        the states that are not kept, and the rows of the step.
+        """
         self._buffers: dict[int, HeadBuffers] = {}
-        rows = 2 + self.rows.slots * KEPT + self._buckets[-1]
+        rows = 2 + self.rows.slots * KEPT_STATES + self._buckets[-1]
         self._hidden = torch.zeros(rows, self._config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _forget_buffers(self) -> None:
         self._buffers.clear()
 
-    def _buffers_bytes(self) -> int:
+    def _count_buffer_bytes(self) -> int:
         held = self._hidden.nbytes
-        for one in tuple(self._buffers.values()):  # asked from other threads, too
-            held += one.batch.table.nbytes + one.last.nbytes + (0 if one.logits is None else one.logits.nbytes)
+        # Other threads call this as well, so it iterates over a copy.
+        for buffers in tuple(self._buffers.values()):
+            logits = 0 if buffers.logits is None else buffers.logits.nbytes
+            held += buffers.batch.table.nbytes + buffers.last.nbytes + logits
         return held
 
-    def _at(self, bucket: int) -> HeadBuffers:
+    def _find_buffers(self, bucket: int) -> HeadBuffers:
         if bucket not in self._buffers:
             last = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             self._buffers[bucket] = HeadBuffers(HeadBatch(bucket, self._device, self.rows.slots), last)

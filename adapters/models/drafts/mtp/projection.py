@@ -1,4 +1,4 @@
-"""What a prediction head in another process is sent of its target: the last hidden states, as they are."""
+"""The projection of a prediction head that runs in another process: it sends the last hidden states unchanged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NOTHING: Mapping[str, int] = {"weights": 0, "host": 0, "buffers": 0}
 
 @frozen
 class LastHidden:
-    """Of D values a row already, and nothing is multiplied here."""
+    """The target's last hidden states. They have D values a row already, so nothing is multiplied."""
 
     layer: int
-    numbers: str = ""
+    bit_signature: str = ""
 
-    def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:  # noqa: ARG002
+    def project(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:  # noqa: ARG002
         return aux_hidden_states[self.layer]
 
     def offload(self) -> int:

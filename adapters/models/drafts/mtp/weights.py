@@ -1,4 +1,4 @@
-"""A prediction head's weights as its kernels want them, and what is multiplied with them."""
+"""Loads a prediction head's weights into its kernels, and lists the products that are computed with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
-from adapters.models.drafts.cached_draft import cache_rows
+from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
@@ -40,14 +40,18 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
     )
 
 
-def head_products(config: HeadConfig, target: Products, *, capacity: int, vocab: int) -> Products:
-    """What the CPU kernels multiply for a head, in the steps of its target. capacity: context rows of a slot."""
-    shape, hidden = config.layer, config.hidden_size
+def list_head_products(config: HeadConfig, target: Products, *, capacity: int, vocab: int) -> Products:
+    """Return the products that CPU kernels compute for a head, in steps of the target's sizes.
+
+    capacity: context rows of a slot.
+    """
+    shape = config.layer
+    hidden = config.hidden_size
     weights = (
         Weight(hidden, 2 * hidden),
         *layer_products(shape),
         Weight(2 * config.num_kv_heads * config.head_dim, hidden),
     )
-    heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, cache_rows(capacity, config.block, TILE))
-    own = tuple(dict.fromkeys(one for one in weights if one != Weight(vocab, hidden)))
+    heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, count_cache_rows(capacity, config.block, TILE))
+    own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, hidden)))
     return evolve(target, weights=own, heads=(heads,), deltas=())

@@ -30,7 +30,7 @@ from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.heads import PreparedHeadsCache, rotate_heads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
-from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.cpu.native.rows import NativeRows

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.models.kernels.cpu.host_draw import draw_rows
 from adapters.models.kernels.cpu.native.draw import NativePicker
-from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.cpu.native.native_library import find_library
 from adapters.models.kernels.cpu.penalties import HostPenalties
 from adapters.models.kernels.functions.exact_exp import exact_weights
 from adapters.models.kernels.functions.exact_functions import BITS

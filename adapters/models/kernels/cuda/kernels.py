@@ -159,9 +159,9 @@ class TritonKernels:
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         return self.linear(x, packed)
 
-    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+    def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:
         """Copy one expert after the other, so that no more than one is in memory twice."""
-        rest = iter(each)
+        rest = iter(experts)
         first = next(rest)
         if not can_be_grouped(first):
             return (first, *rest)

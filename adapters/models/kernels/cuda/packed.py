@@ -208,7 +208,7 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     return lanes.contiguous().view(torch.int32).squeeze(-1)
 
 
-def _arrange_levels(one: Tensor, group: int, block: int, blocks: int) -> Tensor:
+def _arrange_levels(levels: Tensor, group: int, block: int, blocks: int) -> Tensor:
     """Arrange scales or minima as `[rows / 8, numbers, 8]`. Those of a block's groups are joined in one number, so
     that one load brings them; whole numbers are then stored 128 greater.
 
@@ -216,14 +216,14 @@ def _arrange_levels(one: Tensor, group: int, block: int, blocks: int) -> Tensor:
     """
     held = block // group
     if held > 1:
-        one = pad(one.view(_WHOLE[one.itemsize]), (0, blocks * held - one.shape[1]))
-        one = one ^ -128 if one.dtype == torch.int8 else one
+        levels = pad(levels.view(_WHOLE[levels.itemsize]), (0, blocks * held - levels.shape[1]))
+        levels = levels ^ -128 if levels.dtype == torch.int8 else levels
         if held == 8:
-            one = one.view(len(one), -1, 4, 2).transpose(2, 3).flatten(1)
+            levels = levels.view(len(levels), -1, 4, 2).transpose(2, 3).flatten(1)
             held = 4
-        one = one.contiguous().view(_HELD[held * one.itemsize * 8])
-    one = pad(one, (0, 0, 0, -len(one) % _SIDE))
-    return one.view(len(one) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
+        levels = levels.contiguous().view(_HELD[held * levels.itemsize * 8])
+    levels = pad(levels, (0, 0, 0, -len(levels) % _SIDE))
+    return levels.view(len(levels) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
 
 
 @frozen

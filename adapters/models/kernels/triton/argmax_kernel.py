@@ -31,8 +31,11 @@ def part_extremes(logits_ptr, values_ptr, places_ptr, stride, width, parts, BLOC
 
 
 @triton.jit
-def row_extremes(values_ptr, places_ptr, tokens_ptr, told_ptr, width, parts, PARTS: tl.constexpr):
-    """Join all parts of a row: its token, int64 `[R]`, and told, float64 `[R, 3]`: token, smallest, largest logit."""
+def row_extremes(values_ptr, places_ptr, tokens_ptr, extremes_ptr, width, parts, PARTS: tl.constexpr):
+    """Join all parts of a row.
+
+    tokens: int64 `[R]`, the likeliest token. extremes: float64 `[R, 3]`: token, smallest and largest logit.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     inside = part < parts
@@ -45,6 +48,6 @@ def row_extremes(values_ptr, places_ptr, tokens_ptr, told_ptr, width, parts, PAR
     token = tl.min(tl.where(largest == most, place, 2147483647), 0)
     token = tl.minimum(token, width - 1)  # some token, if nothing can be compared
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(told_ptr + 3 * row, token.to(tl.float64))
-    tl.store(told_ptr + 3 * row + 1, tl.where(odd, float("nan"), tl.min(smallest, 0)).to(tl.float64))
-    tl.store(told_ptr + 3 * row + 2, tl.where(odd, float("nan"), most).to(tl.float64))
+    tl.store(extremes_ptr + 3 * row, token.to(tl.float64))
+    tl.store(extremes_ptr + 3 * row + 1, tl.where(odd, float("nan"), tl.min(smallest, 0)).to(tl.float64))
+    tl.store(extremes_ptr + 3 * row + 2, tl.where(odd, float("nan"), most).to(tl.float64))

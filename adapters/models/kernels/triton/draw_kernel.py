@@ -48,7 +48,7 @@ def asked_of(asked_ptr):
 @triton.jit
 def part_draws(
     logits_ptr,
-    told_ptr,
+    extremes_ptr,
     asked_ptr,
     factors_ptr,
     keys_ptr,
@@ -64,12 +64,12 @@ def part_draws(
 
     Without a top-k of up to MANY also: sums, int64, of all weights where top-p is asked for; winners, int64, and
     scores, float64: the key of the token that is best with noise, and its score. Of equal scores the likelier token
-    wins. told: extremes of these logits. asked: int64 `[R, ASKED]`, floats by their bits.
+    wins. extremes: those of these logits. asked: int64 `[R, ASKED]`, floats by their bits.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
-    largest = tl.load(told_ptr + 3 * source + 2)
+    largest = tl.load(extremes_ptr + 3 * source + 2)
     x, keys, at = block_of(logits_ptr + source * stride, part, width, BLOCK)
     to = row * parts + part
     tl.store(keys_ptr + to, tl.max(keys, 0))
@@ -170,7 +170,7 @@ def load_taken(taken_ptr, first, most, TAKEN: tl.constexpr):
 @triton.jit
 def row_draws(
     logits_ptr,
-    told_ptr,
+    extremes_ptr,
     asked_ptr,
     factors_ptr,
     keys_ptr,
@@ -195,7 +195,7 @@ def row_draws(
     """
     row = tl.program_id(0).to(tl.int64)
     source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
-    largest = tl.load(told_ptr + 3 * source + 2)
+    largest = tl.load(extremes_ptr + 3 * source + 2)
     logits_ptr += source * stride
     taken_ptr += row * MANY
     lanes = tl.arange(0, PARTS)
@@ -241,7 +241,7 @@ def row_draws(
 
 @triton.jit
 def part_weights(
-    logits_ptr, told_ptr, rows_ptr, factors_ptr, keys_ptr, sums_ptr, stride, width, parts, BLOCK: tl.constexpr
+    logits_ptr, extremes_ptr, rows_ptr, factors_ptr, keys_ptr, sums_ptr, stride, width, parts, BLOCK: tl.constexpr
 ):
     """Find the key of the likeliest of BLOCK logits of row `rows[row]`, and the sum of all weights, int64 `[R,
     parts]`.
@@ -249,7 +249,7 @@ def part_weights(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     source = tl.load(rows_ptr + row)
-    largest = tl.load(told_ptr + 3 * source + 2)
+    largest = tl.load(extremes_ptr + 3 * source + 2)
     x, keys, _ = block_of(logits_ptr + source * stride, part, width, BLOCK)
     tl.store(keys_ptr + row * parts + part, tl.max(keys, 0))
     weights = tl.where(keys > NONE, exact_weight(x.to(tl.float64) - largest, factors_ptr), 0)
@@ -259,7 +259,7 @@ def part_weights(
 @triton.jit(do_not_specialize=["most"])
 def row_leaders(
     logits_ptr,
-    told_ptr,
+    extremes_ptr,
     rows_ptr,
     tokens_ptr,
     keys_ptr,
@@ -277,7 +277,7 @@ def row_leaders(
     """
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(rows_ptr + row)
-    largest = tl.load(told_ptr + 3 * source + 2)
+    largest = tl.load(extremes_ptr + 3 * source + 2)
     token = tl.load(tokens_ptr + source)
     logits_ptr += source * stride
     out_ptr += row * (2 + 2 * most)

@@ -162,7 +162,8 @@ def _merge(
         for j in gl.static_range(AT_ONCE):
             acc, peak, total = partials[j]
             new_peak = gl.maximum(all_peak, peak)
-            old, new = gl.exp2(all_peak - new_peak), gl.exp2(peak - new_peak)
+            old = gl.exp2(all_peak - new_peak)
+            new = gl.exp2(peak - new_peak)
             all_total = gl.fma(total, new, all_total * old)
             spread = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS) + new[:, None]
             all_acc = gl.fma(acc, spread, all_acc * old[:, None])
@@ -229,11 +230,14 @@ def attend_splits_ahead(
     AT_ONCE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """As `attention.attend_splits`, of rows as they are (not coded), with tiles of 64 rows. PAGE: SPLIT, or 0.
+    """Do the same as `attention.attend_splits`, for rows that are not coded, in tiles of 64 rows. PAGE: SPLIT, or 0.
 
-    A slot's rows of this step follow each other in the batch, so what is `row0` positions before a tile's first is old.
-    AT_ONCE: partials that are merged at once, by who leaves the last one of a tile and key head; 0: they are not. left:
-    int32, KV numbers for each row of the bucket, how many have been left: zeros before and behind.
+    A slot's rows of this step are consecutive in the batch. So the keys up to `row0` positions before a tile's first
+    row were written by earlier steps.
+    AT_ONCE: how many partials are merged together. The program that writes the last partial of a tile and key head
+    merges them; 0: no program does.
+    left: int32, KV numbers for each row of the bucket: how many partials have been written. It is zero before and
+    after the launch.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64
@@ -295,7 +299,8 @@ def attend_splits_ahead(
             total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
             for _ in range(gl.minimum(tiles - number, OF_SPLIT)):
                 key0 = start + number * BLOCK_N
-                k_at, v_at = (read + number) % K_STAGES, (read + number) % V_STAGES
+                k_at = (read + number) % K_STAGES
+                v_at = (read + number) % V_STAGES
                 masked = key0 + BLOCK_N > first + 1
                 mbarrier.wait(k_come.index(k_at), (read + number) // K_STAGES & 1)
                 nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)

@@ -31,8 +31,8 @@ class BlockForm:
     converts: bool  # the device has an instruction for E4M3
 
     @property
-    def at_once(self) -> bool:
-        """Whether one multiply-add can compute a byte's number times its scale; what it subtracts has to be exact."""
+    def fuses_scale(self) -> bool:
+        """True if one multiply-add can compute a byte's number times its scale. Its subtrahend has to be exact."""
         return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
@@ -147,7 +147,7 @@ def _scales(levels, c, FORM: gl.constexpr):
 @gluon.jit
 def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
     factor, below = scales
-    if FORM.at_once:
+    if FORM.fuses_scale:
         found = gl.fma(_in_mantissa(word, AT), factor, factor * (-32896.0))
     else:
         found = _number(word, AT, FORM) * factor

@@ -15,10 +15,11 @@ CHANGED = tl.constexpr(7)  # numbers of a row
 def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.constexpr):
     """Adjust BLOCK logits of a row by its bias and penalties: out float32 `[rows, width]`.
 
-    asked: int64 `[rows, CHANGED]`. Of each row: the address of its history, int32 `[V]`, twice how often a token is
-    in the answer and one more if it is in the prompt; the address of its bias, float32 `[V]`; 0 where there is none.
-    Then the bits of the float32 penalties: repetition, presence, frequency. Then where, behind all rows, the tokens
-    begin that the history does not count yet, and how many they are.
+    asked: int64 `[rows, CHANGED]`. The numbers of a row are:
+    * The address of its history, int32 `[V]`: twice how often a token is in the answer, plus 1 if it is in the prompt.
+    * The address of its bias, float32 `[V]`, or 0.
+    * The bits of three float32 penalties: repetition, presence, frequency.
+    * The place, behind all rows, of the tokens that the history does not count yet, and their number.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -1,1 +1,4 @@
-"""Readers of plain request logs: what clients sent, when, and how long the answers were."""
+"""Readers of request logs: what clients sent, when, and how long the answers were.
+
+Begin with `logged_requests.py`.
+"""

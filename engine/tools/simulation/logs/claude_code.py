@@ -1,8 +1,8 @@
-"""Logs of coding agents as token counts: one JSON object a session, one hash id for each block of a prompt.
+"""Reads logs of coding agents with token counts: one JSON object a session, one hash id for each block of a prompt.
 
-There is no text. Each (session, hash id) stands for its own block of tokens, always the same; what no hash covers, the
-rest of the last block and the answer, occurs nowhere else. Where ids say `hash_id_scope: global`, equal ids are equal
-blocks in all sessions. https://github.com/callanjfox/kv-cache-tester describes the format.
+There is no text. Each (session, hash id) stands for its own block of tokens, always the same one. The tokens that no
+hash covers, which are the rest of the last block and the answer, occur nowhere else. If the ids say `hash_id_scope:
+global`, equal ids are equal blocks in all sessions. https://github.com/callanjfox/kv-cache-tester describes the format.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from engine.tools.simulation.logs.logged_requests import (
 MOST_BLOCK = 1 << 12
 Earlier: TypeAlias = tuple[int, list[int], Sequence[int]]  # length, whole blocks, where earlier prompts end in it
 MOST_DEPTH = 8  # subagents of subagents
-MOST_MADE_UP = 1 << 26  # tokens of a file, each block counted once
+# The most tokens that are made up for a file, each block counted once.
+MOST_MADE_UP = 1 << 26
 
 
 def parse_session(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Session:
-    """The session of the file `name`. Raises BadLog.
+    """Return the session of the file `name`. Raises BadLog.
 
-    shared_head: sessions with equally many tool tokens begin with the same tools, and with the same system prompt if
-    its tokens are as many, too.
+    shared_head: sessions with equally many tool tokens begin with the same tools. They share the system prompt too, if
+    it has equally many tokens.
     """
-    return ClaudeCodeReader(name, raw, shared_head).session()
+    return ClaudeCodeReader(name, raw, shared_head).read_session()
 
 
 def read_integer(
@@ -65,17 +66,17 @@ class ClaudeCodeReader:
     name: str
     raw: Mapping[str, Any]
     shared_head: bool
-    _key: str = ""  # what its tokens are made up from
+    _key: str = ""  # the beginning of the names from which tokens are made
     _block: int = 0
     _scope: str = ""
-    _head: tuple[int, int] = (0, 0)  # tool tokens, and those with the system prompt after them
+    _head: tuple[int, int] = (0, 0)  # tool tokens, and tool tokens with the system prompt
     _blocks: dict[int, Tokens] = field(factory=dict[int, Tokens])
     _agents: list[Agent] = field(factory=list[Agent])
     _first: Sequence[int] = ()  # hash ids of the session's first request
     _read: int = 0
     _made_up: int = 0
 
-    def session(self) -> Session:
+    def read_session(self) -> Session:
         raw = self.raw
         name = self.name
         self._block = read_integer(raw, "block_size", name, least=1, most=MOST_BLOCK, default=64)
@@ -86,13 +87,13 @@ class ClaudeCodeReader:
         self._scope = self._key if scope == "local" else "global"
         tools = read_integer(raw, "tool_tokens", name, default=0)
         self._head = (tools, tools + read_integer(raw, "system_tokens", name, default=0))
-        self._agent(raw.get("requests"), 0, name, 0)
+        self._read_agent(raw.get("requests"), 0, name, 0)
         if not self._agents:
             raise BadLog(f"{name}: no requests in it")
         return Session(self._key, tuple(self._agents))
 
-    def _agent(self, listed: Any, start_ns: int, where: str, depth: int) -> None:
-        """One agent's requests in order of time, its subagents' apart. A subagent begins when its entry does."""
+    def _read_agent(self, listed: Any, start_ns: int, where: str, depth: int) -> None:
+        """Read one agent's requests in order of time, and its subagents. A subagent begins when its entry does."""
         if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
             raise BadLog(f'{where}: "requests" is no list of objects')
         if depth > MOST_DEPTH or self._read + len(listed) > MOST_REQUESTS:
@@ -102,45 +103,46 @@ class ClaudeCodeReader:
         for number, one in enumerate(listed):
             place = f"{where}: request {number}"
             at_ns = read_seconds(one, "t", place)
-            if at_ns < start_ns:  # told from the subagent's own start
+            # The time counts from the subagent's own start.
+            if at_ns < start_ns:
                 at_ns += start_ns
             if "requests" in one:
-                self._agent(one["requests"], at_ns, place, depth + 1)
+                self._read_agent(one["requests"], at_ns, place, depth + 1)
             if "hash_ids" in one or "requests" not in one:
                 timed.append((at_ns, number, one, place))
         found = list[Request]()
         before = list[Earlier]()
         for at_ns, _, one, place in sorted(timed, key=lambda entry: entry[:2]):
-            found.append(self._request(at_ns, one, place, before))
+            found.append(self._read_request(at_ns, one, place, before))
         if found:
             self._agents.append(Agent(tuple(found)))
 
-    def _request(self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[Earlier]) -> Request:
+    def _read_request(self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[Earlier]) -> Request:
         length = read_integer(raw, "in", where, least=1)
         ids = raw.get("hash_ids", [])
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise BadLog(f'{where}: "hash_ids" is no list of integers')
         ids = ids[: -(-length // self._block)]
         self._first = self._first or ids
-        head = self._shared(ids, length)
-        pieces = [*self._head_pieces(head), *self._body(ids, head, length)]
+        head = self._count_shared_tokens(ids, length)
+        pieces = [*self._head_pieces(head), *self._list_body(ids, head, length)]
         rest = length - sum(map(len, pieces))
         own = self._key + where.removeprefix(self.name)
         if rest > 0:
-            pieces.append(self._tokens(f"{own}: rest", rest))
+            pieces.append(self._make_tokens(f"{own}: rest", rest))
         out = read_integer(raw, "out", where, default=0)
         ends = list_earlier_ends(before, lambda end, blocks: end <= length and blocks == ids[: len(blocks)])
         before.append((length, ids[: length // self._block], ends))
         return Request(
             at_ns,
             tuple(pieces),
-            self._tokens(f"{own}: answer", max(1, out)),
+            self._make_tokens(f"{own}: answer", max(1, out)),
             find_message_starts(length, self._head, ends),
             read_seconds(raw, "think_time", where, 0),
         )
 
-    def _shared(self, ids: Sequence[int], length: int) -> int:
-        """Tokens at the front that are the client's own: those that the session's first request begins with, too."""
+    def _count_shared_tokens(self, ids: Sequence[int], length: int) -> int:
+        """Return how many leading tokens are the client's own: the session's first request begins with them too."""
         if not self.shared_head:
             return 0
         same = next(
@@ -150,11 +152,11 @@ class ClaudeCodeReader:
 
     def _head_pieces(self, length: int) -> list[Tokens]:
         tools, both = self._head
-        parts = (self._tokens(f"tools {tools}", tools), self._tokens(f"system {tools} {both}", both - tools))
+        parts = (self._make_tokens(f"tools {tools}", tools), self._make_tokens(f"system {tools} {both}", both - tools))
         return [part for part in (parts[0][:length], parts[1][: max(0, length - tools)]) if part]
 
-    def _body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
-        """From token `start` on, what the hash ids cover."""
+    def _list_body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
+        """Return the tokens that the hash ids cover, from token `start` on."""
         first, into = divmod(start, self._block)
         pieces = [self._make_block(one) for one in ids[first:]]
         if pieces and into:
@@ -166,10 +168,10 @@ class ClaudeCodeReader:
 
     def _make_block(self, block: int) -> Tokens:
         if block not in self._blocks:
-            self._blocks[block] = self._tokens(f"{self._scope} {block}", self._block)
+            self._blocks[block] = self._make_tokens(f"{self._scope} {block}", self._block)
         return self._blocks[block]
 
-    def _tokens(self, name: str, length: int) -> Tokens:
+    def _make_tokens(self, name: str, length: int) -> Tokens:
         self._made_up += length
         if self._made_up > MOST_MADE_UP:
             raise BadLog(f"{self.name}: stands for more than {MOST_MADE_UP} different tokens")

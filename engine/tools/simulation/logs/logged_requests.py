@@ -1,4 +1,4 @@
-"""The form that every log is read into: sessions of agents that send one request after the other."""
+"""The common form of all logs: sessions of agents that send one request after the other."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from attrs import frozen
 from effects.ids import Tokens
 
 T = TypeVar("T")
-MOST_TOKENS = 1 << 22  # of one prompt or answer
-MOST_REQUESTS = 1 << 20  # of one file
+MOST_TOKENS = 1 << 22  # tokens of one prompt or answer
+MOST_REQUESTS = 1 << 20  # requests of one file
 LONE = re.compile("[\ud800-\udfff]")
 DIGEST = 64  # bytes, and tokens, of one blake2b digest
 
 
 class BadLog(Exception):
-    """A file that cannot be simulated. One line: which file, where in it, what was found and what is accepted."""
+    """A file that cannot be simulated.
+
+    The message is one line: the file, the place, what was found, what is accepted.
+    """
 
 
 @frozen(eq=False)
 class Request:
-    """One request. `pieces` are the prompt, end to end; requests share them, so that long logs fit in memory.
+    """One request.
 
-    at_ns: when it was sent, by the session's clock. pause_ns: its client waits at least so long after an answer.
+    pieces: the prompt, end to end. Requests share pieces, so that long logs fit in memory.
+    at_ns: the time when it was sent, by the session's clock.
+    pause_ns: the least time that its client waits after an answer.
     boundaries: ascending prompt positions at which a message begins.
     """
 
@@ -48,14 +53,14 @@ class Request:
 
 @frozen(eq=False)
 class Agent:
-    """Requests in order of time, each sent only when the one before it has been answered."""
+    """Requests in order of time. Each is sent only when the one before it has been answered."""
 
     requests: tuple[Request, ...]
 
 
 @frozen(eq=False)
 class Session:
-    """An agent and its subagents. absolute: times are of one clock that all such sessions share."""
+    """An agent and its subagents. absolute: their times are of one clock that all such sessions share."""
 
     name: str
     agents: tuple[Agent, ...]
@@ -77,20 +82,26 @@ def shorten_value(value: object) -> str:
 
 
 def read_text(value: str, where: str) -> str:
-    """A text from JSON, which can hold halves of characters that no encoding has. Raises BadLog."""
+    """Return the text if it can be encoded.
+
+    JSON can hold halves of characters, which no encoding has. Raises BadLog.
+    """
     if LONE.search(value):
         raise BadLog(f"{where}: half a surrogate pair in a text; accepted: Unicode")
     return value
 
 
 def make_tokens(name: str, length: int) -> Tokens:
-    """Tokens that stand for a text nobody has: always the same for one name. Small numbers, which take no memory."""
+    """Return tokens that stand for an unknown text, always the same for one name. They are small, to save memory."""
     digests = (blake2b(f"{name}\0{at}".encode(), digest_size=DIGEST).digest() for at in range(0, length, DIGEST))
     return tuple(chain.from_iterable(digests))[:length]
 
 
 def list_earlier_ends(earlier: Sequence[tuple[int, T, Sequence[int]]], begins: Callable[[int, T], bool]) -> list[int]:
-    """Return where earlier prompts end that this one begins with. Each is (length, its name, its own ends)."""
+    """Return the ends of earlier prompts with which this one begins.
+
+    Each earlier prompt is (length, its name, its own ends).
+    """
     ends = set[int]()
     for length, name, own in reversed(earlier):
         if length not in ends and begins(length, name):
@@ -99,7 +110,9 @@ def list_earlier_ends(earlier: Sequence[tuple[int, T, Sequence[int]]], begins: C
 
 
 def find_message_starts(length: int, marked: Iterable[int], earlier: Sequence[int]) -> Tokens:
-    """Safe boundaries of a prompt of `length` tokens: marked positions, ends of earlier prompts that it begins with (an
-    answer begins there), and its own end.
+    """Return the safe boundaries of a prompt of `length` tokens.
+
+    These are the marked positions, the ends of earlier prompts with which it begins (an answer begins there), and its
+    own end.
     """
     return tuple(sorted({at for at in (*marked, *earlier, length) if 0 < at <= length}))

@@ -24,10 +24,13 @@ from engine.tools.simulation.recorded_trace import merge_traces, read_recorded
 from engine.tools.simulation.simulated_costs import MeasuredCosts
 from states.settings import Settings
 
-MOST_OBJECT = 128 << 20  # characters of a file that is one JSON object
-MOST_PARTS = 1 << 20  # lists and objects in it: two for each request
-PIECE = 1 << 15  # characters that are tokenized together: some two hundred bytes for each of them meanwhile
-PIECES = 8  # at once
+# The most characters of a file that is one JSON object.
+MOST_OBJECT = 128 << 20
+# The most lists and objects in it: two for each request.
+MOST_PARTS = 1 << 20
+# Characters that are tokenized together. Tokenizing takes some two hundred bytes for each of them.
+PIECE = 1 << 15
+PIECES = 8  # pieces that are tokenized at once
 ACCEPTED = (
     "accepted: a trace of `rekindle serve --trace`, JSON Lines with timestamp, input, output and session_id, "
     "or a JSON object with requests and hash_ids; each may be compressed (.zst)"
@@ -36,7 +39,9 @@ ACCEPTED = (
 
 @define
 class Logs:
-    """All files together. settings: of the first recorded trace. texts: how texts were tokenized, if there were any."""
+    """The content of all files. settings: those of the first recorded trace. texts: how texts were tokenized, if any
+    were.
+    """
 
     sessions: list[Session] = field(factory=list[Session])
     settings: Settings | None = None
@@ -47,17 +52,17 @@ class Logs:
 
 @define
 class LogReader:
-    """model: folder of the checkpoint whose tokenizer texts are read with; None: the demo's."""
+    """Reads files. model: the folder of the checkpoint whose tokenizer is used; None: the demo's."""
 
     model: Path | None = None
     shared_head: bool = False
     logs: Logs = field(factory=Logs)
     _tokenizer: Tokenizer | None = None
-    _numbers: list[int] = field(factory=list[int])  # the tokens, each one object that all texts share
+    _numbers: list[int] = field(factory=list[int])  # the tokens; all texts share one object for each number
     _measured: list[MeasuredCosts] = field(factory=list[MeasuredCosts])
 
     def read(self, path: Path) -> None:
-        """Raises UserError with one line, or OSError."""
+        """Read a file. Raises UserError with one line, or OSError."""
         try:
             self._read(path)
         except BadLog as error:
@@ -81,7 +86,7 @@ class LogReader:
             self.logs.formats[path.name] = "text"
             self.logs.sessions += text_log.parse_sessions(str(path), number_lines(path), self._encode)
         else:
-            self._session(path, found)
+            self._add_session(path, found)
 
     def _read_trace(self, path: Path) -> None:
         recorded = read_recorded(path)
@@ -90,7 +95,7 @@ class LogReader:
         self.logs.settings = self.logs.settings or recorded.settings
         self._measured.append(recorded.measured)
 
-    def _session(self, path: Path, found: Any) -> None:
+    def _add_session(self, path: Path, found: Any) -> None:
         if not isinstance(found, dict):
             with open_trace(path, "r") as file:
                 text = file.read(MOST_OBJECT + 1)
@@ -119,7 +124,7 @@ class LogReader:
         return list(map(self._encode_pieces, texts))
 
     def _encode_pieces(self, text: str) -> tuple[Tokens, Sequence[int]]:
-        """In pieces from its beginning on, so that texts that begin alike still do."""
+        """Tokenize a text in pieces from its beginning, so that texts with a common beginning have common tokens."""
         assert self._tokenizer is not None
         tokens = list[int]()
         begins = array("I")
@@ -153,7 +158,7 @@ def number_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_logs(paths: Sequence[Path], model: Path | None = None, *, shared_head: bool = False) -> Logs:
-    """Raises UserError or OSError."""
+    """Read log files. Raises UserError or OSError."""
     reader = LogReader(model, shared_head)
     with count_progress("read logs", len(paths)) as step:
         for path in paths:

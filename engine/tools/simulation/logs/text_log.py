@@ -1,4 +1,4 @@
-"""Logs with text: JSON Lines, a request each, with `timestamp` (microseconds), `input`, `output` and `session_id`."""
+"""Reads logs with text: JSON Lines with `timestamp` (microseconds), `input`, `output` and `session_id`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.tools.simulation.logs.logged_requests import (
     shorten_value,
 )
 
-# texts -> for each its tokens and, for each token, the character it begins at
+# Takes texts, and returns for each text its tokens and the character at which each token begins.
 Encode: TypeAlias = Callable[[Sequence[str]], list[tuple[Tokens, Sequence[int]]]]
 
 MOST_TEXT = 16 << 20  # characters of one prompt
@@ -45,7 +45,7 @@ class LogLine:
 
 
 def parse_sessions(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[Session]:
-    """The sessions of a file, whose lines come with their numbers. Raises BadLog."""
+    """Return the sessions of a file. lines: with their numbers. Raises BadLog."""
     sessions: dict[str, list[LogLine]] = {}
     count = 0
     size = 0
@@ -90,7 +90,10 @@ def parse_line(where: str, text: str) -> tuple[str, LogLine]:
 
 
 def build_agent(lines: Sequence[LogLine], encode: Encode) -> Agent:
-    """A session's requests, which its lines hold in any order. encode is asked twice: for all prompts, all answers."""
+    """Return an agent with a session's requests.
+
+    lines: in any order. encode: called once for prompts and once for answers.
+    """
     prompts = encode([line.text for line in lines])
     answers = encode([line.answer for line in lines])
     found = list[Request]()
@@ -105,7 +108,7 @@ def build_agent(lines: Sequence[LogLine], encode: Encode) -> Agent:
 
 
 def find_markers(text: str, begins: Sequence[int]) -> list[int]:
-    """The token at, or first after, the end of each opening marker."""
+    """Return the token at the end of each opening marker, or the first one after it."""
     positions = list[int]()
     token = 0
     for opening in OPENING.finditer(text):

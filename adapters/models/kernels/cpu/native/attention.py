@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, check_caches, check_layout
 from adapters.models.kernels.row_format import format_of
 

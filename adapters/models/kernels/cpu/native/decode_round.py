@@ -184,7 +184,7 @@ def _describe_draw(draw: DrawOf, sampling: Sampling, vocabulary: int) -> None:
     draw.mask = None
     draw.known = -1
     draw.most = -1
-    draw.told = None
+    draw.weighed = None
     draw.temperature = sampling.temperature
     draw.mass = sampling.top_p
     draw.least = math.log(sampling.min_p) if sampling.temperature and sampling.min_p else -math.inf

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.cpu.convolution_taps import TransposedTaps
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout
 from adapters.models.kernels.delta_interface import (
     CHUNK,
@@ -57,7 +57,7 @@ class NativeDelta:
         _check_step(batch, len(state.inputs), rows)
         alike = mixed.dtype in DTYPE_CODES and state.inputs.dtype is mixed.dtype and state.conv.dtype is mixed.dtype
         if not alike or mixed.stride(1) != 1 or mixed.shape[1] != shape.channels or not has_room_for(shape):
-            raise TypeError(f"a convolution of {mixed.dtype} {list(mixed.shape)} beside {state.inputs.dtype}, {shape}")
+            raise TypeError(f"a convolution of {mixed.dtype} {list(mixed.shape)} with {state.inputs.dtype}, {shape}")
         slots = len(state.inputs)
         check_layout("taps", taps, (TAPS, shape.channels), torch.float32)
         check_layout("inputs before a state", state.conv, (len(state.conv), TAPS - 1, shape.channels), mixed.dtype)

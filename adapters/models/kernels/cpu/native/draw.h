@@ -10,7 +10,7 @@ typedef struct {
     int64_t key;                   // of the noise
     long limit;                    // of top-k
     long most;                     // alternatives; -1: no log-probabilities
-    double *told;                  // [2 + 2 most]; as sampling.py has it
+    double *weighed;               // [2 + 2 most]; as sampling.py has it
     double lowest, highest;        // of the logits that are used
     long token;
 } draw_t;
@@ -204,22 +204,22 @@ static int in_order(const void *one, const void *other) {
     return a->place != b->place ? (a->place < b->place) - (a->place > b->place) : (a->token > b->token) - (a->token < b->token);
 }
 
-static void tell(const drawing_t *job, const draw_t *draw, const float *logits, const desk_t *desk) {
+static void weigh_tokens(const drawing_t *job, const draw_t *draw, const float *logits, const desk_t *desk) {
     const long vocabulary = job->vocabulary, most = draw->most;
     float lowest, peak;
     int64_t total = 0;
     job->isa->extremes(logits, vocabulary, &lowest, &peak);
     job->isa->weights(logits, vocabulary, peak, 1.0, job->factors, desk->weights);
     for (long i = 0; i < vocabulary; i++) total += desk->weights[i];
-    draw->told[0] = (double)logits[draw->token] - (double)peak;
-    draw->told[1 + 2 * most] = (double)total / 0x1p42;
+    draw->weighed[0] = (double)logits[draw->token] - (double)peak;
+    draw->weighed[1 + 2 * most] = (double)total / 0x1p42;
     if (!most) return;
     long count = all_chances(logits, vocabulary, desk->chances);
     if (most < count) count = until(desk->chances, count, last_of(desk->chances, count, (double)most, desk->fewer));
     qsort(desk->chances, (size_t)count, sizeof(chance_t), in_order);
     for (long i = 0; i < most; i++) {
-        draw->told[1 + i] = (double)desk->chances[i].token;
-        draw->told[1 + most + i] = (double)logits[desk->chances[i].token] - (double)peak;
+        draw->weighed[1 + i] = (double)desk->chances[i].token;
+        draw->weighed[1 + most + i] = (double)logits[desk->chances[i].token] - (double)peak;
     }
 }
 
@@ -249,7 +249,7 @@ static void draw_row(void *of, long row) {
     if (peak == -INFINITY) return; // none may follow
     while (draw->token < job->vocabulary - 1 && logits[draw->token] != peak) draw->token++;
     if (draw->temperature > 0.0) draw_from(job, draw, logits, peak, draw->token, desk);
-    if (draw->most >= 0) tell(job, draw, masked(draw, draw->raw, job->vocabulary, desk->masked), desk);
+    if (draw->most >= 0) weigh_tokens(job, draw, masked(draw, draw->raw, job->vocabulary, desk->masked), desk);
 }
 
 // A token of each row, for draws[rows]. factors: 2^(i / 256), i < 256. Returns -1 where there is no memory.

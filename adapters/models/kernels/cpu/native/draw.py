@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.functions.exact_exp import exp_factors
 from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.sampling_interface import PickedRow, PickRequest, TokenMask
@@ -53,7 +53,7 @@ def pick_rows(
     if is_plain:
         used = raw
     elif used.dtype is not torch.float32 or used.is_cuda or used.shape != raw.shape:
-        raise ValueError(f"logits: {used.dtype} {list(used.shape)} beside {list(raw.shape)}")
+        raise ValueError(f"logits: {used.dtype} {list(used.shape)} with {list(raw.shape)}")
     used = used.contiguous()
     draws = ctypes.create_string_buffer(rows * _SIZE)
     details: dict[int, ctypes.Array[ctypes.c_double]] = {}

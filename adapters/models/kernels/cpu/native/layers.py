@@ -22,7 +22,7 @@ from adapters.models.kernels.cpu.native.layer_description import (
     check_parts,
     describe_matrix,
 )
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.interface import AttentionMask, Embedding, Rope

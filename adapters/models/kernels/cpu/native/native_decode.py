@@ -39,7 +39,7 @@ class DrawOf(ctypes.Structure):
         *((name, _DOUBLE) for name in ("temperature", "mass", "least")),
         ("key", _LONG),
         *((name, _SIZE) for name in ("limit", "most")),
-        ("told", _POINTER),
+        ("weighed", _POINTER),
         *((name, _DOUBLE) for name in ("lowest", "highest")),
         ("token", _SIZE),
     ]

@@ -1,5 +1,5 @@
 // Matrix products whose bits depend on the operands alone, not on how they are computed: see tiles.h, docs/DETERMINISM.md.
-// Compiled at installation (hatch_build.py), loaded by library.py. The Python modules check all arguments; nothing here does.
+// Compiled at installation (hatch_build.py), loaded by native_library.py. The Python modules check all arguments; nothing here does.
 #define _GNU_SOURCE
 #include "numbers.h"
 #include "pool.h"

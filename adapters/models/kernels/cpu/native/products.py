@@ -1,9 +1,17 @@
 """Products by the compiled library: packing weights, checking tensors, and multiplying.
 
-An output is one chain of float32 fused multiply-adds over ascending terms. With weights in bfloat16 the chain runs
-over pairs of terms, the second term of each pair first. The order does not depend on the number of rows, their
-contents or the number of threads, so an output's bits follow from its row and its weight alone. Packed weights have
-products of their own (steps.h, fixed.h), of which the same is true.
+Theory of operation. A row's bits must not depend on the other rows of its step. Floating-point sums depend on
+their order, so the order of every sum is fixed here. An output is one chain of float32 fused multiply-adds over
+ascending terms. With weights in bfloat16 the chain runs over pairs of terms, the second term of each pair first.
+
+Weights are stored in panels of 32 outputs, term after term, so that a vector register holds the same term of
+neighbouring outputs. Vectors and threads divide outputs and rows among them, and never the terms of a sum.
+
+Invariant: the order does not depend on the number of rows, their contents or the number of threads. So an output's bits
+follow from its row and its weight alone. Packed weights have products of their own (steps.h, fixed.h), of which the
+same is true: each group of columns has a chain, and the groups are added in ascending order.
+
+Example: for an output with terms 0 to 3 in bfloat16 the chain adds the products of terms 1, 0, 3 and 2, in this order.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.cpu.native.large_pages import LargePages
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.packed_formats import PANEL
 
 WIDEST = 1024  # numbers of a head, at most

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches, check_layout
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import format_of
