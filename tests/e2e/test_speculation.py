@@ -308,7 +308,8 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.spec.device.type == "cuda" else 0}
     how = {"status": StatusSources(live=target.collect_live), "paranoid": True}
-    async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
+    settings = evolve(target.settings, residency=scoped, rates=FLAT, store=False)
+    async with run_engine(settings, target.executor, **how) as running:
 
         def shown() -> dict:
             return running.submissions.status().props["runtime"]["draft_residency"]
@@ -349,7 +350,8 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
     guided.branches = branches
-    trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, rates=FLAT, tree=15 if branches else 0)
+    trace = tmp_path / "trace.jsonl"
+    settings = evolve(target.settings, rates=FLAT, tree=15 if branches else 0, store=False)
     header = Header(
         VERSION, __version__, settings, target.identity, {"device": target.shard.spec.device.type, "max_ctx": 1024}
     )
