@@ -204,6 +204,7 @@ def list_notify_handlers(
         KeepFrozen: () if compression is None else (compression.freeze,),
         PlaceExperts: (executor.place,),
         PaceSteps: (executor.pace_steps,),
+        PaceMemory: (),
         TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),
     }
     if transfer is not None:
