@@ -200,7 +200,8 @@ class StateMover:
 
 def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
     """Return `data` (uint8, all tensors end to end) as the named tensors, without a copy."""
-    found, at = dict[str, Tensor](), 0
+    found = dict[str, Tensor]()
+    at = 0
     for spec in specs:
         found[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         at += spec.nbytes

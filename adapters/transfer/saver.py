@@ -74,7 +74,7 @@ class SlotSnapshot:
 
 @define(eq=False)
 class PaceGate:
-    """What one snapshot may do now. Set on the event loop, waited for on the saver's thread.
+    """The pace of one snapshot. It is set on the event loop, and the saver's thread waits for it.
 
     news: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
     """
@@ -164,7 +164,8 @@ class Saver:
 
         Return False if it does not or cannot be kept.
         """
-        state, layout = self.find_slot(slot, request), self.store.layout
+        state = self.find_slot(slot, request)
+        layout = self.store.layout
         if isinstance(state, DeviceFailed) or not layout.state:
             return False
         if self.state.locate_state(state.valid) != at or at % layout.block_size or not at:

@@ -53,7 +53,7 @@ MIXED_ROWS = 64
 
 @frozen
 class RateShape:
-    """What rates are measured for.
+    """The sizes that rates are measured for.
 
     chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of proposals, ascending.
     """

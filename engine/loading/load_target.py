@@ -274,8 +274,8 @@ def load_with_peers(
         shard = build_shards(counted, plan, proven.kernels, sources, room, experts=hosted, fast=fast)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    beside = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
-    drafting = add_draft(found, options, checkpoint, beside, events=parts.events, step=step)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
+    drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)

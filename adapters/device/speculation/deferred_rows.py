@@ -1,4 +1,4 @@
-"""What a target left of rows that a draft has not followed yet: spans of rows, and the memory that holds them."""
+"""Rows of a target that a draft has not followed yet: spans of rows, and the memory with their hidden states."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Pipeline:
         stateful = [part.states for part in parts if part.states.specs]
         self.rows = SplitRows(self._parts)
         self.states = SplitStates(stateful, self._parts[0].states)
-        self._embedding: Tensor | None = None  # a copy beside the head, where another device has it
+        self._embedding: Tensor | None = None  # a copy on the device of the head, if the first shard has another device
         self._waves = Waves(self._parts, self.spec.device)
 
     # --- what it is ---

@@ -287,8 +287,11 @@ class CachedDraft(ABC, Generic[L]):
             self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)
 
     def _check_requests(self, requests: Sequence[BlockRequest]) -> None:
-        """Raises ValueError for what cannot be proposed to."""
-        slots, capacity, block, vocab = self.rows.slots, self.capacity, self.block, len(self._head.embedding)
+        """Raise ValueError for requests that cannot be proposed for."""
+        slots = self.rows.slots
+        capacity = self.capacity
+        block = self.block
+        vocab = len(self._head.embedding)
         if not requests or len({request.slot for request in requests}) != len(requests):
             raise ValueError("nothing is asked, or a slot asks twice")
         for request in requests:

@@ -50,16 +50,16 @@ class RandomWeights:
 def packed_in(
     probed: Iterable[tuple[ModelConfig, range]], layouts: Mapping[str, StepLayout]
 ) -> Iterator[tuple[ModelConfig, range, Mapping[str, StepLayout]]]:
-    """The layers that are probed, in each way that they are packed."""
+    """Yield each probed layer in every way that its tensors may be packed."""
     for config, layers in probed:
         for own in laid_out(config.tensors(layers), layouts):
             yield config, layers, own
 
 
 def laid_out(names: Iterable[str], layouts: Mapping[str, StepLayout]) -> list[Mapping[str, StepLayout]]:
-    """How the tensors of one layer may be packed: in every way that some layer of the model has them at least once.
+    """Return layouts for the tensors of one layer, so that each layout of the model's layers occurs at least once.
 
-    names: of the layer's tensors.
+    names: of the layer's tensors. layouts: of all tensors of the model.
     """
     ways = dict[str, dict[StepLayout, None]]()
     for name, layout in layouts.items():
@@ -70,13 +70,13 @@ def laid_out(names: Iterable[str], layouts: Mapping[str, StepLayout]) -> list[Ma
 
 
 def _within(name: str) -> str:
-    """A tensor's name within its layer."""
+    """Return a tensor's name within its layer."""
     return re.sub(r"^model\.layers\.\d+\.", "", name)
 
 
 @frozen
 class RandomDraft:
-    """The same for a DFlash draft."""
+    """Random weights for a DFlash draft."""
 
     config: DFlashConfig
     seed: int = 0

@@ -1,4 +1,4 @@
-"""The other end: serves layers of a target, a draft or a drafter to one server, until either closes the connection."""
+"""The daemon: serves layers, a draft or a prompt scorer to one server, until either closes the connection."""
 
 from __future__ import annotations
 
@@ -37,36 +37,40 @@ from adapters.remote.protocol.payload_tensors import TensorBytes, unpack_tensors
 from adapters.remote.protocol.scorer_messages import LoadDrafter
 
 log = logging.getLogger("rekindle.shard")
-SECONDS = 120  # for what is left of a frame once it has begun, and for an answer to be taken
+SECONDS = 120  # for the rest of a frame after its first byte, and for sending an answer
 
 
 class ServableModel(Protocol):
-    """What there is to serve."""
+    """The model of a daemon, from which it can load layers, a draft or a prompt scorer."""
 
     def facts(self) -> Facts: ...
 
     def prove(self, asked: Prove) -> Offer:
-        """What holds here, under the key that it may be believed by."""
+        """Return the outcome of the numerics probe on this machine, with the key of what it depends on."""
         ...
 
     def load(self, asked: LoadLayers) -> ServedLayers:
-        """As they were proven last. ValueError for what cannot be."""
+        """Load layers with the numerics that were proven last. Raises ValueError for impossible requests."""
         ...
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
-        """The model's draft. ValueError where there is none, or it cannot be."""
+        """Load the model's draft. Raises ValueError if there is none, or for impossible requests."""
         ...
 
     def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
-        """The model as a drafter, as it was proven last. ValueError where it cannot be."""
+        """Load the model as a prompt scorer, with the numerics that were proven last.
+
+        Raises ValueError for impossible requests.
+        """
         ...
 
 
 @define(eq=False)
 class Daemon:
-    """join: maps the memory that both ends have, of so many bytes to here and from here; None: there is none.
+    """One connection to a server.
 
-    proven: the server has said its hello already. patience: seconds for one that has not.
+    join: maps the shared memory; its argument is the bytes to here and from here. It returns None if there is none.
+    proven: the server, if it has proven already that it knows the secret. patience: seconds for its proof otherwise.
     """
 
     channel: Channel
@@ -80,7 +84,7 @@ class Daemon:
     _after: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        """Until the connection ends. Raises Broken where it did not end well."""
+        """Answer requests until the connection ends, which raises ConnectionEnded or ConnectionBroken."""
         try:
             proven = self.proven or handshake.challenge(self.channel, self.secret, self.patience)
             handshake.welcome(self.channel, proven, self.version, self.model.facts(), SECONDS)
@@ -94,7 +98,7 @@ class Daemon:
                 self._served = None
 
     def _answer(self, frame: WireFrame) -> None:
-        """A frame that is well framed has an answer, whatever is in it."""
+        """Answer one frame. A failure is an answer as well; only a broken connection raises."""
         head = frame.head
         flags = REPLY
         tensors = list[Tensor]()
@@ -103,7 +107,7 @@ class Daemon:
             answer = self._carried_out(frame)
             said = encode_message(answer.message)
             tensors = list(answer.tensors.values())
-        except Exception as error:  # the server is told
+        except Exception as error:  # it is reported to the server
             if isinstance(error, ConnectionBroken):
                 raise
             kind: FailureKind = "out_of_memory" if is_out_of_memory(error) else "failed"
@@ -132,7 +136,7 @@ class Daemon:
             return self._served.ops[op][1](self._served, asked, given)
 
     def _given(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
-        """In the payload, or where the server has them."""
+        """Return the tensors of a request, from the payload or from lent memory."""
         given = unpack_tensors(getattr(asked, "tensors", ()), frame.payload)
         if not (lent := getattr(asked, "lent", ())):
             return given
@@ -159,11 +163,11 @@ class Daemon:
             self.channel.limit = asked.limit
             self.channel.shared = shared
 
-        self._after = after  # this answer is still as small as all before it
+        self._after = after  # the answer to the load itself still has the old limit
         return Answering(self._served.loaded(shared=shared is not None))
 
 
-# What comes before all else is the daemon's own; the rest is asked of what is loaded.
+# The daemon itself proves and loads. The loaded object has all other ops (None here).
 OPS: Mapping[Op, tuple[type[Any], Work | None]] = {
     **{
         op: (kind, None)

@@ -1,4 +1,4 @@
-"""The other end, where it has a draft: rows are followed and proposals picked here, and token ids are what returns."""
+"""A draft in a daemon: it follows rows of the target, picks proposals, and returns their token ids."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from adapters.remote.protocol.messages import (
     Op,
     RowSpan,
     Unacceptable,
-    step_of,
+    decode_step,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.sequence_layout import dtype_name
@@ -46,14 +46,18 @@ from effects.job import Sampling
 
 @define(eq=False)
 class ServedDraft:
-    """vocab: of the target. nodes: of trees; 0: chains. weights, facts: digests of what it is."""
+    """A draft that a daemon serves.
+
+    vocab: of the target. nodes: of a proposed tree; 0 for chains. weights, facts: digests of its weights and of what
+    defines its rows.
+    """
 
     draft: CachedDraft[Any]
     vocab: int
     nodes: int
     weights: str
     facts: str
-    _told: DraftBytes | None = None
+    _reported: DraftBytes | None = None  # the last sizes that were sent to the server
     ops: ClassVar[Ops]
 
     @property
@@ -71,8 +75,8 @@ class ServedDraft:
 
     def _memory(self) -> DraftBytes:
         held = self.draft.memory()
-        self._told = held["weights"], held["host"], held["kv"], held["buffers"]
-        return self._told
+        self._reported = held["weights"], held["host"], held["kv"], held["buffers"]
+        return self._reported
 
     # --- rounds ---
 
@@ -80,12 +84,12 @@ class ServedDraft:
         if self.draft.state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.state}")
         began = time.perf_counter_ns()
-        told = self._told
+        reported = self._reported
         self._follow(asked.follow, given)
         trees = self._propose_trees(asked.asked) if asked.asked else ()
         memory = self._memory()
         took = time.perf_counter_ns() - began
-        return Answering(DraftProposed(took, tuple(trees), None if memory == told else memory))
+        return Answering(DraftProposed(took, tuple(trees), None if memory == reported else memory))
 
     def _follow(self, follow: Sequence[FollowedRows], given: TensorBytes) -> None:
         rows = sum(len(one.tokens) for one in follow)
@@ -100,13 +104,13 @@ class ServedDraft:
 
     def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
         nodes = self.nodes if self.draft.can_branch else 0
-        said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
-        asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
-        self.draft.propose(asks, said)
-        return (ProposedTree(tree.tokens, tree.parents) for tree in said.trees())
+        picker = ProposalPicker([self._following(ask) for ask in asked], nodes, self.draft.block)
+        blocks = [BlockRequest(ask.slot, ask.first, ask.position, ask.token, ask.count) for ask in asked]
+        self.draft.propose(blocks, picker)
+        return (ProposedTree(tree.tokens, tree.parents) for tree in picker.trees())
 
     def _following(self, asked: AskedProposals) -> ProposalRequest:
-        """With a sampler that is the server's own as far as it is known here."""
+        """Return the request with a sampler of the server's settings, without those that do not cross."""
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, seed=asked.seed)
         sampler = Sampler(sampling, (), self.vocab, self.device)
         return ProposalRequest(sampler, asked.position, asked.token, asked.most, frozenset(asked.stops))
@@ -150,7 +154,7 @@ ServedDraft.ops = {
 
 def _steps(follow: Sequence[FollowedRows], vocab: int) -> Iterator[tuple[Step, Tensor]]:
     for one in follow:
-        step = step_of(one.step)
+        step = decode_step(one.step)
         if step.rows != len(one.tokens) or max(one.tokens, default=0) >= vocab:
             raise Unacceptable(f"{len(one.tokens)} tokens for {step.rows} rows, or one that the model does not have")
         yield step, torch.tensor(one.tokens)

@@ -1,4 +1,4 @@
-"""The other end, where it has layers of a target: what is asked of them, asked of a `Shard` here."""
+"""Layers of a target in a daemon: every request is checked and then carried out by a `Shard` in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from adapters.remote.protocol.messages import (
     SlotPlace,
     StepSettled,
     Unacceptable,
-    step_of,
+    decode_step,
     with_logits,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
@@ -47,7 +47,7 @@ from adapters.sequence_layout import dtype_name, torch_dtype
 
 @define(eq=False)
 class ServedLayers:
-    """layers, hidden_size: of the whole model."""
+    """Layers that a daemon serves. layers, hidden_size: of the whole model."""
 
     shard: Shard
     layers: int
@@ -90,9 +90,9 @@ class ServedLayers:
     # --- steps ---
 
     def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
-        """Logits come with the hidden states they are of: they will be asked for."""
+        """Run a step. The logits of a decode step come with its hidden states, because they are needed next."""
         shard = self.shard
-        step = self._step(step_of(asked.step))
+        step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
         left = shard.forward(step, self._input(step, given) if shard.spec.layers.start else self._tokens(step, given))
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
@@ -106,7 +106,7 @@ class ServedLayers:
     def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
         if not self._last:
             raise Unacceptable("these layers have no head")
-        step = self._step(step_of(asked.step))
+        step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
         return self._answer_step(
             step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
@@ -124,7 +124,7 @@ class ServedLayers:
         return self.shard.spec.layers.stop == self.layers
 
     def _step(self, step: Step) -> Step:
-        """As far as no shard checks it: there is room for what is counted."""
+        """Check what a shard does not check itself: the bucket, the number of rows and the slots."""
         if step.bucket not in self.shard.spec.buckets or not 0 < step.rows <= step.bucket:
             raise Unacceptable(f"{step.rows} rows at bucket {step.bucket}; accepted: {self.shard.spec.buckets}")
         for segment in step.segments:
@@ -141,7 +141,7 @@ class ServedLayers:
             raise Unacceptable(f"place {place} is not one of {self.shard.states.places}")
 
     def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
-        """Of real rows. A GPU that looks up what is no token is of no use to anybody any more."""
+        """Return the tokens of a step. Tokens outside the vocabulary are refused: after one, a GPU cannot be used."""
         if given.tensors != (accepted := Described("tokens", "I64", (step.rows,)),):
             raise Unacceptable(f"the first layers of a model are given tokens; here {accepted}")
         tokens = given.views()["tokens"].clone()
@@ -150,7 +150,7 @@ class ServedLayers:
         return tokens
 
     def _input(self, step: Step, given: TensorBytes) -> Tensor:
-        """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
+        """Return the hidden states that a step begins with, padded to its bucket with finite values."""
         shard = self.shard
         rows = step.rows
         accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
@@ -167,12 +167,12 @@ class ServedLayers:
         return own.to(shard.spec.device)
 
     def commit(self, asked: Commit, _: TensorBytes) -> Answering:
-        self.shard.commit(self._step(step_of(asked.step)), asked.kept)
+        self.shard.commit(self._step(decode_step(asked.step)), asked.kept)
         return Answering(Nothing())
 
     def settle(self, asked: Settle, _: TensorBytes) -> Answering:
-        """What the next forward settles is put back if a later shard fails."""
-        step = self._step(step_of(asked.step))
+        """Begin a step that settles positional state, which `settled` keeps or restores."""
+        step = self._step(decode_step(asked.step))
         if self._settling is not None:  # a server that has lost its rows says nothing more of a step
             self._settle_with(RuntimeError("the server has begun another step"))
         settling = self.shard.settling(step)
@@ -227,7 +227,7 @@ class ServedLayers:
         return Answering(Nothing())
 
     def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
-        """At once where both are in host memory, tensor by tensor where not."""
+        """Put lent rows into a slot: in one copy if the slot is in host memory, tensor by tensor if not."""
         shard = self.shard
         spec = self.shard.rows.spec
         if shard.spec.device.type == "cpu":

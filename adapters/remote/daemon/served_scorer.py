@@ -1,4 +1,4 @@
-"""The other end, where it has a drafter: tokens come, and a score for each when the prompt is through all layers."""
+"""A prompt scorer in a daemon: it gets the tokens of a prompt, and returns their scores when all layers are done."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from adapters.remote.protocol.scorer_messages import (
 
 @define(eq=False)
 class ServedDrafter:
+    """A prompt scorer that a daemon serves. One prompt advances by a chunk with each request."""
+
     scorer: Scorer
     _underway: dict[int, Scoring] = field(init=False, factory=dict)
     ops: ClassVar[Ops]
@@ -44,7 +46,7 @@ class ServedDrafter:
         return self.scorer.weights.weights_bytes, self.scorer.weights.host_bytes, 0, buffers
 
     def score(self, asked: ScorePrompt, given: TensorBytes) -> Answering:
-        """What fails leaves nothing of the prompt."""
+        """Score a prompt further. An error forgets the prompt."""
         began = time.perf_counter_ns()
         scoring = self._underway.pop(asked.number, None)
         if given.tensors:

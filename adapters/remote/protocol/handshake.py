@@ -1,7 +1,12 @@
-"""Who is at the other end: both prove that they know the secret, without saying it; neither believes the other before.
+"""The handshake of a connection: server and daemon prove to each other that they know the secret, without sending it.
 
-The secret is in a file or the environment, and for a daemon that the server launched made by it. What crosses later is
-not encrypted: over anything but loopback, use a tunnel.
+    server -> daemon   HELLO (server's nonce)
+    daemon -> server   Challenge (daemon's nonce)
+    server -> daemon   PROOF (hash of secret, "server" and both nonces)
+    daemon -> server   Welcome (hash of secret, "daemon" and both nonces; version; facts)
+
+The secret comes from a file or the environment. For a daemon that the server launches, the server makes a new one. What
+crosses later is not encrypted, so connections to other machines need a tunnel.
 """
 
 from __future__ import annotations
@@ -28,18 +33,21 @@ from adapters.remote.protocol.messages import (
 )
 
 T = TypeVar("T", bound=WireMessage)
-HELLO_S = 5.0  # for a whole hello at a port that strangers reach: three round trips
-MOST_BYTES = 1 << 16  # of a whole hello, either way; it takes a few hundred
+HELLO_S = 5.0  # seconds for a whole handshake at a port that strangers reach: three round trips
+MOST_BYTES = 1 << 16  # bytes that may arrive during a whole handshake, which takes a few hundred
 
 
 def proof_of(secret: bytes, who: str, theirs: str, ours: str) -> str:
-    """who: proves it. theirs, ours: the nonces, the server's first."""
+    """Return the proof of one end. who: "server" or "daemon". theirs, ours: the server's nonce and the daemon's."""
     key = blake2b(secret, digest_size=32, person=b"rekindle-shard").digest()
     return blake2b(f"{who} {theirs} {ours}".encode(), digest_size=32, key=key).hexdigest()
 
 
 def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Facts:
-    """By the server, within so many seconds altogether. Raises Broken."""
+    """Carry out the server's side of the handshake and return the daemon's facts. Raises ConnectionBroken.
+
+    seconds: for the whole handshake.
+    """
     nonce = secrets.token_hex(32)
     channel.bound(seconds, MOST_BYTES)
     channel.send(Op.HELLO, 0, encode_message(Hello(nonce)), seconds=seconds)
@@ -66,16 +74,19 @@ def _said(channel: Channel, op: Op, request: int, kind: type[T], seconds: float)
 
 @frozen
 class ProvenServer:
-    """Who has proven to know the secret. proof: the daemon's own, which the server waits for. request: its question."""
+    """A server that has proven to know the secret.
+
+    proof: the daemon's own proof, which the server waits for. request: the number of the frame that waits for it.
+    """
 
     proof: str
     request: int
 
 
 def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> ProvenServer:
-    """By the daemon: have the server prove that it knows the secret, and tell it nothing. Raises Broken.
+    """Make the server prove that it knows the secret. Called by the daemon. Raises ConnectionBroken.
 
-    seconds: for all of it. What is wrong is answered in the same words, whatever it is.
+    seconds: for the whole challenge. The daemon reveals nothing about itself: `welcome` does that later.
     """
     channel.bound(seconds, MOST_BYTES)
     frame, hello = _asked(channel, Op.HELLO, Hello, seconds)
@@ -89,13 +100,13 @@ def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> Prov
 
 
 def welcome(channel: Channel, proven: ProvenServer, version: str, facts: Facts, seconds: float) -> None:
-    """By the daemon, to a server whose turn it is. Raises Broken."""
+    """Send the daemon's proof, version and facts to a server whose turn has come. Raises ConnectionBroken."""
     said = encode_message(Welcome(proven.proof, version, facts))
     channel.send(Op.PROOF, proven.request, said, flags=REPLY, seconds=seconds)
 
 
 def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[WireFrame, T]:
-    """Nothing else is listened to."""
+    """Receive one message of the handshake from the server. Any other frame is refused and ends the connection."""
     frame = channel.receive(seconds)
     found: T | None = None
     with suppress(Unacceptable):
@@ -106,7 +117,7 @@ def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[Wir
 
 
 def refuse(channel: Channel, op: int, request: int, why: str, seconds: float) -> NoReturn:
-    """Say so, and have nothing more to do with it."""
+    """Send a failure, close the connection, and raise ConnectionBroken."""
     channel.send(op, request, encode_message(Failure.of("refused", why)), flags=REPLY | FAILED, seconds=seconds)
     channel.close(why)
     raise ConnectionBroken(why)

@@ -185,7 +185,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         self._store_rows(loaded, buffers, context)
 
     def _store_rows(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
-        kernels, batch = self._kernels, buffers.batch
+        kernels = self._kernels
+        batch = buffers.batch
         for layer, (k_cache, v_cache) in zip(loaded.layers, self.rows.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
@@ -300,7 +301,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
-        loaded, layers = self._require_weights(), list[WholeLayer]()
+        loaded = self._require_weights()
+        layers = list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"

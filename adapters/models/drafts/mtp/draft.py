@@ -193,7 +193,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
         kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
-        kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
+        kernels = self._kernels
+        batch = buffers.batch
+        layer = loaded.layer
         [(k_cache, v_cache)] = self.rows.layers
         x = self._join_inputs(loaded, batch)
         own = project_inputs(kernels, layer.frame, x, None)
