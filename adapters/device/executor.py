@@ -117,7 +117,7 @@ class DeviceExecutor:
 
     def place(self, _: RequestId, effect: PlaceExperts) -> None:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
-        if self.parts.experts is not None and not self._lane.closed:
+        if self.parts.experts is not None and not self._lane.is_closed:
             moving = partial(self.parts.experts.place, effect.moves)
             self._lane.post(
                 moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
@@ -162,7 +162,7 @@ class DeviceExecutor:
         Work that may not run between two steps ends a running launch (`DeviceLane.post`), so an empty piece is enough.
         """
         lane = self._in_flight.lane_of(request)
-        if lane is not None and not lane.closed:
+        if lane is not None and not lane.is_closed:
             lane.post(
                 lambda: None, lambda error: log.debug("there is no launch to stop: %s", error), between_steps=False
             )

@@ -20,7 +20,7 @@ from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
@@ -207,7 +207,7 @@ def build_own_kernels(
     """
     dtype = placement.dtype
     capacity = placement.capacity
-    with current(placement.device):
+    with use_device(placement.device):
         kernels = build_kernels(placement.device, dtype)
         threads = torch.get_num_threads()
         target = config.products(placement.buckets, capacity=capacity, dtype=dtype, threads=threads)

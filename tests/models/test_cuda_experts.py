@@ -116,4 +116,4 @@ def test_wherever_experts_lie_the_rows_are_the_same(room):
         for bucket, count in ((4, 1), (16, 16), (1024, ROWS)):
             expected = layer.fed(layer.x[:count], bucket)
             assert same_bits(layer.fed(layer.x[:count], bucket, away), expected)
-    assert hosted.shown()["brought"] > 0
+    assert hosted.build_figures()["brought"] > 0

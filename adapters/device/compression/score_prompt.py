@@ -232,7 +232,7 @@ class PromptScorerLane:
 
     def close(self) -> bool:
         """Release the weights and end the lane. Return False if it was still busy."""
-        if not self.lane.closed:
+        if not self.lane.is_closed:
             self.lane.post(self.compressor.scorer.weights.release, log_drop_failure)
         return self.lane.close()
 

@@ -127,7 +127,7 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
         return pick(logits, rows).__getitem__
     found: dict[int, Picked] = {}
 
-    def picked(row: int) -> Picked:
+    def pick_row(row: int) -> Picked:
         if row not in found:
             stop = row + 1
             most = min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
@@ -136,7 +136,7 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
             found.update(enumerate(pick(logits[row:] if row else logits, rows[row:stop]), row))
         return found[row]
 
-    return picked
+    return pick_row
 
 
 @define(eq=False)

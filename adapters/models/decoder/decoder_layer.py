@@ -23,11 +23,11 @@ from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.feed_forward import (
     FeedShape,
     Matrix,
-    fed,
     feed_matrices,
     feed_products,
     feed_tensors,
     load_feed,
+    run_feed,
 )
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
@@ -182,13 +182,13 @@ class WeightReader:
         if table is None:
             return self.matrix("lm_head.weight")
         name = "model.embed_tokens.weight"
-        return table if self._packed(name) is None else self.matrix(name)
+        return table if self._find_packed_source(name) is None else self.matrix(name)
 
     def _part(self, name: str) -> Tensor | PackedMatrix:
-        source = self._packed(name)
+        source = self._find_packed_source(name)
         return self(name) if source is None else source.read_packed(name)
 
-    def _packed(self, name: str) -> PackedSource | None:
+    def _find_packed_source(self, name: str) -> PackedSource | None:
         source = self.weights
         return source if isinstance(source, PackedSource) and source.find_layout(name) is not None else None
 
@@ -254,18 +254,18 @@ def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tens
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
 
 
-def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
+def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
     """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
 
     own: the projection of the layer, which contains the gate.
     """
-    if own.shape[1] == layer.width:
+    if projected.shape[1] == layer.width:
         return attended
     assert kernels.delta is not None
-    return kernels.delta.apply_gate(attended, own[:, layer.width :])
+    return kernels.delta.apply_gate(attended, projected[:, layer.width :])
 
 
 def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
     x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
-    return fed(kernels, frame.feed, x, batch)
+    return run_feed(kernels, frame.feed, x, batch)

@@ -163,7 +163,7 @@ class DenseConfig:
             name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
             yield Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS), ((name, self.vocab_size),)
 
-    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return the first layer of a small model: all layers are alike.
 
         Its head is not probed, because the product of the head is proven as all products are.

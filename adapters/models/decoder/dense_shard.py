@@ -22,7 +22,7 @@ from adapters.models.decoder.dense_config import DenseConfig, check_arguments, c
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.pipelined_chunks import inference
+from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
@@ -131,7 +131,7 @@ class DenseShard:
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
         buffers = self._at(step.bucket)
-        with inference():
+        with use_inference_mode():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
             buffers.batch.before = self.states.start(step)
@@ -167,7 +167,7 @@ class DenseShard:
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         tree = self._at(step.bucket).tree
-        with inference():
+        with use_inference_mode():
             self.states.commit(step, kept)
             if step.branches and tree is not None:
                 tree.settle(step, kept)
@@ -178,7 +178,7 @@ class DenseShard:
         if self._norm is None:
             raise ValueError(f"logits: layers {self.spec.layers.start}..{self.spec.layers.stop - 1} have no head")
         logits = buffers.logits_of(self.config.vocab_size)
-        with inference():
+        with use_inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             given = (buffers.hidden, self._norm, self.config.rms_norm_eps, self._head, logits)

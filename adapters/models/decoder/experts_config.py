@@ -12,7 +12,7 @@ from adapters.models.kernels.experts_interface import ExpertsShape
 MOST = 1 << 16  # experts of all layers: almost three times as many as any published model has
 
 
-def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> ExpertsShape:
+def read_experts(raw: Mapping[str, Any], *, default_normalized: bool, shared: bool) -> ExpertsShape:
     """Read the shape of a feed-forward with experts. Raises CheckpointError.
 
     normed: the default for `norm_topk_prob`. shared: does the family have an expert that all rows use?
@@ -29,7 +29,7 @@ def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> Exper
         count=count,
         chosen=active,
         inner=read_size(raw, "moe_intermediate_size"),
-        is_normalized=normed if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
+        is_normalized=default_normalized if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
         shared=read_size(raw, "shared_expert_intermediate_size") if shared else 0,
     )
 

@@ -95,7 +95,7 @@ class ModelConfig(Protocol):
         """
         ...
 
-    def probed(self) -> Sequence[tuple[ModelConfig, range]]:
+    def list_probed_layers(self) -> Sequence[tuple[ModelConfig, range]]:
         """Return one layer of every kind, each as a range of layers of a small model with this model's shapes."""
         ...
 

@@ -119,7 +119,7 @@ class FeedReader(Protocol):
 def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
     """Load the feed-forward of the layer whose names begin with `prefix`."""
 
-    def gated(place: str, *, packed: bool = True) -> GatedWeights:
+    def load_gated(place: str, *, packed: bool = True) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both = read.matrix(gate, up)
         own = read.matrix(down)
@@ -129,18 +129,18 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
 
     experts = shape.experts
     if experts is None:
-        return gated("mlp")
-    each = (gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
+        return load_gated("mlp")
+    each = (load_gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
     gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
-        shared=gated("mlp.shared_expert") if experts.shared else None,
+        shared=load_gated("mlp.shared_expert") if experts.shared else None,
     )
 
 
-def fed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
+def run_feed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
     return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else run_feed_forward(kernels, x, feed)
 
 

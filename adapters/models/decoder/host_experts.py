@@ -53,7 +53,7 @@ class ExpertForm:
         tree = map_tensors(weights, lambda part: torch.empty_like(part, device="meta"))
         return cls(tree, sum(_whole(part.nbytes) for part in parts))
 
-    def over(self, memory: Tensor) -> GatedWeights:
+    def view_expert(self, memory: Tensor) -> GatedWeights:
         """Return an expert whose weights are these bytes."""
         at = 0
 
@@ -67,7 +67,7 @@ class ExpertForm:
         assert isinstance(found, GatedWeights)
         return found
 
-    def stacked(self, memory: Tensor) -> StackedExperts:
+    def stack_rows(self, memory: Tensor) -> StackedExperts:
         """Return the experts whose weights are the rows of `[n, size]` bytes, stacked."""
         rows = len(memory)
 
@@ -75,7 +75,7 @@ class ExpertForm:
             apart = self.size // first.element_size()
             return first.as_strided((rows, *first.shape), (apart, *first.stride()))
 
-        return StackedExperts(map_tensors(self.over(memory[0]), stack))
+        return StackedExperts(map_tensors(self.view_expert(memory[0]), stack))
 
 
 def _whole(size: int) -> int:
@@ -133,7 +133,7 @@ class HostExperts:
                 self._make_room(self._form)
             if not number:
                 memory = allocate_pinned(self.count * self._form.size)
-            own = self._form.over(memory[number * self._form.size :][: self._form.size])
+            own = self._form.view_expert(memory[number * self._form.size :][: self._form.size])
             for target, source in zip(list_tensors(own), list_tensors(weights), strict=True):
                 target.copy_(source)
         self._layers.append(memory)
@@ -148,10 +148,10 @@ class HostExperts:
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
         event = torch.cuda.Event if cuda else lambda: None
-        made = [Spot(at, row, form.over(row), event(), event()) for at, row in enumerate(memory)]
+        made = [Spot(at, row, form.view_expert(row), event(), event()) for at, row in enumerate(memory)]
         self._ring = made[:ring]
         self.spots = made[ring:]
-        self._places = form.stacked(memory)
+        self._places = form.stack_rows(memory)
 
     # --- what there is ---
 
@@ -171,7 +171,7 @@ class HostExperts:
     def host_bytes(self) -> int:
         return sum(layer.nbytes for layer in tuple(self._layers))
 
-    def shown(self) -> Mapping[str, int]:
+    def build_figures(self) -> Mapping[str, int]:
         """Return the figures for `/props`."""
         return {
             "count": self.experts,

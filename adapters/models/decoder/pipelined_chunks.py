@@ -49,7 +49,7 @@ class Waves:
         self._threads = {
             number: ThreadPoolExecutor(1, f"shard-{part.spec.layers.start}")
             for number, part in enumerate(self.parts)
-            if elsewhere(part)
+            if computes_elsewhere(part)
         }
 
     @property
@@ -97,7 +97,7 @@ class Waves:
     def _advance(self, flight: Flight) -> None:
         part = self.parts[flight.at]
         last = flight.at == len(self.parts) - 1
-        with inference(), current(part.spec.device):
+        with use_inference_mode(), use_device(part.spec.device):
             # Wait for the chunk before this one, so that little work is wasted when a prefill is abandoned.
             part.synchronize()
             left = part.forward(flight.step, flight.carried)
@@ -111,16 +111,16 @@ class Waves:
             thread.shutdown(wait=False)
 
 
-def elsewhere(part: Shard) -> bool:
+def computes_elsewhere(part: Shard) -> bool:
     """Does the shard compute while this processor does something else: on a GPU, or in another process?"""
     return part.spec.device.type == "cuda" or not part.rows.is_addressable
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Make this the current device inside. Triton launches kernels there, whatever the device of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
-def inference() -> AbstractContextManager[object]:
+def use_inference_mode() -> AbstractContextManager[object]:
     """Turn torch's inference mode on inside. If it is on already, nothing is done, which is several times faster."""
     return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()

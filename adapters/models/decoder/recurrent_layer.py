@@ -55,10 +55,10 @@ class DeltaLayer:
     weights: DeltaWeights
     norm: Tensor
 
-    def mix(self, kernels: DeltaKernels, own: Tensor, state: DeltaState, batch: StateBatch) -> Tensor:
+    def mix(self, kernels: DeltaKernels, projected: Tensor, state: DeltaState, batch: StateBatch) -> Tensor:
         """Mix rows by the delta rule and return `[R, Nv dv]`. own: the projection, `[R, channels + Nv dv + 2 Nv]`."""
         shape = self.weights.shape
-        mixed, z, gates = torch.split(own, [shape.channels, shape.values, 2 * shape.value_heads], 1)
+        mixed, z, gates = torch.split(projected, [shape.channels, shape.values, 2 * shape.value_heads], 1)
         convolved = kernels.convolve(mixed, self.weights, state, batch)
         read = kernels.delta_rule(convolved, gates, self.weights, state, batch)
         return kernels.gated_norm(read, z, self.norm, self.frame.eps)

@@ -21,7 +21,7 @@ class Linear:
 
     factor: float
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002 - not every scaling looks at theta
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002 - not every scaling looks at theta
         return 1.0 / powers / self.factor
 
 
@@ -37,7 +37,7 @@ class Llama3:
     high: float
     original: float
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
         plain = 1.0 / powers
         wavelengths = 2 * math.pi / plain
         stretched = torch.where(wavelengths > self.original / self.low, plain / self.factor, plain)
@@ -62,7 +62,7 @@ class Yarn:
     attention: float
     truncate: bool
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:
+    def scale(self, powers: Tensor, theta: float) -> Tensor:
         head = 2 * len(powers)
         low, high = (
             head * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -84,7 +84,7 @@ class Divided:
 
     factors: tuple[float, ...]
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
         return 1.0 / powers / torch.tensor(self.factors)
 
 
@@ -119,7 +119,7 @@ class Rotary:
         if self.scaling is None:
             return 1.0 / powers, 1.0
         scale = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
-        return self.scaling.scaled(powers, self.theta), scale
+        return self.scaling.scale(powers, self.theta), scale
 
 
 def parse_rope(

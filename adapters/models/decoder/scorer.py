@@ -68,7 +68,7 @@ class Portion:
     low: int = 0
 
 
-def portions(count: int, chunk: int) -> Iterator[Portion]:
+def split_portions(count: int, chunk: int) -> Iterator[Portion]:
     """Yield the portions of a prompt of `count` tokens, in order. chunk: the most rows of a portion."""
     asking = count - ASKING if count > WINDOW + BAND else 0
     for first, last in pairwise(sorted({*range(0, count, BAND), asking, count})):
@@ -149,7 +149,7 @@ class Scoring:
         count = len(self.tokens)
         if not TAIL <= count <= scorer.limit:
             raise ValueError(f"a prompt of {count} tokens; accepted: {TAIL} to {scorer.limit}")
-        self._portions = tuple(portions(count, scorer.chunk))
+        self._portions = tuple(split_portions(count, scorer.chunk))
         tile = scorer.kernels.kv_tile
         capacity = -(-count // tile) * tile
         make = partial(torch.zeros, device=scorer.device, dtype=scorer.dtype)
@@ -188,11 +188,11 @@ class Scoring:
         with torch.inference_mode():
             for _ in range(-(-rows // chunk)):
                 if not self.complete:
-                    self._go_on()
+                    self._run_portion()
         if self.scorer.device.type == "cuda":
             torch.cuda.current_stream(self.scorer.device).synchronize()
 
-    def _go_on(self) -> None:
+    def _run_portion(self) -> None:
         layer = self._layers[self.layer]
         portion = self._portions[self.done]
         self._forward(layer, portion, last=self.layer == len(self._layers) - 1)
@@ -299,7 +299,7 @@ class Scoring:
 
         def norm_heads(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
             own = heads[row:, first:last].float()
-            return normed(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
+            return normalize_heads(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
 
         self._keys[:, start:stop] = norm_heads(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
         first = max(start, count - TAIL)
@@ -338,7 +338,7 @@ class Scoring:
         return near + sum(one.nbytes for one in (self._hidden, self._kv, self._keys, self._tail, self._most))
 
 
-def normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def normalize_heads(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return heads
     return torch.rms_norm(heads, heads.shape[-1:], None, eps) * weight.float()

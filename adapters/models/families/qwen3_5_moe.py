@@ -56,7 +56,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     check_field(text, "norm_topk_prob", (True,))
     check_field(text, "decoder_sparse_step", (1,))
     check_field(text, "mlp_only_layers", ([],))
-    experts = read_experts(text, normed=True, shared=True)
+    experts = read_experts(text, default_normalized=True, shared=True)
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 

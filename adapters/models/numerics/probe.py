@@ -80,7 +80,7 @@ class ProbeShape:
 
 def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> str:
     """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
-    kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
+    kinds = (family.model_type, tuple(config.list_probed_layers()), *(() if config.experts is None else (_EXPERTS,)))
     dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
     facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
     return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
@@ -100,7 +100,7 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
     proof = kernels.prove(shape.list_products(config))
     found = [
         _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers)
-        for small, layers, own in packed_in(config.probed(), shape.layouts if proof.plan is None else {})
+        for small, layers, own in packed_in(config.list_probed_layers(), shape.layouts if proof.plan is None else {})
     ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)

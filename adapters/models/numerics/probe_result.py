@@ -64,7 +64,7 @@ class Numerics:
         """The most rows of one decode step."""
         return self.chunk if self.mode == "buckets" else self.buckets[0]
 
-    def shown(self) -> Mapping[str, Any]:
+    def build_report(self) -> Mapping[str, Any]:
         """Return the outcome for `/props`, ready for JSON."""
         return {
             "shapes": self.mode,

@@ -131,7 +131,7 @@ class Launched:
         if process is None:
             return ""
         with suppress(subprocess.TimeoutExpired):
-            return _ended(process.wait(LEAVE_S))
+            return _describe_exit(process.wait(LEAVE_S))
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -139,7 +139,7 @@ class Launched:
         return "its process was killed"
 
 
-def _ended(status: int) -> str:
+def _describe_exit(status: int) -> str:
     """Return in words how a process ended."""
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}"

@@ -33,7 +33,7 @@ from torch import Tensor
 from adapters.models.numerics.probe_result import Numerics
 from adapters.remote.client.dial import Dial
 from adapters.remote.client.pending_answers import Posted, PostedQuestion, PostedRefused
-from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failure, is_failure
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, is_failure, read_failure
 from adapters.remote.protocol.draft_messages import DraftReady, LoadDraft
 from adapters.remote.protocol.handshake import greet
 from adapters.remote.protocol.lent_memory import Lender
@@ -50,14 +50,14 @@ from adapters.remote.protocol.messages import (
     encode_message,
 )
 from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
-from adapters.remote.protocol.scorer_messages import DrafterReady, LoadDrafter
+from adapters.remote.protocol.scorer_messages import LoadScorer, ScorerReady
 from effects.ids import SlotId
 from effects.ports import RowsLost
 
 T = TypeVar("T", bound=WireMessage)
-Load: TypeAlias = LoadLayers | LoadDraft | LoadDrafter
-Ready: TypeAlias = Loaded | DraftReady | DrafterReady
-LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadDrafter: Op.LOAD_DRAFTER}
+Load: TypeAlias = LoadLayers | LoadDraft | LoadScorer
+Ready: TypeAlias = Loaded | DraftReady | ScorerReady
+LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadScorer: Op.LOAD_DRAFTER}
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
@@ -98,7 +98,7 @@ class Peer:
     _request: int = 2  # after those of the hello
     _posted: Posted = field(factory=Posted)
     _lock: threading.RLock = field(factory=threading.RLock)
-    _told: Callable[[str], object] | None = None
+    _notify_loss: Callable[[str], object] | None = None
     _proof: tuple[Prove, Offer] | None = None
     _load: tuple[Load, Ready] | None = None
     _refused_until: float = 0.0
@@ -130,14 +130,14 @@ class Peer:
         """Load a draft. Raises as `load` does."""
         return self._load_first(asked, DraftReady)
 
-    def load_drafter(self, asked: LoadDrafter) -> DrafterReady:
+    def load_scorer(self, asked: LoadScorer) -> ScorerReady:
         """Load a prompt scorer. Raises as `load` does."""
-        return self._load_first(asked, DrafterReady)
+        return self._load_first(asked, ScorerReady)
 
     def _load_first(self, asked: Load, kind: type[A]) -> A:
         with self._lock:
             try:
-                loaded = self._load_over(self._living(), asked, kind)
+                loaded = self._load_over(self._get_channel(), asked, kind)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             self.slots = asked.slots
@@ -146,7 +146,7 @@ class Peer:
 
     def set_loss_listener(self, listener: Callable[[str], object]) -> None:
         """Call `listener` with the reason whenever all rows are lost, before a new connection is made."""
-        self._told = listener
+        self._notify_loss = listener
 
     # --- asking ---
 
@@ -159,7 +159,7 @@ class Peer:
         ValueError if the daemon refused this request, and torch.OutOfMemoryError or RuntimeError if it failed.
         """
         with self._lock:
-            channel = self._living()
+            channel = self._get_channel()
             try:
                 return self._ask_over(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
@@ -173,7 +173,7 @@ class Peer:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
             try:
-                refused = self._posted.answers(self._channel, self.deadlines.step)
+                refused = self._posted.read_answers(self._channel, self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             if refused:
@@ -188,7 +188,7 @@ class Peer:
         with self._lock:
             if nbytes and self._posted.is_crowded(nbytes):
                 self.read_posted_answers()
-            channel = self._living()
+            channel = self._get_channel()
             try:
                 self._posted.add(PostedQuestion(op, self._send(channel, op, message, ()), keep, nbytes))
             except ConnectionBroken as error:
@@ -216,10 +216,10 @@ class Peer:
     @property
     def has_ended(self) -> bool:
         """Is the connection lost, as far as that can be seen without a request? May be called on any thread."""
-        return not self._closed and ((channel := self._channel) is None or channel.ended)
+        return not self._closed and ((channel := self._channel) is None or channel.has_ended)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._closed
 
     @property
@@ -235,13 +235,13 @@ class Peer:
             "restarts": self.restarts,
         }
 
-    def look(self) -> None:
+    def check_connection(self) -> None:
         """Report a lost connection and try to connect anew. Called on the asking thread, between requests."""
         with self._lock, suppress(RowsLost):
-            if self._channel is not None and self._channel.ended:
+            if self._channel is not None and self._channel.has_ended:
                 self.lose(ConnectionBroken("the other end has closed the connection"))
             if self._channel is None:
-                self._living()
+                self._get_channel()
 
     # --- how ---
 
@@ -261,25 +261,25 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._send(channel, op, message, tensors)
-        refused = self._posted.answers(channel, seconds)
+        refused = self._posted.read_answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
         # The daemon has answered with rows that lack a posted change, so the answer must not be used.
         if refused:
             raise PostedRefused(refused)
         if is_failure(frame):
-            raise failure(channel, frame)
+            raise read_failure(channel, frame)
         try:
             return decode_message(frame.arguments, answer), frame
         except Unacceptable as error:
-            raise channel.broken(str(error)) from error
+            raise channel.abort(str(error)) from error
 
-    def _living(self) -> Channel:
+    def _get_channel(self) -> Channel:
         """Return the connection, or a new one to a daemon that has no rows yet. Raises RowsLost."""
         if self._closed:
             raise RowsLost((), f"{self.dial.name} is closed")
         if self._channel is not None:
             return self._channel
-        if time.monotonic() < self._refused_until or self._told is None or not self.waits:
+        if time.monotonic() < self._refused_until or self._notify_loss is None or not self.waits:
             raise RowsLost((), f"{self.dial.name}: {self.error}")
         return self.reconnect()
 
@@ -291,7 +291,7 @@ class Peer:
         began = time.monotonic()
         try:
             channel = self._opening = self._open_connection()
-            self._again(channel)
+            self._set_up_again(channel)
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
             now = time.monotonic()
             self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
@@ -311,11 +311,11 @@ class Peer:
             ("configuration", facts.config, self.model.config),
         ):
             if theirs != ours:
-                raise channel.broken(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
+                raise channel.abort(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
         self.facts = facts
         return channel
 
-    def _again(self, channel: Channel) -> None:
+    def _set_up_again(self, channel: Channel) -> None:
         """Check that the new process computes as the last one did, and load the same there."""
         if self._proof is not None:
             asked, found = self._proof
@@ -350,9 +350,9 @@ class Peer:
         return self._rows_lost(f"shard {self.dial.name}: {why}")
 
     def _rows_lost(self, why: str) -> RowsLost:
-        if self._told is None:
+        if self._notify_loss is None:
             return RowsLost(map(SlotId, range(self.slots)), why)
-        self._told(why)
+        self._notify_loss(why)
         return RowsLost((), why)
 
     def _disconnect(self, error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
-from adapters.remote.protocol.channel import Channel, failure, is_failure
+from adapters.remote.protocol.channel import Channel, is_failure, read_failure
 from adapters.remote.protocol.messages import Op
 
 MOST_POSTED = 8  # requests without a read answer: the buffers of the connection hold so few unread answers
@@ -42,7 +42,7 @@ class Posted:
         lent = sum(one.nbytes for one in self._questions)
         return len(self._questions) >= MOST_POSTED or (lent > 0 and lent + nbytes > MOST_LENT)
 
-    def answers(self, channel: Channel, seconds: float) -> str:
+    def read_answers(self, channel: Channel, seconds: float) -> str:
         """Read all answers. Return why the first refused request was refused; empty if none was.
 
         A refusal has changed nothing in the process, so it can go on, but its rows are no longer those that the server
@@ -53,10 +53,10 @@ class Posted:
             asked = self._questions[0]  # stays in the queue, and keeps its memory, until it is answered
             frame = channel.answer(asked.op, asked.request, seconds)
             if is_failure(frame):
-                error = failure(channel, frame)
+                error = read_failure(channel, frame)
                 why = f"{asked.op.name.lower()}: {error}"
                 if not isinstance(error, ValueError):
-                    raise channel.broken(why)
+                    raise channel.abort(why)
                 refused = refused or why
             self._questions.popleft()
         return refused

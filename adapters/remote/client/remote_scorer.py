@@ -22,20 +22,20 @@ from adapters.remote.protocol.load_request import SHARED
 from adapters.remote.protocol.messages import Described, Nothing, Op, T, Unacceptable, WireMessage
 from adapters.remote.protocol.payload_tensors import describe_tensors, unpack_tensors
 from adapters.remote.protocol.peer_expectation import Deadlines
-from adapters.remote.protocol.scorer_messages import DrafterReady, DropScoring, LoadDrafter, PromptAdvanced, ScorePrompt
+from adapters.remote.protocol.scorer_messages import DropScoring, LoadScorer, PromptAdvanced, ScorePrompt, ScorerReady
 from effects.ports import RowsLost
 
 DRAFTER_DEADLINES = Deadlines(step=60)  # seconds for a chunk through all layers of a small model on few cores
 
 
-def build_scorer_request(most: int, *, fast: bool) -> LoadDrafter:
+def build_scorer_request(most: int, *, fast: bool) -> LoadScorer:
     """Return the request to load a scorer. At most the tokens of a prompt, or its scores, cross at once.
 
     most: tokens of a prompt.
     """
     limit = 4 * most + MOST_PAYLOAD
     room = min(SHARED, limit)
-    return LoadDrafter(most, fast, limit, (room, room))
+    return LoadScorer(most, fast, limit, (room, room))
 
 
 @define(eq=False)
@@ -53,9 +53,9 @@ class RemoteWeights:
     _memory: DraftBytes = (0, 0, 0, 0)
 
     def __attrs_post_init__(self) -> None:
-        self.peer.set_loss_listener(self._lost)
+        self.peer.set_loss_listener(self._on_lost)
 
-    def _lost(self, _: str) -> None:
+    def _on_lost(self, _: str) -> None:
         self.lives += 1
         self._memory = (0, 0, 0, 0)
 
@@ -75,7 +75,7 @@ class RemoteWeights:
         self._memory = done.memory
         return done.bytes
 
-    def there(self) -> None:
+    def ensure_loaded(self) -> None:
         """Bring the weights to the device if the present process does not have them. Raises as `load_back` does."""
         if self._fetched != self.lives:
             self.load_back()
@@ -94,9 +94,9 @@ class RemoteWeights:
 
     def ask(self, op: Op, message: WireMessage, kind: type[T], *, seconds: float = 0) -> T:
         """Send a request and return the answer. Every failure raises OSError or torch.OutOfMemoryError."""
-        return self.asked(op, message, kind, {}, seconds=seconds)[0]
+        return self.ask_tensors(op, message, kind, {}, seconds=seconds)[0]
 
-    def asked(
+    def ask_tensors(
         self, op: Op, message: WireMessage, kind: type[T], tensors: dict[str, torch.Tensor], *, seconds: float = 0
     ) -> tuple[T, dict[str, torch.Tensor]]:
         """Send a request with tensors. Return the answer and copies of its tensors. Raises as `ask` does."""
@@ -110,14 +110,14 @@ class RemoteWeights:
             except ValueError as error:  # refused: nothing has changed there
                 raise OSError(f"{self.peer.dial.name} has refused {op.name.lower()}: {error}") from error
             except RuntimeError as error:
-                raise self.useless(f"{op.name.lower()}: {error}") from error
+                raise self.give_up(f"{op.name.lower()}: {error}") from error
             try:
                 found = unpack_tensors(getattr(done, "tensors", ()), frame.payload)
             except Unacceptable as error:
-                raise self.useless(f"{op.name.lower()}: {error}") from error
+                raise self.give_up(f"{op.name.lower()}: {error}") from error
             return done, {name: tensor.clone() for name, tensor in found.views().items()}
 
-    def useless(self, why: str) -> ConnectionError:
+    def give_up(self, why: str) -> ConnectionError:
         """Disconnect, because an answer cannot be used, and return the error to raise."""
         return ConnectionError(str(self.peer.lose(ConnectionBroken(why))))
 
@@ -127,14 +127,14 @@ class RemoteScorer:
     """A scorer in another process, with the interface of `adapters.models.decoder.scorer.Scorer`."""
 
     peer: Peer
-    asked: LoadDrafter
+    asked: LoadScorer
     weights: RemoteWeights = field(init=False)
-    _ready: DrafterReady = field(init=False)
+    _ready: ScorerReady = field(init=False)
     _numbers: count[int] = field(init=False, factory=count)
 
     def __attrs_post_init__(self) -> None:
         """Load the scorer there. Raises RowsLost, or the daemon's failure."""
-        self._ready = self.peer.load_drafter(self.asked)
+        self._ready = self.peer.load_scorer(self.asked)
         self.weights = RemoteWeights(self.peer)
 
     @property
@@ -143,7 +143,7 @@ class RemoteScorer:
 
     def begin(self, tokens: tuple[int, ...]) -> RemoteScoring:
         """Begin to score a prompt. Raises OSError or torch.OutOfMemoryError."""
-        self.weights.there()
+        self.weights.ensure_loaded()
         return RemoteScoring(self.weights, next(self._numbers) % (1 << 31), tokens, self.weights.lives)
 
 
@@ -171,12 +171,12 @@ class RemoteScoring:
         self._begun = True
         message = ScorePrompt(self.number, describe_tensors(tokens))
         began = time.perf_counter_ns()
-        done, found = self.weights.asked(Op.SCORE, message, PromptAdvanced, tokens)
+        done, found = self.weights.ask_tensors(Op.SCORE, message, PromptAdvanced, tokens)
         self.weights.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self.nbytes = done.held
         if found:
             if done.tensors != (Described("scores", "F32", (len(self.tokens),)),):
-                raise self.weights.useless("it answered with other scores than were asked for")
+                raise self.weights.give_up("it answered with other scores than were asked for")
             self._scores = found["scores"].tolist()
 
     def scores(self) -> list[float]:

@@ -13,7 +13,7 @@ from adapters.remote.protocol.messages import Op, WireMessage
 
 
 @define(eq=False)
-class Answering:
+class OpAnswer:
     """The answer to a request: a message, and the tensors that it describes, in order."""
 
     message: WireMessage
@@ -21,7 +21,7 @@ class Answering:
 
 
 # Carries out one op. Its arguments are the object that has the op, the request, and the tensors of the request.
-Work: TypeAlias = Callable[..., Answering]
+Work: TypeAlias = Callable[..., OpAnswer]
 Ops: TypeAlias = Mapping[Op, tuple[type[Any], Work]]
 
 
@@ -33,7 +33,7 @@ class Answerer(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def loaded(self, *, shared: bool) -> WireMessage:
+    def describe_loaded(self, *, shared: bool) -> WireMessage:
         """Return the answer to the request that loaded it. shared: shared memory is in use."""
         ...
 

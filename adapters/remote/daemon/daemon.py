@@ -11,11 +11,11 @@ from attrs import define
 from torch import Tensor
 
 from adapters.device.lane.out_of_memory import is_out_of_memory
-from adapters.models.decoder.pipelined_chunks import current
-from adapters.remote.daemon.answer_handlers import Answerer, Answering, Work
+from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.remote.daemon.answer_handlers import Answerer, OpAnswer, Work
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers
-from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.daemon.served_scorer import ServedScorer
 from adapters.remote.protocol import handshake
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.protocol.draft_messages import LoadDraft
@@ -34,7 +34,7 @@ from adapters.remote.protocol.messages import (
     encode_message,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, unpack_tensors
-from adapters.remote.protocol.scorer_messages import LoadDrafter
+from adapters.remote.protocol.scorer_messages import LoadScorer
 
 log = logging.getLogger("rekindle.shard")
 SECONDS = 120  # for the rest of a frame after its first byte, and for sending an answer
@@ -57,7 +57,7 @@ class ServableModel(Protocol):
         """Load the model's draft. Raises ValueError if there is none, or for impossible requests."""
         ...
 
-    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+    def load_scorer(self, asked: LoadScorer) -> ServedScorer:
         """Load the model as a prompt scorer, with the numerics that were proven last.
 
         Raises ValueError for impossible requests.
@@ -104,7 +104,7 @@ class Daemon:
         tensors = list[Tensor]()
         self._after = lambda: None
         try:
-            answer = self._carried_out(frame)
+            answer = self._carry_out(frame)
             said = encode_message(answer.message)
             tensors = list(answer.tensors.values())
         except Exception as error:  # it is reported to the server
@@ -120,22 +120,22 @@ class Daemon:
         self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
 
-    def _carried_out(self, frame: WireFrame) -> Answering:
+    def _carry_out(self, frame: WireFrame) -> OpAnswer:
         if frame.head.op not in OPS:
             raise Unacceptable(f"there is no op {frame.head.op}")
         kind, work = OPS[op := Op(frame.head.op)]
         asked = decode_message(frame.arguments, kind)
-        given = self._given(asked, frame)
+        given = self._find_tensors(asked, frame)
         if work is not None:
             return work(self, asked, given)
         if self._served is None:
             raise Unacceptable("no layers are loaded, nor a draft or drafter")
         if op not in self._served.ops:
             raise Unacceptable(f"{op.name.lower()} is not for what is loaded here")
-        with current(self._served.device):
+        with use_device(self._served.device):
             return self._served.ops[op][1](self._served, asked, given)
 
-    def _given(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
+    def _find_tensors(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
         """Return the tensors of a request, from the payload or from lent memory."""
         given = unpack_tensors(getattr(asked, "tensors", ()), frame.payload)
         if not (lent := getattr(asked, "lent", ())):
@@ -145,17 +145,17 @@ class Daemon:
             raise Unacceptable("nothing is lent here, or it is given twice")
         return LentTensors(lent, shared.borrower)
 
-    def prove(self, asked: Prove, _: TensorBytes) -> Answering:
-        return Answering(self.model.prove(asked))
+    def prove(self, asked: Prove, _: TensorBytes) -> OpAnswer:
+        return OpAnswer(self.model.prove(asked))
 
-    def load(self, asked: LoadLayers | LoadDraft | LoadDrafter, _: TensorBytes) -> Answering:
+    def load(self, asked: LoadLayers | LoadDraft | LoadScorer, _: TensorBytes) -> OpAnswer:
         if self._served is not None:
             raise Unacceptable("something is loaded already: connect again for another thing")
         shared = self.join(asked.shared) if all(asked.shared) else None
         loads: Mapping[type[Any], Callable[[Any], Answerer]] = {
             LoadLayers: self.model.load,
             LoadDraft: self.model.load_draft,
-            LoadDrafter: self.model.load_drafter,
+            LoadScorer: self.model.load_scorer,
         }
         self._served = loads[type(asked)](asked)
 
@@ -164,18 +164,16 @@ class Daemon:
             self.channel.shared = shared
 
         self._after = after  # the answer to the load itself still has the old limit
-        return Answering(self._served.loaded(shared=shared is not None))
+        return OpAnswer(self._served.describe_loaded(shared=shared is not None))
 
 
 # The daemon itself proves and loads. The loaded object has all other ops (None here).
 OPS: Mapping[Op, tuple[type[Any], Work | None]] = {
     **{
-        op: (kind, None)
-        for served in (ServedLayers, ServedDraft, ServedDrafter)
-        for op, (kind, _) in served.ops.items()
+        op: (kind, None) for served in (ServedLayers, ServedDraft, ServedScorer) for op, (kind, _) in served.ops.items()
     },
     Op.PROVE: (Prove, Daemon.prove),
     Op.LOAD: (LoadLayers, Daemon.load),
     Op.LOAD_DRAFT: (LoadDraft, Daemon.load),
-    Op.LOAD_DRAFTER: (LoadDrafter, Daemon.load),
+    Op.LOAD_DRAFTER: (LoadScorer, Daemon.load),
 }

@@ -14,7 +14,7 @@ from adapters.device.sampling.sampler import Sampler
 from adapters.device.speculation.drafting import ProposalPicker, ProposalRequest
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
 from adapters.models.kernels.step import Step
-from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.draft_messages import (
     AskedProposals,
     CopyContext,
@@ -64,7 +64,7 @@ class ServedDraft:
     def device(self) -> torch.device:
         return self.draft.device
 
-    def loaded(self, *, shared: bool) -> DraftReady:
+    def describe_loaded(self, *, shared: bool) -> DraftReady:
         rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
         own = self.weights, self.facts, self.draft.identity, self.draft.can_branch
@@ -80,7 +80,7 @@ class ServedDraft:
 
     # --- rounds ---
 
-    def round(self, asked: DraftRound, given: TensorBytes) -> Answering:
+    def round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
         if self.draft.state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.state}")
         began = time.perf_counter_ns()
@@ -89,7 +89,7 @@ class ServedDraft:
         trees = self._propose_trees(asked.asked) if asked.asked else ()
         memory = self._memory()
         took = time.perf_counter_ns() - began
-        return Answering(DraftProposed(took, tuple(trees), None if memory == reported else memory))
+        return OpAnswer(DraftProposed(took, tuple(trees), None if memory == reported else memory))
 
     def _follow(self, follow: Sequence[FollowedRows], given: TensorBytes) -> None:
         rows = sum(len(one.tokens) for one in follow)
@@ -117,29 +117,29 @@ class ServedDraft:
 
     # --- rows and weights ---
 
-    def copy(self, asked: CopyContext, _: TensorBytes) -> Answering:
+    def copy(self, asked: CopyContext, _: TensorBytes) -> OpAnswer:
         self.draft.copy_rows(asked.slot, asked.target, asked.start, asked.stop)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> OpAnswer:
         found = self.draft.rows.export(asked.slot, asked.start, asked.stop)
-        return Answering(Exported(describe_tensors(found)), found)
+        return OpAnswer(Exported(describe_tensors(found)), found)
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> OpAnswer:
         self.draft.rows.import_(asked.slot, asked.start, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
+    def fetch(self, _: Nothing, __: TensorBytes) -> OpAnswer:
         moved = self.draft.load_back()
-        return Answering(DraftMoved(moved, self._memory()))
+        return OpAnswer(DraftMoved(moved, self._memory()))
 
-    def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
+    def send_away(self, asked: SendAway, _: TensorBytes) -> OpAnswer:
         held = self.draft.memory()["weights"]
         if asked.keep:
             self.draft.offload()
         else:
             self.draft.release()
-        return Answering(DraftMoved(held, self._memory()))
+        return OpAnswer(DraftMoved(held, self._memory()))
 
 
 ServedDraft.ops = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.models.decoder.host_copy import Integers, bits
 from adapters.models.decoder.shard import NamedTensors, Shard
 from adapters.models.kernels.step import Step
-from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.lent_memory import LentTensors
 from adapters.remote.protocol.messages import (
     Commit,
@@ -61,7 +61,7 @@ class ServedLayers:
     def device(self) -> torch.device:
         return self.shard.spec.device
 
-    def loaded(self, *, shared: bool) -> Loaded:
+    def describe_loaded(self, *, shared: bool) -> Loaded:
         shard = self.shard
         rows = self.shard.rows.spec
         return Loaded(
@@ -89,7 +89,7 @@ class ServedLayers:
 
     # --- steps ---
 
-    def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
+    def forward(self, asked: RunStep, given: TensorBytes) -> OpAnswer:
         """Run a step. The logits of a decode step come with its hidden states, because they are needed next."""
         shard = self.shard
         step = self._step(decode_step(asked.step))
@@ -103,7 +103,7 @@ class ServedLayers:
         shard.synchronize()
         return self._answer_step(step, found, began)
 
-    def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
+    def logits(self, asked: RunStep, given: TensorBytes) -> OpAnswer:
         if not self._last:
             raise Unacceptable("these layers have no head")
         step = self._step(decode_step(asked.step))
@@ -112,12 +112,12 @@ class ServedLayers:
             step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
         )
 
-    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
+    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> OpAnswer:
         took = time.perf_counter_ns() - began
         shape = (step.bucket, step.rows_only, step.branches)
         changed = shape not in self._seen  # buffers are made when they are first used
         self._seen.add(shape)
-        return Answering(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
+        return OpAnswer(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
 
     @property
     def _last(self) -> bool:
@@ -166,25 +166,25 @@ class ServedLayers:
         bytes_of(own)[: piece.nbytes] = piece
         return own.to(shard.spec.device)
 
-    def commit(self, asked: Commit, _: TensorBytes) -> Answering:
+    def commit(self, asked: Commit, _: TensorBytes) -> OpAnswer:
         self.shard.commit(self._step(decode_step(asked.step)), asked.kept)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def settle(self, asked: Settle, _: TensorBytes) -> Answering:
-        """Begin a step that settles positional state, which `settled` keeps or restores."""
+    def settle(self, asked: Settle, _: TensorBytes) -> OpAnswer:
+        """Begin a step that settles positional state, which `end_settling` keeps or restores."""
         step = self._step(decode_step(asked.step))
         if self._settling is not None:  # a server that has lost its rows says nothing more of a step
             self._settle_with(RuntimeError("the server has begun another step"))
         settling = self.shard.settling(step)
         settling.__enter__()
         self._settling = settling
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def settled(self, asked: StepSettled, _: TensorBytes) -> Answering:
+    def end_settling(self, asked: StepSettled, _: TensorBytes) -> OpAnswer:
         if self._settling is None:
             raise Unacceptable("no step is being settled")
         self._settle_with(RuntimeError("a later shard failed") if asked.raised else None)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
     def _settle_with(self, error: RuntimeError | None) -> None:
         """End the step that is being settled, well or not."""
@@ -202,29 +202,29 @@ class ServedLayers:
 
     # --- rows and states ---
 
-    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> Answering:
+    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> OpAnswer:
         self._slot(asked.source, asked.target)
         self.shard.rows.copy(asked.source, asked.target, asked.count)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def copy_state(self, asked: CopyState, _: TensorBytes) -> Answering:
+    def copy_state(self, asked: CopyState, _: TensorBytes) -> OpAnswer:
         self._slot(asked.source, asked.target)
         self.shard.states.copy(asked.source, asked.target)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> OpAnswer:
         return answer_exported(self.shard.rows.export(asked.slot, asked.start, asked.stop))
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         self.shard.rows.import_(asked.slot, asked.start, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
+    def import_runs(self, asked: ImportRuns, given: LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         for run in asked.lent:
             self._put(asked.slot, run, given.borrower.run(self.shard.rows.spec, run))
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
     def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
         """Put lent rows into a slot: in one copy if the slot is in host memory, tensor by tensor if not."""
@@ -237,30 +237,30 @@ class ServedLayers:
             named = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
             shard.rows.import_(slot, run.start, dict(zip(spec.names, named, strict=True)))
 
-    def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
+    def export_state(self, asked: OneSlot, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         return answer_exported(self.shard.states.export(asked.slot))
 
-    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
+    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         self.shard.states.import_(asked.slot, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.states.keep(asked.slot, asked.place)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def load_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+    def load_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.states.load(asked.place, asked.slot)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
 
-def answer_exported(found: NamedTensors) -> Answering:
-    return Answering(Exported(describe_tensors(found)), found)
+def answer_exported(found: NamedTensors) -> OpAnswer:
+    return OpAnswer(Exported(describe_tensors(found)), found)
 
 
 ServedLayers.ops = {
@@ -268,7 +268,7 @@ ServedLayers.ops = {
     Op.LOGITS: (RunStep, ServedLayers.logits),
     Op.COMMIT: (Commit, ServedLayers.commit),
     Op.SETTLE: (Settle, ServedLayers.settle),
-    Op.SETTLED: (StepSettled, ServedLayers.settled),
+    Op.SETTLED: (StepSettled, ServedLayers.end_settling),
     Op.COPY_ROWS: (CopyRows, ServedLayers.copy_rows),
     Op.COPY_STATE: (CopyState, ServedLayers.copy_state),
     Op.EXPORT_ROWS: (RowSpan, ServedLayers.export_rows),

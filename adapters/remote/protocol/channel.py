@@ -82,12 +82,12 @@ class Channel:
     def lender(self) -> Lender | None:
         return None if self.shared is None else self.shared.lender
 
-    def bound(self, seconds: float, most_bytes: int) -> None:
+    def set_limits(self, seconds: float, most_bytes: int) -> None:
         """Limit the time of all frames until `unbind`, and the bytes of all received ones, together."""
         self._until = time.monotonic() + seconds
         self._left = most_bytes
 
-    def unbind(self) -> None:
+    def clear_limits(self) -> None:
         self._until = self._left = None
 
     def send(
@@ -140,10 +140,10 @@ class Channel:
             self._read(payload, until)
             frames.check(head, data, arguments, payload)
         except Malformed as error:
-            raise self.broken(str(error)) from error
+            raise self.abort(str(error)) from error
         if head.flags & SHARED:
             if self.shared is None or head.payload > self.shared.into.nbytes:
-                raise self.broken(f"{head.payload} bytes in shared memory, which has not that much")
+                raise self.abort(f"{head.payload} bytes in shared memory, which has not that much")
             payload = self.shared.into[: head.payload]
         return WireFrame(head, bytes(arguments), payload)
 
@@ -152,11 +152,11 @@ class Channel:
         frame = self.receive(seconds)
         head = frame.head
         if not head.flags & REPLY or (head.op, head.request) != (op, request):
-            raise self.broken(f"an answer to {head.op} ({head.request}) where {op} ({request}) was asked")
+            raise self.abort(f"an answer to {head.op} ({head.request}) where {op} ({request}) was asked")
         return frame
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Has either end closed the connection? Does not wait. May be called on any thread."""
         looking = select.poll()
         try:
@@ -165,7 +165,7 @@ class Channel:
             return True
         return any(happened & ENDED for _, happened in looking.poll(0))
 
-    def broken(self, why: str) -> ConnectionBroken:
+    def abort(self, why: str) -> ConnectionBroken:
         """Close the connection for good, and return the error to raise."""
         self.close(why)
         return ConnectionBroken(self.why)
@@ -214,7 +214,7 @@ class Channel:
             place = self._ahead if short else into[got:]
             count = self._run_until(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
             if not count:
-                error = self.broken("the other end has closed the connection")
+                error = self.abort("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error
             if short:
                 self._here = self._ahead[:count]
@@ -231,21 +231,21 @@ class Channel:
             self.socket.settimeout(None if left is None else max(left, SHORTEST))
             return work()
         except TimeoutError:
-            raise self.broken("no answer in time") from None
+            raise self.abort("no answer in time") from None
         except OSError as error:
-            raise self.broken(error.strerror or str(error)) from error
+            raise self.abort(error.strerror or str(error)) from error
 
 
 def is_failure(frame: WireFrame) -> bool:
     return bool(frame.head.flags & FAILED)
 
 
-def failure(channel: Channel, frame: WireFrame) -> Exception:
+def read_failure(channel: Channel, frame: WireFrame) -> Exception:
     """Return the error that a failure frame describes, as it would have been raised here."""
     try:
         said = decode_message(frame.arguments, Failure)
     except Unacceptable as error:
-        return channel.broken(str(error))
+        return channel.abort(str(error))
     if said.kind == "refused":
         return ValueError(said.why)
     return torch.OutOfMemoryError(said.why) if said.kind == "out_of_memory" else RuntimeError(said.why)

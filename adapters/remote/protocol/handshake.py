@@ -37,10 +37,10 @@ HELLO_S = 5.0  # seconds for a whole handshake at a port that strangers reach: t
 MOST_BYTES = 1 << 16  # bytes that may arrive during a whole handshake, which takes a few hundred
 
 
-def proof_of(secret: bytes, who: str, theirs: str, ours: str) -> str:
-    """Return the proof of one end. who: "server" or "daemon". theirs, ours: the server's nonce and the daemon's."""
+def make_proof(secret: bytes, prover: str, server_nonce: str, daemon_nonce: str) -> str:
+    """Return the proof of one end. prover: "server" or "daemon"."""
     key = blake2b(secret, digest_size=32, person=b"rekindle-shard").digest()
-    return blake2b(f"{who} {theirs} {ours}".encode(), digest_size=32, key=key).hexdigest()
+    return blake2b(f"{prover} {server_nonce} {daemon_nonce}".encode(), digest_size=32, key=key).hexdigest()
 
 
 def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Facts:
@@ -49,27 +49,27 @@ def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Fact
     seconds: for the whole handshake.
     """
     nonce = secrets.token_hex(32)
-    channel.bound(seconds, MOST_BYTES)
+    channel.set_limits(seconds, MOST_BYTES)
     channel.send(Op.HELLO, 0, encode_message(Hello(nonce)), seconds=seconds)
-    other = _said(channel, Op.HELLO, 0, Challenge, seconds).nonce
-    channel.send(Op.PROOF, 1, encode_message(SecretProof(proof_of(secret, "server", nonce, other))), seconds=seconds)
-    welcome = _said(channel, Op.PROOF, 1, Welcome, seconds)
-    if not hmac.compare_digest(welcome.proof, proof_of(secret, "daemon", nonce, other)):
-        raise channel.broken("it does not know the secret")
+    other = _receive_answer(channel, Op.HELLO, 0, Challenge, seconds).nonce
+    channel.send(Op.PROOF, 1, encode_message(SecretProof(make_proof(secret, "server", nonce, other))), seconds=seconds)
+    welcome = _receive_answer(channel, Op.PROOF, 1, Welcome, seconds)
+    if not hmac.compare_digest(welcome.proof, make_proof(secret, "daemon", nonce, other)):
+        raise channel.abort("it does not know the secret")
     if welcome.rekindle != version:
-        raise channel.broken(f"it is Rekindle {welcome.rekindle[:40]}, and this {version}: both must be the same")
-    channel.unbind()
+        raise channel.abort(f"it is Rekindle {welcome.rekindle[:40]}, and this {version}: both must be the same")
+    channel.clear_limits()
     return welcome.facts
 
 
-def _said(channel: Channel, op: Op, request: int, kind: type[T], seconds: float) -> T:
+def _receive_answer(channel: Channel, op: Op, request: int, kind: type[T], seconds: float) -> T:
     frame = channel.answer(op, request, seconds)
     try:
         if is_failure(frame):
-            raise channel.broken(f"refused: {decode_message(frame.arguments, Failure).why}")
+            raise channel.abort(f"refused: {decode_message(frame.arguments, Failure).why}")
         return decode_message(frame.arguments, kind)
     except Unacceptable as error:
-        raise channel.broken(str(error)) from error
+        raise channel.abort(str(error)) from error
 
 
 @frozen
@@ -88,15 +88,15 @@ def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> Prov
 
     seconds: for the whole challenge. The daemon reveals nothing about itself: `welcome` does that later.
     """
-    channel.bound(seconds, MOST_BYTES)
-    frame, hello = _asked(channel, Op.HELLO, Hello, seconds)
+    channel.set_limits(seconds, MOST_BYTES)
+    frame, hello = _receive_request(channel, Op.HELLO, Hello, seconds)
     nonce = secrets.token_hex(32)
     channel.send(Op.HELLO, frame.head.request, encode_message(Challenge(nonce)), flags=REPLY, seconds=seconds)
-    frame, given = _asked(channel, Op.PROOF, SecretProof, seconds)
-    if not hmac.compare_digest(given.proof, proof_of(secret, "server", hello.nonce, nonce)):
+    frame, given = _receive_request(channel, Op.PROOF, SecretProof, seconds)
+    if not hmac.compare_digest(given.proof, make_proof(secret, "server", hello.nonce, nonce)):
         refuse(channel, Op.PROOF, frame.head.request, "the secret is another one", seconds)
-    channel.unbind()
-    return ProvenServer(proof_of(secret, "daemon", hello.nonce, nonce), frame.head.request)
+    channel.clear_limits()
+    return ProvenServer(make_proof(secret, "daemon", hello.nonce, nonce), frame.head.request)
 
 
 def welcome(channel: Channel, proven: ProvenServer, version: str, facts: Facts, seconds: float) -> None:
@@ -105,7 +105,7 @@ def welcome(channel: Channel, proven: ProvenServer, version: str, facts: Facts, 
     channel.send(Op.PROOF, proven.request, said, flags=REPLY, seconds=seconds)
 
 
-def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[WireFrame, T]:
+def _receive_request(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[WireFrame, T]:
     """Receive one message of the handshake from the server. Any other frame is refused and ends the connection."""
     frame = channel.receive(seconds)
     found: T | None = None

@@ -127,7 +127,7 @@ class Borrower:
             if len(one.shape) != len(one.strides) or one.place % ELEMENT_BYTES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
         memory = self._bytes(max(one.end for one in lent))
-        return {name: view for one in lent for name, view in zip(one.names, _whole(one, memory), strict=True)}
+        return {name: view for one in lent for name, view in zip(one.names, _view_lent(one, memory), strict=True)}
 
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
         """Return lent rows as integers of their element size: `[names, heads, rows, width]` of `spec`, without a copy.
@@ -168,15 +168,15 @@ class Borrower:
         return found
 
 
-def _whole(one: Lent, memory: Mapped) -> Tensor:
+def _view_lent(lent: Lent, memory: Mapped) -> Tensor:
     """Return the tensors of one `Lent` as one view, `[names, ...]`."""
-    dtype = torch_dtype(one.dtype)
-    place = one.place
-    shape = (len(one.names), *one.shape)
+    dtype = torch_dtype(lent.dtype)
+    place = lent.place
+    shape = (len(lent.names), *lent.shape)
     if not all(shape):
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
-    return flat.as_strided(shape, (one.apart, *one.strides))
+    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(lent.end - place) // dtype.itemsize)
+    return flat.as_strided(shape, (lent.apart, *lent.strides))
 
 
 @frozen(eq=False)

@@ -10,7 +10,7 @@ from adapters.remote.protocol.messages import Big, Count, Number, Tensors, WireM
 MOST_SCORINGS = 64  # prompts that are scored at once: each holds a slot of the target, and there are no more slots
 
 
-class LoadDrafter(WireMessage, frozen=True):
+class LoadScorer(WireMessage, frozen=True):
     """The request to load a scorer, with the numerics that were proven last. `FETCH_DRAFT` brings its weights.
 
     most: tokens of a prompt. limit, shared: as in `LoadLayers`.
@@ -23,7 +23,7 @@ class LoadDrafter(WireMessage, frozen=True):
     slots: ClassVar[int] = 0
 
 
-class DrafterReady(WireMessage, frozen=True):
+class ScorerReady(WireMessage, frozen=True):
     """A loaded scorer. chunk: rows of a chunk."""
 
     chunk: Count

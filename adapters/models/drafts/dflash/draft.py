@@ -30,7 +30,7 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
-from adapters.models.decoder.pipelined_chunks import current, inference
+from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -110,7 +110,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._require_weights()
         self._check_step(step)
         buffers = self._find_context_buffers(step.bucket, len(self.aux_layers))
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             given = [aux_hidden_states[layer] for layer in self.aux_layers]
             here = [states if states.device == self._device else states.to(self._device) for states in given]
             torch.cat(here, 1, out=buffers.given)
@@ -122,7 +122,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._require_weights()
         self._check_step(step)
         buffers = self._find_context_buffers(step.bucket, 1)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             buffers.given[: step.rows].copy_(features)
             buffers.batch.load(step, None)
             self._kernels.prepare_step(buffers.batch)
@@ -168,7 +168,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             total += segment.count
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
         buffers = self._find_block_buffers(step.bucket)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
             self._kernels.prepare_step(buffers.batch)

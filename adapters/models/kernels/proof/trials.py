@@ -262,7 +262,7 @@ def make_batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[in
 
 
 def make_attention_trial(
-    own: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
+    attention: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
 ) -> Trial:
     """Make the trial of the library's attention with `rows` rows that all see the same keys.
 
@@ -276,7 +276,7 @@ def make_attention_trial(
     x = torch.randn(rows, group * size, generator=generator) * size**-0.25
     k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
     slots = torch.zeros(rows, dtype=torch.int64)
-    exact = own.with_output(torch.float32)
+    exact = attention.with_output(torch.float32)
     low = slots + 3
     high = slots + keys - 131
 
