@@ -19,7 +19,8 @@ from adapters.remote.daemon.answer_handlers import OpAnswer
 from adapters.remote.daemon.served_layers import ServedLayers
 from adapters.remote.protocol.channel import Channel
 from adapters.remote.protocol.lent_memory import LentTensors
-from adapters.remote.protocol.messages import ImportRuns, Op, Unacceptable
+from adapters.remote.protocol.messages import Op, Unacceptable
+from adapters.remote.protocol.slot_messages import ImportRuns
 from adapters.text.model_text import Text
 from adapters.transfer import saver
 from adapters.transfer.copy_rows import DeviceMarks, record_marks

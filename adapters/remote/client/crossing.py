@@ -13,8 +13,6 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.messages import (
     MOST_RUNS,
     Described,
-    ImportRows,
-    ImportRuns,
     Lent,
     LentRun,
     Nothing,
@@ -24,6 +22,7 @@ from adapters.remote.protocol.messages import (
     WireMessage,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors, unpack_tensors
+from adapters.remote.protocol.slot_messages import ImportRows, ImportRuns
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 

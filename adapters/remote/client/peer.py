@@ -12,9 +12,8 @@ is called, and the caller gets `RowsLost`. The next call connects anew (`reconne
 listener. It repeats the proof and the load, and checks that the new process computes as the old one did. If that fails,
 calls fail at once for a pause, so that a missing daemon does not slow down every request.
 
-A posted request that was refused loses all rows as well, but the connection stays.
-
-`ask` and `post` take `lock`. A caller that reads tensors of an answer holds it until they are read.
+A posted request that was refused loses all rows as well, but the connection stays. `ask` and `post` take `lock`. A
+caller that reads tensors of an answer holds it until they are read.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from adapters.models.numerics.probe_result import Numerics
 from adapters.remote.client.dial import Dial
+from adapters.remote.client.hop_counter import HopCounter
 from adapters.remote.client.pending_answers import Posted, PostedQuestion, PostedRefused
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, is_failure, read_failure
 from adapters.remote.protocol.draft_messages import DraftReady, LoadDraft
@@ -74,7 +74,6 @@ class Peer:
     error: the last reason for a loss of rows; empty after a reconnect.
     gone: why there is no connection; empty while there is one.
     restarts: new connections so far.
-    hops, hop_ns, computed_ns: exchanges of steps, their time without the daemon's computing, and that computing.
     slots: of what is loaded.
     """
 
@@ -88,9 +87,7 @@ class Peer:
     error: str = ""
     gone: str = ""
     restarts: int = 0
-    hops: int = 0
-    hop_ns: int = 0
-    computed_ns: int = 0
+    hops: HopCounter = field(factory=HopCounter)
     facts: Facts | None = None
     slots: int = 0
     _channel: Channel | None = None
@@ -122,19 +119,8 @@ class Peer:
         self._proof = asked, found
         return Numerics.from_json(found.outcome)
 
-    def load(self, asked: LoadLayers) -> Loaded:
-        """Load layers. Raises RowsLost, or the daemon's failure."""
-        return self._load_first(asked, Loaded)
-
-    def load_draft(self, asked: LoadDraft) -> DraftReady:
-        """Load a draft. Raises as `load` does."""
-        return self._load_first(asked, DraftReady)
-
-    def load_scorer(self, asked: LoadScorer) -> ScorerReady:
-        """Load a prompt scorer. Raises as `load` does."""
-        return self._load_first(asked, ScorerReady)
-
-    def _load_first(self, asked: Load, kind: type[A]) -> A:
+    def load(self, asked: Load, kind: type[A]) -> A:
+        """Load layers, a draft or a prompt scorer. kind: of the answer. Raises RowsLost, or the daemon's failure."""
         with self._lock:
             try:
                 loaded = self._load_over(self._get_channel(), asked, kind)
@@ -194,12 +180,6 @@ class Peer:
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
-    def count_hop(self, waited_ns: int, computed_ns: int) -> None:
-        """Count the exchange of a forward."""
-        self.hops += 1
-        self.hop_ns += max(0, waited_ns - computed_ns)
-        self.computed_ns += computed_ns
-
     def close(self) -> None:
         """Close the connection and end the process, for good. May be called again, and on any thread."""
         self._closed = True
@@ -228,12 +208,7 @@ class Peer:
         return self._lock
 
     def figures(self) -> Mapping[str, float]:
-        return {
-            "hops": self.hops,
-            "hop_seconds": self.hop_ns / 1e9,
-            "compute_seconds": self.computed_ns / 1e9,
-            "restarts": self.restarts,
-        }
+        return {**self.hops.build_figures(), "restarts": self.restarts}
 
     def check_connection(self) -> None:
         """Report a lost connection and try to connect anew. Called on the asking thread, between requests."""
@@ -284,10 +259,7 @@ class Peer:
         return self.reconnect()
 
     def reconnect(self) -> Channel:
-        """Connect anew and repeat the proof and the load. Raises RowsLost.
-
-        Calls of other threads fail meanwhile, unless they have to wait for the lock.
-        """
+        """Connect anew and repeat proof and load. Raises RowsLost. Without `waits`, other calls fail meanwhile."""
         began = time.monotonic()
         try:
             channel = self._opening = self._open_connection()

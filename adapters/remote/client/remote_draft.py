@@ -78,7 +78,7 @@ class RemoteDraft:
 
     def __attrs_post_init__(self) -> None:
         """Load the draft there. Raises ValueError if it has another draft, RowsLost, or the daemon's failure."""
-        self._loaded = loaded = self.peer.load_draft(self.asked)
+        self._loaded = loaded = self.peer.load(self.asked, DraftReady)
         if (loaded.weights, loaded.facts) != self.digests:
             raise ValueError(f"{self.place} has another draft than this one")
         rows = loaded.rows
@@ -153,7 +153,7 @@ class RemoteDraft:
             raise
         except RowsLost:
             return None
-        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        self.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return [Tree(tree.tokens, tree.parents) for tree in done.trees]
 

@@ -134,7 +134,7 @@ class RemoteScorer:
 
     def __attrs_post_init__(self) -> None:
         """Load the scorer there. Raises RowsLost, or the daemon's failure."""
-        self._ready = self.peer.load_scorer(self.asked)
+        self._ready = self.peer.load(self.asked, ScorerReady)
         self.weights = RemoteWeights(self.peer)
 
     @property
@@ -172,7 +172,7 @@ class RemoteScoring:
         message = ScorePrompt(self.number, describe_tensors(tokens))
         began = time.perf_counter_ns()
         done, found = self.weights.ask_tensors(Op.SCORE, message, PromptAdvanced, tokens)
-        self.weights.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        self.weights.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self.nbytes = done.held
         if found:
             if done.tensors != (Described("scores", "F32", (len(self.tokens),)),):

@@ -27,6 +27,7 @@ from adapters.remote.protocol.messages import (
     Element,
     Forwarded,
     Having,
+    Loaded,
     LoadLayers,
     Op,
     Settle,
@@ -95,7 +96,7 @@ class RemoteShard:
     _buffers: dict[int, StepBuffers] = field(factory=dict[int, StepBuffers])
 
     def __attrs_post_init__(self) -> None:
-        loaded = self.peer.load(self.asked)
+        loaded = self.peer.load(self.asked, Loaded)
         self._memory = loaded.memory
         self._dtype_name = loaded.dtype
         self.spec = ShardSpec(
@@ -202,7 +203,7 @@ class RemoteShard:
         began = time.perf_counter_ns()
         message = messages.RunStep(encode_step(step), describe_tensors(given))
         done, found = ask_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
-        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        self.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return found
 

@@ -28,18 +28,9 @@ from adapters.remote.protocol.draft_messages import (
     SendAway,
 )
 from adapters.remote.protocol.lent_memory import LentTensors
-from adapters.remote.protocol.messages import (
-    Described,
-    Exported,
-    HeldRows,
-    ImportRows,
-    Nothing,
-    Op,
-    RowSpan,
-    Unacceptable,
-    decode_step,
-)
+from adapters.remote.protocol.messages import Described, Exported, HeldRows, Nothing, Op, Unacceptable, decode_step
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
+from adapters.remote.protocol.slot_messages import ImportRows, RowSpan
 from adapters.sequence_layout import dtype_name
 from effects.job import Sampling
 

@@ -18,30 +18,32 @@ from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.lent_memory import LentTensors
 from adapters.remote.protocol.messages import (
     Commit,
-    CopyRows,
-    CopyState,
     Described,
     Exported,
     Forwarded,
     HeldRows,
-    ImportRows,
-    ImportRuns,
-    ImportState,
     LentRun,
     Loaded,
     Nothing,
-    OneSlot,
     Op,
-    RowSpan,
     RunStep,
     Settle,
-    SlotPlace,
     StepSettled,
     Unacceptable,
     decode_step,
     with_logits,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
+from adapters.remote.protocol.slot_messages import (
+    CopyRows,
+    CopyState,
+    ImportRows,
+    ImportRuns,
+    ImportState,
+    OneSlot,
+    RowSpan,
+    SlotPlace,
+)
 from adapters.sequence_layout import dtype_name, torch_dtype
 
 

@@ -6,18 +6,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from adapters.remote.protocol.messages import (
-    Big,
-    Count,
-    Element,
-    HeldRows,
-    Number,
-    RowSpan,
-    Stepped,
-    Tensors,
-    Text,
-    WireMessage,
-)
+from adapters.remote.protocol.messages import Big, Count, Element, HeldRows, Number, Stepped, Tensors, Text, WireMessage
+from adapters.remote.protocol.slot_messages import RowSpan
 
 Tokens: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
 DraftBytes: TypeAlias = tuple[Number, Number, Number, Number]  # weights, offloaded weights, rows, buffers

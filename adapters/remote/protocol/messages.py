@@ -247,51 +247,6 @@ class StepSettled(WireMessage, frozen=True):
     raised: bool
 
 
-class CopyState(WireMessage, frozen=True):
-    source: Count
-    target: Count
-
-
-class CopyRows(CopyState, frozen=True):
-    count: Count
-
-
-class OneSlot(WireMessage, frozen=True):
-    slot: Count
-
-
-class RowSpan(OneSlot, frozen=True):
-    start: Count
-    stop: Count
-
-
-class ImportRows(OneSlot, frozen=True):
-    """The request to put rows into a slot. The tensors are in the payload, or in lent memory."""
-
-    start: Count
-    tensors: Tensors = ()
-    lent: Lents = ()
-
-
-class ImportRuns(OneSlot, frozen=True):
-    """The request to copy runs of lent rows into a slot."""
-
-    lent: Annotated[tuple[LentRun, ...], Meta(max_length=MOST_RUNS)]
-
-
-class ImportState(OneSlot, frozen=True):
-    """The request to put positional state into a slot, with its tensors as in `ImportRows`."""
-
-    tensors: Tensors = ()
-    lent: Lents = ()
-
-
-class SlotPlace(OneSlot, frozen=True):
-    """A slot, and a place for positional state that is copied from it or to it."""
-
-    place: Count
-
-
 class Exported(WireMessage, frozen=True):
     tensors: Tensors
 
