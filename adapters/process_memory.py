@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from contextlib import suppress
 from typing import TypeVar
 
 M = TypeVar("M", bound=mmap.mmap)
 _ARENA_MAX = -8  # M_ARENA_MAX of mallopt
+MADV_POPULATE_WRITE = 23  # Linux 5.14; the same on all architectures but Alpha and PA-RISC
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 ARENAS = 4  # for the event loop, the device thread, and short-lived threads
 
 
@@ -45,6 +48,18 @@ def map_memory(size: int, kind: type[M] = mmap.mmap) -> M:  # type: ignore[assig
         raise MemoryError(f"{size} bytes of host memory: {error}") from error
     advise(memory, "MADV_HUGEPAGE")
     return memory
+
+
+def map_pages(address: int, size: int) -> None:
+    """Map the pages of a range of private memory that is about to be written, in one system call.
+
+    Pages that are mapped keep their contents. Touching 27 MB of new memory page by page takes 13 ms of processor time
+    (two cores of an AMD EPYC in a virtual machine), and 8 ms this way. Systems without this call map pages when they
+    are touched.
+    """
+    if _madvise is not None:
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), MADV_POPULATE_WRITE)
 
 
 def advise(memory: mmap.mmap, advice: str) -> None:

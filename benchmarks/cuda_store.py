@@ -153,7 +153,7 @@ class StoreBench:
 
     async def same(self, prompt: Tokens, truth: torch.Tensor) -> bool:
         """Bit for bit, asked on the device."""
-        there = partial(self.shard.rows, SLOT, 0, len(prompt) - 1)
+        there = partial(self.shard.rows.view, SLOT, 0, len(prompt) - 1)
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         kind = kinds[truth.element_size()]
         return await self.lane.run(lambda: torch.equal(there().view(kind), truth.view(kind)))

@@ -111,7 +111,7 @@ def float32_shard(checkpoint: Checkpoint, length: int) -> Shard:
     how: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "slots": 1, "capacity": length}
     kernels = CpuKernels(torch.float32)
     return checkpoint.family.build(
-        checkpoint.config, checkpoint.rounded(torch.float32), kernels, ShardPlacement(**how, buckets=(4, CHUNK))
+        checkpoint.config, checkpoint.with_dtype(torch.float32), kernels, ShardPlacement(**how, buckets=(4, CHUNK))
     )
 
 

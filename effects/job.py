@@ -71,7 +71,6 @@ class Report:
     prompt_tokens: int
     restored_tokens: int = 0  # prompt tokens that were not computed again
     tier: str = "none"  # that most of these came from
-    followed_tokens: int = 0  # of these, the ones that another request computed while this one waited for them
     miss: str = ""  # why no (more) tokens were restored; empty when nothing was missed
     completion_tokens: int = 0
     decode_steps: int = 0
@@ -81,6 +80,7 @@ class Report:
     compression: Compressed | None = None  # what was left out of the prompt, or why nothing was; None: not asked for
     cache: Selection = field(factory=Selection)  # what is kept of it for later
     prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for
+    followed_tokens: int = 0  # restored tokens that another request computed while this one waited for them
 
 
 def freezes_messages(job: Job) -> bool:

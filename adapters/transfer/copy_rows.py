@@ -30,6 +30,7 @@ from torch import Tensor
 
 from adapters.models.decoder.host_copy import copy
 from adapters.models.decoder.shard import NamedTensors, PositionalStates, ReadableRows
+from adapters.process_memory import map_pages
 from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
 from adapters.transfer.strided_copy import copy_box
 from effects.ids import PAGE, Span
@@ -109,6 +110,7 @@ class RowMover:
                     copy_box(target, view_by_layer(own)[..., first - begin : last - begin, :])
         else:
             for (first, last), target in places:
+                map_host_rows(target)
                 copy(target, view_by_layer(own)[..., first - begin : last - begin, :])
 
     def copy_out(self, slot: int, span: Span, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
@@ -154,6 +156,14 @@ def split_pages(start: int, stop: int) -> Iterator[Span]:
         end = min(stop, (start // PAGE + 1) * PAGE)
         yield start, end
         start = end
+
+
+def map_host_rows(rows: Tensor) -> None:
+    """Map the memory of rows `[layers, 2, heads, rows, width]` of a slot, which may never have been written."""
+    size = rows[0, 0, 0].nbytes
+    for heads in rows.flatten(0, 1):
+        for head in heads:
+            map_pages(head.data_ptr(), size)
 
 
 def view_by_layer(tensors: Tensor) -> Tensor:

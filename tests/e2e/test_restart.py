@@ -252,6 +252,6 @@ def test_a_full_disk_costs_no_request(tmp_path: Path) -> None:
         assert ask(server)[0] == cold
         assert written(server, 0)["entries"] == 0  # the second answer's file has failed as well by now
         assert not list((tmp_path / "kv").glob("*.zst"))
-        assert sum("cannot be written" in line for line in server.errors) == 1
+        assert sum("cannot write to disk" in line for line in server.errors) == 1
     finally:
         context.__exit__(None, None, None)

@@ -40,6 +40,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
             "selected": 0,
             "kept": 0,
             "reason": "nothing_shared",
+            "followed": 0,
             "miss": {"reason": "empty_store"},
         }
         _, how = ask(server, "Name three colours.")

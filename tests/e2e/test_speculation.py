@@ -255,7 +255,7 @@ async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain
 @only_hybrid
 async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
     assert target.model_id == "demo-hybrid"
-    assert target.numerics_shown["mode"] == "exact"
+    assert target.numerics_facts["mode"] == "exact"
     assert (target.settings.stateful, target.settings.block, target.settings.keep_decoded) == (True, 7, True)
     assert target.memory(0).models["draft"].device > 0
 
@@ -307,8 +307,9 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     weights = moves(target)["device"]
     await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.spec.device.type == "cuda" else 0}
-    how = {"status": StatusSources(live=target.live), "paranoid": True}
-    async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
+    how = {"status": StatusSources(live=target.collect_live), "paranoid": True}
+    settings = evolve(target.settings, residency=scoped, rates=FLAT, store=False)
+    async with run_engine(settings, target.executor, **how) as running:
 
         def shown() -> dict:
             return running.submissions.status().props["runtime"]["draft_residency"]
@@ -349,7 +350,8 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
     guided.branches = branches
-    trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, rates=FLAT, tree=15 if branches else 0)
+    trace = tmp_path / "trace.jsonl"
+    settings = evolve(target.settings, rates=FLAT, tree=15 if branches else 0, store=False)
     header = Header(
         VERSION, __version__, settings, target.identity, {"device": target.shard.spec.device.type, "max_ctx": 1024}
     )

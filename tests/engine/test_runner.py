@@ -21,6 +21,7 @@ from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.event_loop import Envelope
+from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from states.events import ForEngine, ForRequest, TimerElapsed
 from states.machine import IllegalEvent
 from states.pacing import DELAYS_NS, MS
@@ -412,7 +413,9 @@ async def test_where_the_draft_is_can_be_seen() -> None:
             "draft_residency": {"policy": "auto", "draft": None, "drafter": None}
         }
     async with engine(evolve(SETTINGS, block=3, residency=Resolved("request-scoped", "park"))) as running:
-        running.door.live = lambda: {"memory": {"models": {"draft": {"device": 0, "host": 7}}}}
+        running.door.live = lambda: LiveFigures(
+            MemoryLedger({"draft": ModelBytes(0, 7)}, None, (), None, None, {}, {}, {}, {})
+        )
         told = running.door.status().props["runtime"]["draft_residency"]
         assert told["policy"] == "request-scoped"
         assert (told["draft"]["state"], told["draft"]["device_bytes"], told["draft"]["host_bytes"]) == ("parked", 0, 7)

@@ -157,7 +157,8 @@ def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
     stages = []
-    happened = [ForRequest(one, Submitted(job)), ForRequest(other, Submitted(job)), ForRequest(one, ModelLoaded())]
+    another = evolve(job, salt="another")  # so that it does not follow the first one
+    happened = [ForRequest(one, Submitted(job)), ForRequest(other, Submitted(another)), ForRequest(one, ModelLoaded())]
     for seq, event in enumerate(happened):
         before = world
         world, outs = advance(before, event)
@@ -173,7 +174,8 @@ def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
     world, meter = make_world(evolve(SETTINGS, block=4)), RequestMeter()
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
-    for seq, event in enumerate([ForRequest(one, Submitted(job)), ForRequest(other, Submitted(job))]):
+    another = evolve(job, salt="another")  # so that it does not follow the first one
+    for seq, event in enumerate([ForRequest(one, Submitted(job)), ForRequest(other, Submitted(another))]):
         before = world
         world, outs = advance(before, event)
         meter.observe(Envelope(seq, 1_000_000 * seq, event), outs, before, world)

@@ -54,7 +54,7 @@ def test_what_cannot_be_compiled_before_is_told_and_no_reason_not_to_start(caplo
 
     caplog.set_level(logging.DEBUG, "rekindle")
     compile_first([wrong])
-    [told] = [one.getMessage() for one in caplog.records if "compiled later" in one.getMessage()]
+    [told] = [one.getMessage() for one in caplog.records if "will be compiled when" in one.getMessage()]
     assert ("a step that fails" if find_spec("triton") else "triton") in told
 
 

@@ -87,7 +87,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "$.response_format.type", "one of 'text'"),
     ({"response_format": "text"}, "$.response_format", "an object"),
     ({"tool_choice": "must", "tools": [TOOL]}, "$.tool_choice", "'none', 'auto', 'required' or an object"),
-    ({"tool_choice": "required"}, "$.tool_choice", "nothing in `tools`"),
+    ({"tool_choice": "required"}, "$.tool_choice", "but `tools` is empty"),
     (
         {"tool_choice": {"type": "allowed"}, "tools": [TOOL]},
         "$.tool_choice",
@@ -111,7 +111,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "$.tool_choice.function.name",
         "none of the functions",
     ),
-    ({"continue_final_message": True}, "$.continue_final_message", "last message of the assistant's"),
+    ({"continue_final_message": True}, "$.continue_final_message", "needs a last message of the assistant"),
     ({"continue_final_message": 1}, "$.continue_final_message", "true or false"),
     ({"tools": [TOOL, TOOL]}, "$.tools[1]", "second function"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "$.tools[0].function.strict", "true"),
@@ -143,10 +143,10 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     *[({"prefix_cache": {"scope": s}}, "$.prefix_cache.scope", '"auto:N" or N') for s in (0, -1, True, 1.5, 10**7, [])],
     *[({"prefix_cache": {"window": w}}, "$.prefix_cache.window", "positive integer") for w in (0, "x", True, 1.5)],
     *[
-        ({"prefix_cache": {"scope": s, "window": 5}}, "$.prefix_cache.window", "goes with scope auto only")
+        ({"prefix_cache": {"scope": s, "window": 5}}, "$.prefix_cache.window", "is only for scope auto")
         for s in ("full", "off", 500, None)
     ],
-    ({"prefix_cache": {"scope": "auto:4", "window": 5}}, "$.prefix_cache.window", "say it once"),
+    ({"prefix_cache": {"scope": "auto:4", "window": 5}}, "$.prefix_cache.window", "give the number once"),
     ({"prefix_cache": {"scpe": "off"}}, "$.prefix_cache", '"scpe" is not a key of it; accepted are scope, window'),
     ({"model": 5}, "$.model", "a string"),
     ({"messages": []}, "$.messages", "at least one message"),

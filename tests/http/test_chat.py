@@ -418,7 +418,15 @@ async def test_a_job_knows_where_its_messages_open(site: Site) -> None:
 
 async def test_the_answer_tells_how_much_was_kept_and_why(site: Site) -> None:
     body = (await site.chat()).json()
-    assert body["rekindle"]["prefix_cache"].keys() == {"scope", "shared", "selected", "kept", "reason", "miss"}
+    assert body["rekindle"]["prefix_cache"].keys() == {
+        "scope",
+        "shared",
+        "selected",
+        "kept",
+        "reason",
+        "followed",
+        "miss",
+    }
 
 
 async def test_a_request_tells_the_engine_whether_it_may_be_all_that_there_is(site: Site) -> None:

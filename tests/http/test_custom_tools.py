@@ -164,7 +164,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": 5}, "$.functions", "an array"),
     ({"functions": [{"name": ""}]}, "$.functions[0].name", "letters"),
     ({"functions": [OLD, OLD]}, "$.functions[1]", "second function"),
-    ({"functions": [OLD], "tools": [ADD]}, "$.functions", "says again"),
+    ({"functions": [OLD], "tools": [ADD]}, "$.functions", "repeats $.tools"),
     ({"functions": [OLD], "function_call": {"name": "sub"}}, "$.function_call.name", "none of the functions"),
     ({"functions": [OLD], "function_call": "some"}, "$.function_call", "'none', 'auto'"),
 ]

@@ -412,7 +412,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [ADD], "tool_choice": "any"}, "$.tool_choice", "an object"),
     ({"tools": [ADD], "tool_choice": {"type": "some"}}, "$.tool_choice.type", "one of"),
     ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "$.tool_choice.name", "none of the functions"),
-    ({"tool_choice": {"type": "any"}}, "$.tool_choice", "nothing in `tools`"),
+    ({"tool_choice": {"type": "any"}}, "$.tool_choice", "but `tools` is empty"),
     (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
         "$.tool_choice.disable_parallel_tool_use",

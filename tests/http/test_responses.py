@@ -462,7 +462,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (items({"type": "item_reference"}), "$.input[1].id", "a string"),
     (items(MADE), "$.input", "ends with a call"),
     ({"instructions": ["x"]}, "$.instructions", "a string"),
-    ({"previous_response_id": "resp_1"}, "$.previous_response_id", "not kept here"),
+    ({"previous_response_id": "resp_1"}, "$.previous_response_id", "no longer kept here"),
     ({"previous_response_id": 5}, "$.previous_response_id", "a string"),
     ({"max_output_tokens": 0}, "$.max_output_tokens", "an integer >= 1"),
     ({"max_output_tokens": "5"}, "$.max_output_tokens", 'not "5"'),
@@ -502,7 +502,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "$.tool_choice.name",
         "none of the functions",
     ),
-    ({"tool_choice": "required"}, "$.tool_choice", "nothing in `tools`"),
+    ({"tool_choice": "required"}, "$.tool_choice", "but `tools` is empty"),
     ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "$.tool_choice.mode", "'auto' or 'required'"),
     (
         {"tools": [ADD], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
@@ -574,7 +574,7 @@ async def test_what_every_response_says_again_is_bounded(site: Site) -> None:
     ):
         response = await site.post(PATH, asked(**fields))
         assert response.status_code == 400
-        assert "would say again" in response.json()["error"]["message"]
+        assert "every response would repeat" in response.json()["error"]["message"]
     items = [{"role": "user", "content": "Hi"}, {"type": "web_search_call", "note": large}]
     assert (await site.post(PATH, asked(input=items))).status_code == 200
 
