@@ -156,7 +156,7 @@ def next_request(
 
 
 def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
-    """Count the rows that are missing until somebody can go on: the request itself, or one that follows it."""
+    """Count the rows that are missing until the request can go on, or until one that follows it can."""
     state = requests.get(effect_request.request)
     if not isinstance(state, Prefilling | Restoring):
         return 0

@@ -9,8 +9,8 @@ is one thread per device (`lane/lane.py`), and outcomes come back to the event l
 * `open` prepares a slot for a request. It keeps the first rows of the slot or copies them from another one, restores
   the positional state of a recurrent model, and makes the request's sampler. An opening has no outcome. If it fails,
   every later effect on the slot fails and says why, and `SlotRowsLost` is reported before that.
-* `submit` carries out a launch. A launch is a batch of decode steps, or one prefill, or decode steps with one piece of
-  a prompt, or one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
+* `submit` carries out a launch. A launch is a batch of decode steps, one prefill, or decode steps with one piece of a
+  prompt. It may also be one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
 * A decode step feeds the last token of each request, and the proposals of the draft behind it. What the target picks
   after each of these tokens decides how many stay. So proposals change how many tokens a step gives, never which.
 * A launch may take many decode steps without asking the engine. `lane/running_batch.py` says how requests join such a

@@ -5,8 +5,8 @@ takes as long as some decode steps, the lane computes for other requests meanwhi
 
 How a snapshot is taken (`Saver.save`):
 
-1. On the lane (`_prepare`): check that the slot holds the rows, let the draft catch up, save the positional state if a
-   checkpoint was asked for, and record a mark behind everything that each GPU has been given.
+1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. Save the positional state
+   if a checkpoint was asked for. Record a mark behind everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
    other into memory of the store. Copies on a GPU come behind the marks. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.

@@ -128,13 +128,13 @@ class InFlightRequests:
             with suppress(RuntimeError):  # the event loop has closed, and with it every caller
                 wake(self._deliver, steps)
 
-        def failed(error: BaseException) -> None:
+        def deliver_failure(error: BaseException) -> None:
             with suppress(RuntimeError):
                 wake(self._fail, steps, error)
 
         steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
         self._launched |= dict.fromkeys(requests, (lane, done))
-        return steps, failed
+        return steps, deliver_failure
 
     def lane_of(self, request: RequestId) -> DeviceLane | None:
         """Return the lane of the launch that the request is in; None if it is in none."""

@@ -1,8 +1,8 @@
 """A decoder layer: its tensors by their published names, its products, its packed weights, and how it runs.
 
 Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. `LayerShape` says how
-a family differs: norms of query and key heads, biases of their projections, a gate on the output of attention, norms
-that multiply with 1 + weight, and a feed-forward that is dense or has experts (`feed_forward.py`).
+a family differs. It may have norms of query and key heads, biases of their projections, and a gate on the output of
+attention. Norms may multiply with 1 + weight. The feed-forward is dense or has experts (`feed_forward.py`).
 
 Recurrent layers (`recurrent_layer.py`) have the same norms and feed-forward around them; `Frame` holds these.
 """

@@ -1,7 +1,7 @@
 """The interface of a shard: a contiguous range of a target's layers, with its weights and its slots.
 
-The executor, the transfers to a store and the probe use a target through this interface only, whether its layers are
-in this process (`DenseShard`), in another one (`RemoteShard`) or spread over several shards (`Pipeline`).
+The executor, the transfers to a store and the probe use a target through this interface only. Its layers may be in this
+process (`DenseShard`), in another one (`RemoteShard`), or spread over several shards (`Pipeline`).
 
 A shard consists of parts:
 

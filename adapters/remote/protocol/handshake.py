@@ -1,9 +1,9 @@
 """The handshake of a connection: server and daemon prove to each other that they know the secret, without sending it.
 
-    server -> daemon   HELLO (server's nonce)
-    daemon -> server   Challenge (daemon's nonce)
-    server -> daemon   PROOF (hash of secret, "server" and both nonces)
-    daemon -> server   Welcome (hash of secret, "daemon" and both nonces; version; facts)
+1. The server sends `Hello` with a random number, its nonce.
+2. The daemon answers `Challenge` with a nonce of its own.
+3. The server sends `SecretProof`: a hash of the secret, the word "server", and both nonces.
+4. The daemon answers `Welcome`: a hash with the word "daemon" instead, its version, and its facts.
 
 The secret comes from a file or the environment. For a daemon that the server launches, the server makes a new one. What
 crosses later is not encrypted, so connections to other machines need a tunnel.
