@@ -38,7 +38,7 @@ def select_rows_to_keep(settings: Settings, left: RequestRemainder) -> Selection
 
 
 def find_scope_boundary(prompt: Prompt, whole: int) -> tuple[int, str]:
-    """Return how many tokens the scope takes, if all of them were valid and enough, and why so many.
+    """Return how many tokens the scope takes, if all of them were valid and enough, and why this many.
 
     whole: tokens of the prompt and the answer together.
     """

@@ -190,7 +190,7 @@ class StateMover:
     specs: Sequence[TensorSpec]
 
     def locate_state(self, rows: int) -> int:
-        """Return where the state of a slot with so many rows stands: some parts keep it at multiples only."""
+        """Return where the state of a slot with this many rows stands: some parts keep it at multiples only."""
         return rows - max((rows % part.block for part in self.parts if part.specs), default=0)
 
     def copy_in(self, slot: int, data: Tensor) -> None:

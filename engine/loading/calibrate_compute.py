@@ -198,7 +198,7 @@ def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
 
 
 def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
-    """Compute one chunk of so many rows at `start` and wait for it."""
+    """Compute one chunk of this many rows at `start` and wait for it."""
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
     if start and shard.states.specs:
         shard.states.import_(0, shard.states.export(0))  # any will do, and goes on from wherever a chunk starts

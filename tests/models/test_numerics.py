@@ -109,7 +109,7 @@ class ForgetsFarKeys(Mutant):
 class TwoKinds(Qwen3Config):
     """As if its second layer were of another kind: it gets hidden states, and has the head behind it."""
 
-    def probed(self):
+    def list_probed_layers(self):
         [(small, first)] = super().list_probed_layers()
         return ((small, first), (small, range(1, 2)))
 

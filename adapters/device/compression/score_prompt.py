@@ -270,7 +270,7 @@ def build_prompt_compressed(prompt: Tokens, kept: SelectedTokens | None, ns: int
 
 
 def shift_spans(spans: tuple[Span, ...], by: int) -> tuple[Span, ...]:
-    """Return the spans moved by so many tokens."""
+    """Return the spans moved by this many tokens."""
     return tuple((start + by, stop + by) for start, stop in spans)
 
 

@@ -42,7 +42,7 @@ class DeferredRows:
         return True
 
     def drop_first_rows(self, rows: int) -> bool:
-        """Drop so many rows at the front. Return whether none is left."""
+        """Drop this many rows at the front. Return whether none is left."""
         self.start += rows
         self.count -= rows
         self.first += rows

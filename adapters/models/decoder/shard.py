@@ -32,7 +32,7 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
 NamedTensors: TypeAlias = Mapping[str, Tensor]
-# The rows that stay of one slot in a step: the first so many; or, for a tree, the rows of one path from its root,
+# The rows that stay of one slot in a step: the first this many; or, for a tree, the rows of one path from its root,
 # numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
 

@@ -134,7 +134,7 @@ def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:
 
 
 def check_tree(part: tuple[Segment, ...]) -> None:
-    """Raises ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
+    """Raise ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
     root = part[0].start
     for before, piece in pairwise(part):
         if not root < piece.start <= before.start + before.count:

@@ -145,7 +145,7 @@ def run_experts(
 ) -> Tensor:
     """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
 
-    padded: returns the row count to which so many rows of an expert are padded, so that the product is a proven one.
+    padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
     """
     shape = experts.shape
     rows = sum(segment.count for segment in batch.segments)

@@ -51,7 +51,7 @@ class Haystack:
 
 
 def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
-    """Return a text of about so many words with a needle at each depth, from 0 (the beginning) to 1 (the end)."""
+    """Return a text of about this many words with a needle at each depth, from 0 (the beginning) to 1 (the end)."""
     lines = [
         f"{' '.join(draw.choices(WORDS, k=LINE))}.".capitalize() for _ in range(max(len(depths), round(words / LINE)))
     ]

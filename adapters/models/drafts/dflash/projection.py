@@ -88,7 +88,7 @@ class FeatureProjection:
         return self._offloadable.offload()
 
     def load_back(self) -> int:
-        """Raises as `OffloadableWeights.load_back`."""
+        """Bring the weights back and return their bytes. Raises as `OffloadableWeights.load_back` does."""
         return self._offloadable.load_back()
 
     def release(self) -> None:

@@ -172,7 +172,7 @@ class CpuAttention:
         return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(mask, make))
 
     def is_native(self, group: int, size: int, rows: int) -> bool:
-        """Return whether the compiled library attends in steps of so many rows."""
+        """Return whether the compiled library attends in steps of this many rows."""
         how = self._find_proven(group, size)
         return how.dtype == NATIVE and (self.plan is None or not self.plan.steps or rows in how.rows)
 

@@ -41,7 +41,7 @@ def make_rule_trial(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads
 
 
 def measure_rule(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, int], decodes: int) -> float:
-    """Return the seconds of a chunk and of so many steps of one row."""
+    """Return the seconds of a chunk and of this many steps of one row."""
     weights = _make_weights(shape)
     (mixed, gates) = _make_inputs(shape, rows)
     state = kernels.make_state(shape, 1, 0, torch.float32, torch.device("cpu"))

@@ -62,7 +62,7 @@ class Trial:
         return torch.equal(found.view(whole), expected.view(whole))
 
     def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
-        """Return how a row of a product with so many rows differs from its reference, or None."""
+        """Return how a row of a product with this many rows differs from its reference, or None."""
         torch.set_num_threads(threads)
         x = self.x
         last = len(self.x) - count
@@ -130,7 +130,7 @@ class Trial:
         return best
 
     def measure_in_step(self, count: int, threads: int) -> float:
-        """Return the seconds that a step of so many rows takes for this product."""
+        """Return the seconds that a step of this many rows takes for this product."""
         return self.measure(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
 
 
