@@ -111,7 +111,7 @@ class CacheOptions:
     kv_cache_interval: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         10240
     )
-    """For models with recurrent state and full: keep the state every this many tokens, and at the end of the prompt. 0:
+    """For models with recurrent state and full: keep the state every so many tokens, and at the end of the prompt. 0:
     only at the end."""
 
     state_checkpoints: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 8

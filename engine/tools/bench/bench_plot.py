@@ -47,7 +47,7 @@ def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures],
             between.set_xscale("log")
             between.legend(frameon=False, loc="lower right")
         between.axhline(99, color=GREY, linewidth=0.8, linestyle=":")
-        between.set(title="Next token within this many ms, %")
+        between.set(title="Next token within so many ms, %")
         between.set_ylim(0, 101)
         set_title(figure, title)
         save_figure(figure, path)

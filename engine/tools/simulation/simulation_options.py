@@ -60,10 +60,10 @@ class SimulationOptions:
     """Freeze old messages, as --disk-prefix-cache-compress."""
 
     restart_every: Annotated[int, Parameter(group=SERVER, validator=natural_number())] = 0
-    """Restart the server after this many requests: slots and host memory are lost, the disk stays. 0: never."""
+    """Restart the server after so many requests: slots and host memory are lost, the disk stays. 0: never."""
 
     interleave: Annotated[int, Parameter(group=SERVER, validator=natural_number())] = 0
-    """Serve this many sessions at a time, in rounds whose clocks start together. 0: all at once."""
+    """Serve so many sessions at a time, in rounds whose clocks start together. 0: all at once."""
 
     slots: Annotated[int | None, Parameter(group=SERVER, validator=natural_number(64, 1))] = None
     """Sequences on the device. By default the recorded value, or 4."""
