@@ -159,16 +159,16 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     place_first_experts(hosted)
     runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.places)
     memory, said = shard.memory(), runs.digest()
-    found["host, memory"] = {**hosted.shown(), **memory, "loaded_s": time.perf_counter() - began}
+    found["host, memory"] = {**hosted.build_figures(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)
     for how in draws:
         for when in ("before", "after"):
             if when == "after":
                 residents = learnt(runs, hosted, residents, how, reports)
             figures = measured(runs, how)
-            now = hosted.shown()
+            now = hosted.build_figures()
             runs.decode(drawn(setting, how, 3), setting.steps)
-            last = hosted.shown()
+            last = hosted.build_figures()
             needed, brought = last["needed"] - now["needed"], last["brought"] - now["brought"]
             figures |= {"brought_of_needed": brought / needed, "moved": last["moved"]}
             found[f"host, {how}, {when} the policy"] = figures

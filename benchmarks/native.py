@@ -74,7 +74,7 @@ def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dt
     how = {"device": CPU, "dtype": dtype, "chunk": CHUNK, "capacity": CONTEXT, "layouts": checkpoint.layouts}
     found = probe(checkpoint.family, checkpoint.config, kernels, ProbeShape(**how))
     options = {"dtype": dtype, "slots": 1, "capacity": CONTEXT, "buckets": found.buckets}
-    print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.shown()["products"]))
+    print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.build_report()["products"]))
     return DenseShard(checkpoint.config, checkpoint, kernels.with_plan(found.plan), ShardPlacement(**options)), found
 
 

@@ -38,14 +38,14 @@ def measured(target: Target, steps: int) -> Found:
     start = target.settings.chunk
     shard.forward(Step((Segment(0, 0, start),), start, rows_only=True), torch.arange(start) % 1000)
     for at in range(start, start + steps):
-        before, began = sum(peer.hop_ns for peer in peers), time.perf_counter_ns()
+        before, began = sum(peer.hops.ns for peer in peers), time.perf_counter_ns()
         step = Step((Segment(0, at, 1),), shard.spec.buckets[0])
         left = shard.forward(step, torch.tensor([at % 1000]))
         int(shard.logits(step, left.hidden)[0].argmax())
         shard.commit(step, [1])
         found.steps.append((time.perf_counter_ns() - began) / 1e3)
         if peers:
-            found.hops.append((sum(peer.hop_ns for peer in peers) - before) / 1e3)
+            found.hops.append((sum(peer.hops.ns for peer in peers) - before) / 1e3)
     return found
 
 

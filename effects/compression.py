@@ -75,7 +75,7 @@ class Compressed:
 
 
 def select_remaining_spans(parts: Sequence[PromptPart], length: int) -> tuple[Span, ...]:
-    """Return the spans that are served of a prompt of so many tokens: all but what frozen messages have lost."""
+    """Return the spans that are served of a prompt of this many tokens: all but what frozen messages have lost."""
     gaps = [gap for part in parts if part.kept is not None for gap in find_dropped_spans(part, part.kept)]
     edges = [0, *(at for gap in gaps for at in gap), length]
     return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)

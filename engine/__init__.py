@@ -13,7 +13,7 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, when somebody asks: to look it up takes a tenth of what `--help` does."""
+    """Look `__version__` up on first use, because that takes a tenth of the time of `--help`."""
     if name != "__version__":
         raise AttributeError(name)
     from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415

@@ -78,7 +78,7 @@ def choose_leader(
     settings = context.settings
     prompt = state.prompt
     missing = prompt.prefill_rows - own_rows
-    is_narrow = missing <= settings.beside_rows  # it would be computed beside decode steps, not behind the leader
+    is_narrow = missing <= settings.beside_rows  # it is computed together with decode steps, not behind the leader
     if missing < settings.block_size or is_narrow:
         return None
     leaders = list[Leader]()
@@ -173,7 +173,9 @@ def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
 
 def note_awaited_rows(state: State, rows: int) -> State:
     """Return the state of a leader that knows that a request waits for its first `rows` rows."""
-    assert isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring), "such a state leads nobody"
+    assert isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring), (
+        "such a state leads no follower"
+    )
     if rows in state.prompt.awaited_rows:
         return state
     return evolve(state, prompt=evolve(state.prompt, awaited_rows=(*state.prompt.awaited_rows, rows)))

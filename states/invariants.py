@@ -94,7 +94,7 @@ def check_follows(world: World) -> None:
     follows = world.slots.follows
     assert follows.keys() <= set(world.slots.waiting), "a request follows that does not wait"
     for request, follow in follows.items():
-        assert follow.ended or is_leading(follow, world.requests), "a request waits for rows that nobody computes"
+        assert follow.ended or is_leading(follow, world.requests), "a request waits for rows that no request computes"
         waiting = world.requests[request]
         leader = world.requests.get(follow.leader)
         if not follow.ended and isinstance(waiting, Waiting) and isinstance(leader, Prefilling):

@@ -156,7 +156,7 @@ def next_request(
 
 
 def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
-    """Count the rows that are missing until somebody can go on: the request itself, or one that follows it."""
+    """Count the rows that are missing until the request can go on, or until one that follows it can."""
     state = requests.get(effect_request.request)
     if not isinstance(state, Prefilling | Restoring):
         return 0
@@ -172,7 +172,7 @@ def count_chunks(effect_request: EffectRequest, settings: Settings) -> int:
 
 
 def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequest:
-    """Limit a prefill to so many rows, because decode steps or other prompts wait. Other effects stay as they are."""
+    """Limit a prefill to this many rows, because decode steps or other prompts wait. Other effects stay as they are."""
     effect = effect_request.effect
     if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= row_limit:
         return effect_request

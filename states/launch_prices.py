@@ -26,7 +26,7 @@ GUESSED_DRAFT_COST = 200
 GUESSED_ROW_COST = 40
 # What a launch costs beyond a plain one at most, for each time that its rows fill the plain launch's forward.
 MAX_EXTRA_COST = 2 * UNIT
-SMALLEST_BUCKET = 4  # rows of the smallest forward: so many tokens are fed at the price of one
+SMALLEST_BUCKET = 4  # rows of the smallest forward: this many tokens are fed at the price of one
 
 ShapeKey: TypeAlias = tuple[int, int, int]
 DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in `Rates.decode`
@@ -58,19 +58,19 @@ class LaunchPrices:
     plain_suspect: bool = False  # a plain launch seems to take as long as one with proposals
 
     def price_of(self, rows: int) -> int:
-        """Return the price of a launch of so many rows. Beyond the largest bucket it grows in proportion."""
+        """Return the price of a launch of this many rows. Beyond the largest bucket it grows in proportion."""
         at = (round_up_to_bucket(rows) // SMALLEST_BUCKET).bit_length() - 1
         last = len(self.prices) - 1
         return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
 def round_up_to_bucket(rows: int) -> int:
-    """Return the rows of the smallest forward that holds so many."""
+    """Return the rows of the smallest forward that holds this many."""
     return SMALLEST_BUCKET << max(0, (rows - 1) // SMALLEST_BUCKET).bit_length()
 
 
 def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int) -> LaunchPrices:
-    """Return the prices of launches of so many requests, up to `most_rows` rows."""
+    """Return the prices of launches of this many requests, up to `most_rows` rows."""
     times = scale_times_to_now(decode, ((span, members), (span, 1), (0, 1)))
     plain = times.get((span, members, 0), 0)
     wider = [ns for (*key, rows), ns in times.items() if key == [span, members] and rows]
@@ -122,7 +122,7 @@ def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: in
 def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
     """Return the price of a launch, which is never less than that of a plain one.
 
-    It is what was measured of this shape or of a wider one, since a wider launch costs no less. Or it is what so many
+    It is what was measured of this shape or of a wider one, since a wider launch costs no less. Or it is what this many
     rows cost a single request beyond its plain launch. Or it is a guess.
     """
     plain = times.get((span, members, 0), 0)
@@ -138,7 +138,7 @@ def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows:
 
 
 def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:
-    """Return what a launch of so many rows takes, from what others took. base: the time of a plain one.
+    """Return what a launch of this many rows takes, from what others took. base: the time of a plain one.
 
     Beyond the widest one that was timed, two estimates are made, and the smaller one holds. Either what a launch takes
     beyond a plain one grows with its rows. Or time grows as it does between the last two that were timed: more rows

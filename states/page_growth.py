@@ -70,7 +70,7 @@ def limit_steps(effect_request: EffectRequest, most: int) -> EffectRequest:
 def take_pages(
     slots: Slots, number: SlotId, count: int, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, Pages] | None:
-    """Take so many more pages for a slot that is held. Idle slots lose theirs one after the other, as far as needed.
+    """Take this many more pages for a slot that is held. Idle slots lose theirs one after the other, as far as needed.
 
     None: there are too few, or some running request could not be sure to end any more.
     """

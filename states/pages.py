@@ -27,7 +27,7 @@ Pages: TypeAlias = tuple[PageId, ...]  # of a slot, in the order of its rows
 
 
 def count_pages(rows: int, page_rows: int) -> int:
-    """Count the pages that so many rows take."""
+    """Count the pages that this many rows take."""
     return -(-rows // page_rows)
 
 

@@ -161,7 +161,7 @@ def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
 
 
 def record_scoring(rates: Rates, tokens: int, took_ns: int) -> Rates:
-    """Return the rates after a whole prompt of so many tokens was scored."""
+    """Return the rates after a whole prompt of this many tokens was scored."""
     return evolve(rates, drafter=blend(rates.drafter, max(1, took_ns // tokens)))
 
 

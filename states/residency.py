@@ -151,14 +151,14 @@ def record_move(models: Models, effect_request: EffectRequest, outcome: Outcome)
     return {**models, name: model}
 
 
-def record_process_change(models: Models, name: ModelName, *, there: bool) -> Models:
+def record_process_change(models: Models, name: ModelName, *, is_there: bool) -> Models:
     """Return the models after the process of one has gone, or is there again.
 
     A model that is parked has nothing to lose. What it is asked next fails until its process is there again.
     """
     model = models[name]
-    before: WeightsPlace = "lost" if there else "loaded"
-    after: WeightsPlace = "loaded" if there else "lost"
+    before: WeightsPlace = "lost" if is_there else "loaded"
+    after: WeightsPlace = "loaded" if is_there else "lost"
     return {**models, name: evolve(model, place=after)} if model.place == before else models
 
 

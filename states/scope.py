@@ -38,7 +38,7 @@ def select_rows_to_keep(settings: Settings, left: RequestRemainder) -> Selection
 
 
 def find_scope_boundary(prompt: Prompt, whole: int) -> tuple[int, str]:
-    """Return how many tokens the scope takes, if all of them were valid and enough, and why so many.
+    """Return how many tokens the scope takes, if all of them were valid and enough, and why this many.
 
     whole: tokens of the prompt and the answer together.
     """
@@ -145,10 +145,11 @@ def has_passed_mark(settings: Settings, prompt: Prompt, before: int, valid_rows:
 def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Iterator[int]:
     """Yield the rows at which checkpoints beyond the device pay, in no order, before they are rounded to whole blocks.
 
-    For `auto` and `fixed` that is where they stop, and nowhere else: where nothing is shared, no request has come back
-    yet. For `full` it is where the next turn comes back to, and every `interval` tokens. It is also the last message
-    boundary up to `cold_max`, for new sessions of the same agent, unless this session was restored itself, or the
-    boundary opens the answer.
+    * For `auto` and `fixed` it is the end of what they keep (`find_scope_boundary`). For `auto` that is 0 as long as no
+      other prompt has shared a beginning with this one, and then there is no checkpoint.
+    * For `full` it is the row from which the next turn of the conversation goes on, and every `interval` tokens.
+    * For `full` it is also the last message boundary up to `cold_max`, because new sessions of the same agent begin
+      alike. A session that was restored itself does not need that one. The boundary that opens the answer is left out.
     """
     job = prompt.job
     if not settings.store or job.scope.kind == "off":

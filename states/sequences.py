@@ -20,19 +20,19 @@ def count_continuable_rows(settings: Settings, rows: Tokens, prompt: Tokens) -> 
     return round_down_to_block(settings, min(shared, len(prompt) - 1))
 
 
-def count_common_blocks(block_size: int, one: Tokens, other: Tokens) -> int:
+def count_common_blocks(block_size: int, first: Tokens, second: Tokens) -> int:
     """Count the tokens that both begin with, in whole blocks."""
-    limit = min(len(one), len(other)) // block_size * block_size
+    limit = min(len(first), len(second)) // block_size * block_size
     for start in range(0, limit, block_size):
-        if one[start : start + block_size] != other[start : start + block_size]:
+        if first[start : start + block_size] != second[start : start + block_size]:
             return start
     return limit
 
 
-def count_common_tokens(one: Tokens, other: Tokens) -> int:
+def count_common_tokens(first: Tokens, second: Tokens) -> int:
     """Count the tokens that both begin with, exactly."""
-    start = count_common_blocks(64, one, other)
-    for token, other_token in zip(one[start : start + 64], other[start : start + 64], strict=False):
+    start = count_common_blocks(64, first, second)
+    for token, other_token in zip(first[start : start + 64], second[start : start + 64], strict=False):
         if token != other_token:
             break
         start += 1

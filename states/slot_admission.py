@@ -77,7 +77,7 @@ def admit_next(
 
 @frozen
 class BestStart:
-    """Where a waiting request can go on from now."""
+    """The rows that a waiting request can continue from now."""
 
     request: RequestId
     free: list[int]  # slots without a holder

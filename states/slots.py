@@ -32,7 +32,7 @@ from states.pages import Pages
 from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, get_remainder
 from states.settings import Settings
 
-# Releases of any slot. A conversation that was not continued for so many of them no longer keeps its slot.
+# Releases of any slot. A conversation that was not continued for this many of them no longer keeps its slot.
 CONVERSATION_PATIENCE = 64
 
 

@@ -151,7 +151,7 @@ def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: 
 
 
 def find_covering_width(control: SpeculationControl, proposed: int) -> int:
-    """Return the index of the smallest width that holds so many proposals: they go through the same forward."""
+    """Return the index of the smallest width that holds this many proposals: they go through the same forward."""
     covering = (index for index, width in enumerate(control.widths) if width >= proposed)
     return next(covering, len(control.widths) - 1)
 

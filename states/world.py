@@ -136,7 +136,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
         case ForEngine(TimerElapsed() as elapsed):
             pass
         case ForModel(name, there):
-            fold.models = residency.record_process_change(fold.models, name, there=there)
+            fold.models = residency.record_process_change(fold.models, name, is_there=there)
     fold.update_pace(elapsed)
     after = World(
         world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts, fold.pacing

@@ -177,8 +177,8 @@ def choose_piece_size(device: torch.device) -> int:
 
 
 def select_rows(part: Tensor | PackedMatrix, numbers: Tensor) -> Tensor | PackedMatrix:
-    def select(one: Tensor) -> Tensor:
-        return one.index_select(0, numbers.to(one.device))
+    def select(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, numbers.to(tensor.device))
 
     return part.map_tensors(select) if isinstance(part, PackedMatrix) else select(part)
 
@@ -226,9 +226,9 @@ def rearrange(matrix: PackedMatrix, change: Callable[[Tensor], Tensor]) -> Packe
     """
     columns = matrix.shape[1]
 
-    def move(one: Tensor) -> Tensor:
-        each = columns // one.shape[1]
-        return change(one.repeat_interleave(each, 1) if each > 1 else one)[:, ::each].contiguous()
+    def move(tensor: Tensor) -> Tensor:
+        each = columns // tensor.shape[1]
+        return change(tensor.repeat_interleave(each, 1) if each > 1 else tensor)[:, ::each].contiguous()
 
     return matrix.map_tensors(move)
 

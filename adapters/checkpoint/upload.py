@@ -142,14 +142,16 @@ class Upload:
             return self.source.read_packed(name)
         return self._read_with_fallback(partial(entry.read_packed, name), partial(self.source.read_packed, name), entry)
 
-    def _read_with_fallback(self, here: Callable[[Fetch], T], there: Callable[[], T], entry: StoredTensor) -> T:
-        """Make a tensor on the device with `here`, or on the host with `there` if the device lacks the memory."""
+    def _read_with_fallback(
+        self, read_on_device: Callable[[Fetch], T], read_on_host: Callable[[], T], entry: StoredTensor
+    ) -> T:
+        """Make a tensor on the device, or on the host if the device lacks the memory."""
         try:
-            found = here(self._fetch)
+            found = read_on_device(self._fetch)
         except torch.OutOfMemoryError:
             if isinstance(entry, TensorEntry):
                 raise
-            return there()
+            return read_on_host()
         self.on_tensor_read()
         return found
 

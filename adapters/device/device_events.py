@@ -32,7 +32,7 @@ class DraftProcessChanged:
 
 @frozen
 class ExpertUseCounted:
-    """How often decode steps needed each expert since the last report, as `HostExperts.report` counts it."""
+    """Decode steps have used experts. counts: uses of each expert since the last report (`HostExperts.report`)."""
 
     counts: tuple[int, ...]
 

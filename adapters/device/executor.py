@@ -9,8 +9,8 @@ is one thread per device (`lane/lane.py`), and outcomes come back to the event l
 * `open` prepares a slot for a request. It keeps the first rows of the slot or copies them from another one, restores
   the positional state of a recurrent model, and makes the request's sampler. An opening has no outcome. If it fails,
   every later effect on the slot fails and says why, and `SlotRowsLost` is reported before that.
-* `submit` carries out a launch. A launch is a batch of decode steps, or one prefill, or decode steps with one piece of
-  a prompt, or one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
+* `submit` carries out a launch. A launch is a batch of decode steps, one prefill, or decode steps with one piece of a
+  prompt. It may also be one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
 * A decode step feeds the last token of each request, and the proposals of the draft behind it. What the target picks
   after each of these tokens decides how many stay. So proposals change how many tokens a step gives, never which.
 * A launch may take many decode steps without asking the engine. `lane/running_batch.py` says how requests join such a
@@ -117,7 +117,7 @@ class DeviceExecutor:
 
     def place(self, _: RequestId, effect: PlaceExperts) -> None:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
-        if self.parts.experts is not None and not self._lane.closed:
+        if self.parts.experts is not None and not self._lane.is_closed:
             moving = partial(self.parts.experts.place, effect.moves)
             self._lane.post(
                 moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
@@ -162,7 +162,7 @@ class DeviceExecutor:
         Work that may not run between two steps ends a running launch (`DeviceLane.post`), so an empty piece is enough.
         """
         lane = self._in_flight.lane_of(request)
-        if lane is not None and not lane.closed:
+        if lane is not None and not lane.is_closed:
             lane.post(
                 lambda: None, lambda error: log.debug("there is no launch to stop: %s", error), between_steps=False
             )

@@ -1,4 +1,4 @@
-"""What a device executor is made of: one typed object, complete before the executor is built."""
+"""The parts of a device executor: one typed object, complete before the executor is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExecutorParts:
     fast: small batches run at their real row count, which may change bits.
     handlers: what carries out the effects other than opening, prefill and decode steps, by type.
     proposer: the draft, if there is one.
-    prompt_lane: the thread that carries out launches of lane PROMPTS, if these run beside the first lane.
+    prompt_lane: the thread that carries out launches of lane PROMPTS, if these run parallel to the first lane.
     experts: the experts that host memory keeps, if there are any.
     keep_state: keeps positional state beyond the device, if a store does.
     match_grammar: makes the matching of a request's grammar.

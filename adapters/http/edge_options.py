@@ -94,7 +94,7 @@ class EdgeOptions:
 
     @property
     def max_counted_tokens(self) -> int:
-        """The number of tokens of a prompt that are counted before it is refused as having at least so many. It is
+        """The number of tokens of a prompt that are counted before it is refused as having at least this many. It is
         twice the
         context, or what the prompt scorer takes.
         """

@@ -125,7 +125,7 @@ class Checkpoint:
         return self.compute_bits(sum(entry.nbytes for entry in self.tensors.values()))
 
     def compute_bits(self, nbytes: int) -> float:
-        """Return the bits per weight if all weights take so many bytes."""
+        """Return the bits per weight if all weights take this many bytes."""
         return 8 * nbytes / sum(math.prod(entry.shape) for entry in self.tensors.values())
 
     @property
@@ -134,7 +134,7 @@ class Checkpoint:
         return measure_error(self.tensors)
 
     def with_quantisation(self, bits: int) -> Checkpoint:
-        """Return this checkpoint with matrices that are rounded to so many bits when read. Raises CheckpointError."""
+        """Return this checkpoint with matrices that are rounded to this many bits when read. Raises CheckpointError."""
         if self.packing_names:
             what = f"weights are packed already ({'; '.join(self.packing_names[:3])})"
             raise CheckpointError(f"{self.folder}: --quantize int{bits}: its {what}; accepted: none")

@@ -35,7 +35,7 @@ def read_entry(folder: PrivateFolder, name: str) -> Entry:
 
 
 def make_named_entry(named: tuple[bytes, int], said: FileHead, size: int) -> Entry:
-    """Return the entry of a file of so many bytes, from its name and its head. Raises Damaged if these do not agree."""
+    """Return the entry of a file from its name, its head and its bytes. Raises Damaged if these do not agree."""
     key, handle = named
     if said.run.keys[-1] != key:
         raise Damaged("the file has another run's name")

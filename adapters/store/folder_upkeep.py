@@ -54,10 +54,10 @@ class FolderUpkeep:
             self.counts["read_errors"] += 1
             return b""
 
-    def report_rebuilt(self, kind: str, which: str) -> None:
+    def report_rebuilt(self, kind: str, description: str) -> None:
         self.counts["rebuilt"] += 1
         self.damaged_files[kind] += 1
-        log.warning("torn or damaged files are replaced: %s", which)
+        log.warning("torn or damaged files are replaced: %s", description)
 
     def report_write(self, error: OSError | MemoryError | None) -> None:
         """Count whether writing worked. One line is logged when failures begin, and one when they end."""

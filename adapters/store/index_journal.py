@@ -27,7 +27,7 @@ NAME = "journal"
 ANY_MAGIC = b"rekindle-journal-"  # the beginning of every version
 MAX_BYTES = 1 << 30  # bytes
 MAGIC_BYTES = (
-    512  # bytes that tell whether it is ours: a disk writes so many at once, so a power cut leaves all or none
+    512  # bytes that tell whether it is ours: a disk writes this many at once, so a power cut leaves all or none
 )
 MAGIC = b"rekindle-journal-3\n"
 ADDITION = struct.Struct("<cQIQQQIcI")

@@ -33,7 +33,7 @@ from effects.pacing import PaceMemory
 
 SLAB_BYTES = 64 << 20
 EAGER_BYTES = 1 << 30  # registered at once, whether or not a request is served
-# A pause between two slabs is so many times what registering one takes, and half a second at most. So 8 GiB are there
+# A pause between two slabs is this many times what registering one takes, and half a second at most. So 8 GiB are there
 # within seconds while the server is idle, and within a minute or two while it serves.
 PAUSE = 4
 MAX_PAUSE_S = 0.5
@@ -155,7 +155,7 @@ class SlabMemory:
         self.wake_waiters()
 
     def map_buffers(self, size: int, pieces: int) -> None:
-        """Register and map memory for so many buffers of this size, before a request waits for one.
+        """Register and map memory for this many buffers of this size, before a request waits for one.
 
         Called on a thread of its own.
         """
@@ -229,7 +229,7 @@ class SlabMemory:
             self.slab_bytes += size
 
     def _allocate_slab(self, size: int, *, waited: bool = False) -> Tensor:
-        """waited: a request waits for this memory, so all processors make it."""
+        """Allocate a slab. waited: a request waits for this memory, so all processors make it."""
         if self.pin:
             return allocate_pinned(size, aside=self._pace is not None and not waited)
         return allocate_unpinned(size) if self.source is None else self.source(size)

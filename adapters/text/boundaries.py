@@ -138,11 +138,11 @@ def units_after(units: Units, text: str) -> Units:
     return units[at + len(text) :] if at >= 0 else ()
 
 
-def units_between(units: Units, one: str, other: str) -> Units:
+def units_between(units: Units, first: str, second: str) -> Units:
     """Return the units between the last occurrences of two texts. Empty where they do not follow each other."""
-    start = find_last(units, one)
-    stop = find_last(units, other)
-    return units[start + len(one) : stop] if 0 <= start < stop else ()
+    start = find_last(units, first)
+    stop = find_last(units, second)
+    return units[start + len(first) : stop] if 0 <= start < stop else ()
 
 
 def closing_length(gap: Units, closing: Units) -> int:

@@ -40,7 +40,7 @@ from adapters.text.tokenizer import DisconnectCheck
 from effects.grammar import Grammar
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-# Integers are limited only for at most so many tools. 300 tools with two integers each exceed the cost that a lexer may
+# The most tools for which integers are limited. 300 tools with two integers each exceed the cost that a lexer may
 # have, and 100 do not.
 MAX_BOUNDED_TOOLS = 64
 KEPT_TOOL_SHARES = (0.5, 0.25, 0.0)  # of the tools

@@ -122,7 +122,7 @@ def find_longest_token(vocabulary: Collection[str]) -> int:
     few tokens have to be examined.
     """
     least = max(map(len, vocabulary))
-    short = least // 4  # so many characters have at most `least` bytes
+    short = least // 4  # this many characters have at most `least` bytes
     long = [text for text in vocabulary if len(text) > short and len(text.encode()) > least]
     return max([least, *(len(text if BYTES.keys() >= set(text) else text.encode()) for text in long)])
 

@@ -190,7 +190,7 @@ class StateMover:
     specs: Sequence[TensorSpec]
 
     def locate_state(self, rows: int) -> int:
-        """Return where the state of a slot with so many rows stands: some parts keep it at multiples only."""
+        """Return where the state of a slot with this many rows stands: some parts keep it at multiples only."""
         return rows - max((rows % part.block for part in self.parts if part.specs), default=0)
 
     def copy_in(self, slot: int, data: Tensor) -> None:
@@ -210,7 +210,8 @@ class StateMover:
 
 def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
     """Return `data` (uint8, all tensors end to end) as the named tensors, without a copy."""
-    found, at = dict[str, Tensor](), 0
+    found = dict[str, Tensor]()
+    at = 0
     for spec in specs:
         found[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         at += spec.nbytes

@@ -111,12 +111,12 @@ class CopyMeasurement:
 
         futures = [pool.submit(work) for _ in range(RUNS_IN_FLIGHT)]
 
-        def finished() -> int:
+        def wait_for_result() -> int:
             done = sum(future.result() for future in futures)
             took = time.perf_counter_ns() - started
             return max(1, took * self._token_bytes // done) if done else 0
 
-        return finished
+        return wait_for_result
 
     @property
     def _token_bytes(self) -> int:

@@ -5,8 +5,8 @@ takes as long as some decode steps, the lane computes for other requests meanwhi
 
 How a snapshot is taken (`Saver.save`):
 
-1. On the lane (`_prepare`): check that the slot holds the rows, let the draft catch up, save the positional state if a
-   checkpoint was asked for, and record a mark behind everything that each GPU has been given.
+1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. Save the positional state
+   if a checkpoint was asked for. Record a mark behind everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
    other into memory of the store. Copies on a GPU come behind the marks. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.
@@ -74,7 +74,7 @@ class SlotSnapshot:
 
 @define(eq=False)
 class PaceGate:
-    """What one snapshot may do now. Set on the event loop, waited for on the saver's thread.
+    """The pace of one snapshot. It is set on the event loop, and the saver's thread waits for it.
 
     news: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
     """
@@ -164,7 +164,8 @@ class Saver:
 
         Return False if it does not or cannot be kept.
         """
-        state, layout = self.find_slot(slot, request), self.store.layout
+        state = self.find_slot(slot, request)
+        layout = self.store.layout
         if isinstance(state, DeviceFailed) or not layout.state:
             return False
         if self.state.locate_state(state.valid) != at or at % layout.block_size or not at:

@@ -37,7 +37,7 @@ def add_draft(
     found: FoundDraft | None,
     options: Options,
     checkpoint: Checkpoint,
-    beside: DraftNeighbours,
+    neighbours: DraftNeighbours,
     *,
     events: DeviceEventPort,
     step: start_progress.StepListener,
@@ -49,8 +49,8 @@ def add_draft(
     if found is None:
         return None
     step(start_progress.DRAFT)
-    draft = load_draft(found, options, checkpoint, beside)
-    buckets = beside.shard.spec.buckets
+    draft = load_draft(found, options, checkpoint, neighbours)
+    buckets = neighbours.shard.spec.buckets
     if isinstance(draft, RemoteDraft):
         drafting: DraftProposer[Any] = RemoteDrafting(draft, buckets)
         draft.set_presence_listener(lambda is_there: events.report(DraftProcessChanged(is_there)))

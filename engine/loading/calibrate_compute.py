@@ -53,7 +53,7 @@ MIXED_ROWS = 64
 
 @frozen
 class RateShape:
-    """What rates are measured for.
+    """The sizes that rates are measured for.
 
     chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of proposals, ascending.
     """
@@ -198,7 +198,7 @@ def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
 
 
 def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
-    """Compute one chunk of so many rows at `start` and wait for it."""
+    """Compute one chunk of this many rows at `start` and wait for it."""
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
     if start and shard.states.specs:
         shard.states.import_(0, shard.states.export(0))  # any will do, and goes on from wherever a chunk starts

@@ -179,8 +179,8 @@ def load_or_measure_times(
     return found
 
 
-def choose_codecs(disk: DiskTier, own: Sequence[Load]) -> list[Fixed]:
+def choose_codecs(disk: DiskTier, loads: Sequence[Load]) -> list[Fixed]:
     """Return the codecs to try: both if zstd is to be compared with plain files, none if there are files enough."""
     if disk.chooser.codec != "store":
         return ["store", "zstd"]
-    return [] if own else ["store"]
+    return [] if loads else ["store"]

@@ -52,8 +52,10 @@ def choose_settings(
     kept: CalibrationCache,
 ) -> Settings:
     """Return the settings that the engine starts with, and measure their rates. They do not know of a store yet."""
-    fit, numerics = proven.fit, proven.numerics
-    has_draft, stateful = draft is not None, bool(shard.states.specs)
+    fit = proven.fit
+    numerics = proven.numerics
+    has_draft = draft is not None
+    stateful = bool(shard.states.specs)
     branches = draft is not None and draft.can_branch and not stateful
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.drafts.draft_parts import DraftShape
 from adapters.models.kernels import factory
 from adapters.models.kernels.interface import Kernels
@@ -221,7 +221,7 @@ def prove(
     # A draft may run on the device of the last layers, with a copy of the head. It is in this process wherever they
     # are.
     for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
-        with current(device):
+        with use_device(device):
             kernels = build_kernels(device, dtype)
             shape = build_probe_shape(checkpoint, device, (dtype, rows), chunk, context)
             numerics = load_or_run_probe(checkpoint, kernels, kept, shape)

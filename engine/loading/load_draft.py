@@ -20,7 +20,7 @@ from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
@@ -145,21 +145,21 @@ def choose_draft_device(speculation: SpeculationOptions, target: torch.device) -
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
 
 
-def build_draft_kernels(found: FoundDraft, config: ModelConfig, beside: DraftNeighbours, *, fast: bool) -> Kernels:
+def build_draft_kernels(found: FoundDraft, config: ModelConfig, neighbours: DraftNeighbours, *, fast: bool) -> Kernels:
     """Return kernels for a draft on the device of its target's last layers, of the same kind as theirs.
 
-    What the draft multiplies beyond its target's products is proven beside them, so another draft changes no answer. A
-    draft whose products cannot be proven is used all the same, but its proposals after a restore may differ.
+    The draft's own products are proven in addition to those of the target, so another draft changes no answer. A draft
+    whose products cannot be proven is used as well, but its proposals after a restore may differ.
     """
-    kernels = beside.kernels
-    spec = beside.shard.spec
-    plan = beside.numerics.plan
+    kernels = neighbours.kernels
+    spec = neighbours.shard.spec
+    plan = neighbours.numerics.plan
     if plan is None:
         return kernels.copy_for_shard()
     target = config.products(plan.steps, capacity=spec.capacity, dtype=spec.dtype, threads=plan.threads[1])
     listed = found.products(evolve(target, threads=plan.threads), capacity=spec.capacity, vocab=config.vocab_size)
     key = build_proof_key(listed, kernels, spec.device, (str(spec.dtype), plan))
-    proven = beside.kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
+    proven = neighbours.kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
@@ -174,7 +174,7 @@ def plan_draft_placement(speculation: SpeculationOptions, target: torch.device, 
 
 @frozen(eq=False)
 class DraftNeighbours:
-    """What a draft is loaded beside: its target and the target's numerics.
+    """The target of a draft, with the numerics of the target.
 
     kernels: of the target's last layers. peer: the process that has the draft, or None.
     """
@@ -207,7 +207,7 @@ def build_own_kernels(
     """
     dtype = placement.dtype
     capacity = placement.capacity
-    with current(placement.device):
+    with use_device(placement.device):
         kernels = build_kernels(placement.device, dtype)
         threads = torch.get_num_threads()
         target = config.products(placement.buckets, capacity=capacity, dtype=dtype, threads=threads)
@@ -219,22 +219,22 @@ def build_own_kernels(
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def load_draft(found: FoundDraft, options: Options, checkpoint: Checkpoint, beside: DraftNeighbours) -> DraftModel:
+def load_draft(found: FoundDraft, options: Options, checkpoint: Checkpoint, neighbours: DraftNeighbours) -> DraftModel:
     """Load the draft where it was asked for. Raises UserError."""
     fast = options.runtime.numerics == "fast"
     config = checkpoint.config
-    if beside.peer is not None:
-        kernels = build_draft_kernels(found, config, beside, fast=fast)
-        return load_remote_draft(found, options, checkpoint, beside, beside.peer, kernels=kernels)
-    device = choose_draft_device(options.speculation, beside.device)
-    placement = beside.place_draft(device)
-    is_beside_target = device == beside.device
-    if is_beside_target:
-        own = build_draft_kernels(found, config, beside, fast=fast)
+    if neighbours.peer is not None:
+        kernels = build_draft_kernels(found, config, neighbours, fast=fast)
+        return load_remote_draft(found, options, checkpoint, neighbours, neighbours.peer, kernels=kernels)
+    device = choose_draft_device(options.speculation, neighbours.device)
+    placement = neighbours.place_draft(device)
+    shares_device = device == neighbours.device
+    if shares_device:
+        own = build_draft_kernels(found, config, neighbours, fast=fast)
     else:
-        own = build_own_kernels(found, config, placement, kept=beside.kept, fast=fast)
+        own = build_own_kernels(found, config, placement, kept=neighbours.kept, fast=fast)
     try:
-        return build_draft(found, placement, own, checkpoint, head=beside.shard.head if is_beside_target else None)
+        return build_draft(found, placement, own, checkpoint, head=neighbours.shard.head if shares_device else None)
     except torch.OutOfMemoryError as error:
         raise build_memory_error("the draft", f"{device} beside the model", FEWER, error) from error
     except ValueError as error:
@@ -245,14 +245,17 @@ def load_remote_draft(
     found: FoundDraft,
     options: Options,
     checkpoint: Checkpoint,
-    beside: DraftNeighbours,
+    neighbours: DraftNeighbours,
     peer: Peer,
     *,
     kernels: Kernels,
 ) -> RemoteDraft:
-    """Load a draft in another process. kernels: compute what is projected beside the target. Raises UserError."""
-    device = beside.device
-    placement = beside.place_draft(device)
+    """Load a draft in another process. Raises UserError.
+
+    kernels: for the projection, which runs on the device of the target's last layers.
+    """
+    device = neighbours.device
+    placement = neighbours.place_draft(device)
     request = build_draft_request(
         checkpoint.config,
         found.shape,
@@ -279,7 +282,7 @@ def build_draft(
     *,
     head: TargetHead | None = None,
 ) -> CachedDraft[Any]:
-    """Build a draft. head: the head of the target beside it, which it shares; None: it gets a copy of its own."""
+    """Build a draft. head: the target's head, if it is on the same device; None: the draft gets a copy of its own."""
 
     def copy_head() -> TargetHead:
         return CopiedEnds(checkpoint.config, checkpoint, kernels, placement.dtype, placement.device).head

@@ -84,7 +84,7 @@ class LoadedScorer:
         """Drop the scores of a request, after the work that is in flight."""
         if self.own_lane is not None:
             self.own_lane.abandon(request)
-        elif not self.lane.closed:
+        elif not self.lane.is_closed:
             self.lane.post(partial(self.compressor.forget, request), log_drop_failure)
 
     def close(self) -> None:
@@ -128,16 +128,16 @@ def find_scorer(
     return FoundScorer(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
 
 
-def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
+def check_tokenizer(name: str, tokenizer: Tokenizer, target: Tokenizer, vocab: int) -> None:
     """Raise UserError if the tokenizers differ: tokens are selected by id, so an id must be the same text in both."""
-    theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, own))
+    theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, target))
     if theirs != ours:
         odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
         why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"
         raise UserError(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same tokenizer")
-    if own.size > vocab:
+    if target.size > vocab:
         raise UserError(
-            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, but token ids go up to {own.size - 1}"
+            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, but token ids go up to {target.size - 1}"
         )
 
 

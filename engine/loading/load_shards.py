@@ -15,7 +15,7 @@ from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.interface import Kernels
 from adapters.models.open_checkpoint import Checkpoint
@@ -51,7 +51,7 @@ def build_shards(
             parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers))
             continue
         assert own is not None
-        with current(place.device):
+        with use_device(place.device):
             parts.append(checkpoint.family.build(config, weights, own, placement, offloaded=experts))
     return Pipeline(parts)
 

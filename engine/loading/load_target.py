@@ -107,7 +107,7 @@ class Target:
 
     @property
     def numerics_facts(self) -> Mapping[str, Any]:
-        return {"mode": self.mode, **self.numerics.shown()}
+        return {"mode": self.mode, **self.numerics.build_report()}
 
     @property
     def weights(self) -> int:
@@ -185,7 +185,7 @@ class Target:
         models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
         return MemoryLedger(
             models={"target": ModelBytes(target["weights"], host), **models},
-            experts=None if self.offloaded is None else self.offloaded.shown(),
+            experts=None if self.offloaded is None else self.offloaded.build_figures(),
             shards=tuple(describe_shard(part) for part in self.shard.parts),
             draft=None if self.draft is None else describe_draft(self.draft),
             drafter=None if self.scorer is None else describe_scorer(self.scorer),
@@ -274,8 +274,8 @@ def load_with_peers(
         shard = build_shards(counted, plan, proven.kernels, sources, room, experts=hosted, fast=fast)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    beside = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
-    drafting = add_draft(found, options, checkpoint, beside, events=parts.events, step=step)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
+    drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)

@@ -138,7 +138,7 @@ def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: i
 
 
 def has_room(needs: Sequence[DeviceNeed], slots: int, context: int) -> bool:
-    """Return whether every device has memory for so many slots of so many tokens."""
+    """Return whether every device has memory for this many slots of this many tokens."""
     return all(need.compute_taken(Fit(slots, context)) <= need.available for need in needs)
 
 

@@ -54,7 +54,7 @@ class LoadPlan:
         )
 
     def prove(self, context: int, kept: CalibrationCache) -> tuple[Numerics, tuple[Kernels | None, ...]]:
-        """Prove numerics for a context of so many tokens, and return them with the kernels of each shard."""
+        """Prove numerics for a context of this many tokens, and return them with the kernels of each shard."""
         options = self.options
         return prove(
             options.weights, options.runtime, self.checkpoint, self.dtype, self.placements, context=context, kept=kept

@@ -19,7 +19,7 @@ import engine
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.draft_parts import DraftPlacement
@@ -31,14 +31,14 @@ from adapters.remote.daemon.daemon import Daemon
 from adapters.remote.daemon.reception import Reception
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers
-from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.daemon.served_scorer import ServedScorer
 from adapters.remote.protocol import shared_memory
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.protocol.draft_messages import LoadDraft
 from adapters.remote.protocol.handshake import HELLO_S, ProvenServer, refuse
 from adapters.remote.protocol.lent_memory import Borrower
 from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Prove
-from adapters.remote.protocol.scorer_messages import LoadDrafter
+from adapters.remote.protocol.scorer_messages import LoadScorer
 from adapters.sequence_layout import torch_dtype
 from engine.loading.device_survey import (
     build_kernels,
@@ -101,7 +101,7 @@ class ServedModel:
         checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.with_dtype(dtype)
         shape = build_probe_shape(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
-        with current(self.device):
+        with use_device(self.device):
             kernels = build_kernels(self.device, dtype)
             key = probe_key(checkpoint.family, checkpoint.config, kernels, shape)
             offered = [one.outcome for one in asked.offers if one.key == key]
@@ -116,7 +116,7 @@ class ServedModel:
         if self._proven is None:
             raise ValueError("nothing is proven, so nothing is loaded")
         checkpoint, dtype, rows, kernels, numerics = self._proven
-        with current(self.device):
+        with use_device(self.device):
             config = checkpoint.config
             shard = checkpoint.family.build(
                 config,
@@ -149,12 +149,12 @@ class ServedModel:
             device=self.device, dtype=dtype, slots=asked.slots, capacity=asked.capacity, buckets=asked.buckets
         )
         kernels = build_own_kernels(found, config, room, kept=kept, fast=asked.fast)
-        with current(self.device):
+        with use_device(self.device):
             draft = build_draft(found, room, kernels, checkpoint)
             warm_up_own_draft(draft, room, asked.rows)
         return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
 
-    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+    def load_scorer(self, asked: LoadScorer) -> ServedScorer:
         if self._proven is None:
             raise ValueError("nothing is proven, so nothing is loaded")
         checkpoint, dtype, _, kernels, numerics = self._proven
@@ -163,7 +163,7 @@ class ServedModel:
             raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
         own = kernels.with_plan(choose_served_plan(numerics, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
-        return ServedDrafter(scorer)
+        return ServedScorer(scorer)
 
 
 def find_checkpoint(model: str) -> Path:

@@ -17,7 +17,7 @@ from attrs import evolve
 from adapters.device.sampling.sampler import Draw, Picking, Sampler, start_picking
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
 from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.drafts.draft_parts import DraftPlacement
@@ -90,8 +90,8 @@ def compile_kernels(
     )
     paged = [evolve(plain, slots=fit.slots, pages=-(-fit.context // PAGE))] if fit.pages else []
     placements = paged if paged and probed else [plain, *paged]
-    with torch.inference_mode(), current(device):
-        for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):
+    with torch.inference_mode(), use_device(device):
+        for small, layers, own in packed_in(checkpoint.config.list_probed_layers(), checkpoint.layouts):
             weights = RandomWeights(small, 1, device, dtype, layouts=own)
             shards = list[Shard]()
             try:
@@ -164,7 +164,7 @@ def compile_step(shard: Shard, number: int) -> None:
     """
     bucket = shard.spec.buckets[number]
     step = Step((Segment(number % shard.spec.slots, 0, 1),), bucket)
-    with torch.inference_mode(), current(shard.spec.device):
+    with torch.inference_mode(), use_device(shard.spec.device):
         for _ in range(2 if bucket <= ALONE else 1):
             shard.forward(step, torch.zeros(1, dtype=torch.int64))
 
@@ -206,7 +206,7 @@ def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> Non
 
 def sample_each(device: torch.device, vocab: int) -> list[Picking]:
     """Sample in every way, all of them at once, and each by itself."""
-    with torch.inference_mode(), current(device):
+    with torch.inference_mode(), use_device(device):
         logits = torch.zeros(len(SAMPLINGS), vocab, device=device)
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in SAMPLINGS]
         for row in rows:

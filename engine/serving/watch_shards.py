@@ -60,7 +60,7 @@ class ShardWatch:
 
         def look() -> None:
             try:
-                peer.look()
+                peer.check_connection()
             finally:
                 done.set()
 

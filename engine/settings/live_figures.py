@@ -63,7 +63,7 @@ class MemoryLedger:
 
 @frozen
 class LiveFigures:
-    """What /props reports beyond what never changes.
+    """The figures of /props that change while the server runs.
 
     memory: None without a loaded model. damaged: files that were found damaged, by kind. full_cache: the figures of
     each tier, as JSON has them. outages: why shards are gone, by name. troubles: outages, and threads that have ended.

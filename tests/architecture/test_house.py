@@ -90,19 +90,17 @@ VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "s
 MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
 EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
-MOST_PARTICIPLES = 0.03  # of all functions
+MOST_PARTICIPLES = 0.005  # of all functions
 # Words that say nothing to a reader who has never met the author, and class names that were replaced.
 PRIVATE_WORDS = re.compile(
     r"\b(told|whoever|nobody|beside|company|likest|hurried|crowded|courtesy|metronome|cabinet|recollection"
     r"|Company|Going|Flying|Flights|StepsAhead|RoundsAtOnce|StepsTaken|AnyThen|Halt|Seat|Remains|Shelf|Beginning|Refusal"
     r"|Wanted|Drafter|FoundDrafter)\b"
 )
-MOST_PRIVATE_WORDS = 103  # lines; the goal is 50
-MOST_PARALLEL_ASSIGNMENTS = 136  # swaps are not counted; the goal is none
+MOST_PRIVATE_WORDS = 6  # lines: names that cross the wire or stand in traces, and plain English
 OPENERS = re.compile(
     r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b"
 )
-MOST_WITHOUT_SUBJECT = 154  # docstrings; the goal is none
 
 
 def modules() -> Iterator[Path]:
@@ -159,7 +157,7 @@ def test_one_statement_does_one_thing() -> None:
         and isinstance(node.targets[0], ast.Tuple)
         and not is_swap(node.targets[0], node.value)
     ]
-    assert len(found) <= MOST_PARALLEL_ASSIGNMENTS, found
+    assert found == []
 
 
 def is_swap(targets: ast.Tuple, values: ast.Tuple) -> bool:
@@ -179,7 +177,7 @@ def test_docstrings_have_a_subject() -> None:
                 text = ast.get_docstring(node)
                 if text and OPENERS.match(text):
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
-    assert len(found) <= MOST_WITHOUT_SUBJECT, found
+    assert found == []
 
 
 def test_only_the_core_looks_at_the_world_of_a_running_engine() -> None:

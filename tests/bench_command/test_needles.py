@@ -38,13 +38,13 @@ def test_a_needle_is_where_it_is_wanted(depth: float) -> None:
     place = text.lines.index(text.needles[0].line)
     assert place == round(depth * (len(text.lines) - 1))
     assert 500 < len(text.text().split()) < 700
-    assert text.text().endswith(f"\n\nWhat is the secret number of {text.needles[0].who}?")
+    assert text.text().endswith(f"\n\nWhat is the secret number of {text.needles[0].person}?")
 
 
 def test_several_are_of_different_people_and_all_asked_for() -> None:
     text = hay(0.2, 0.5, 0.8)
-    assert len({needle.who for needle in text.needles}) == 3
-    assert all(needle.who in text.question and needle.line in text.lines for needle in text.needles)
+    assert len({needle.person for needle in text.needles}) == 3
+    assert all(needle.person in text.question and needle.line in text.lines for needle in text.needles)
     one, other, _ = text.needles
     assert text.score_answer(f"{one.number} and {other.number}") == pytest.approx(2 / 3)
     assert text.score_answer("I do not know.") == 0

@@ -146,7 +146,7 @@ async def test_what_is_read_when_all_ends_keeps_its_rows_and_no_lane_takes_more(
         await anyio.to_thread.run_sync(shard.begun.wait)
         assert not await anyio.to_thread.run_sync(driver.executor.close, 0.05)
         assert not shard.closed
-        assert [lane.closed for lane in (driver.executor._lane, beside)] == [True, True]  # noqa: SLF001
+        assert [lane.is_closed for lane in (driver.executor._lane, beside)] == [True, True]  # noqa: SLF001
         shard.going.set()
 
 

@@ -64,7 +64,7 @@ async def test_a_target_that_nobody_waits_for_ends_with_its_step(options: Option
     assert beginning.cancel()
     assert isinstance(beginning.result.exception(0), LoadCancelled)
     assert MEASURE not in told.steps
-    assert beginning.lane.closed
+    assert beginning.lane.is_closed
 
 
 async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_for(options: Options) -> None:
@@ -72,7 +72,7 @@ async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_fo
     beginning = begin_load(options)
     with pytest.raises(UserError, match="model_type"):
         await beginning.wait_for_target()
-    assert beginning.lane.closed
+    assert beginning.lane.is_closed
 
 
 async def test_who_finds_no_room_is_told_what_was_wanted(options: Options) -> None:

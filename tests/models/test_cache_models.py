@@ -261,7 +261,7 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
     def load(self, room: int) -> None:
         size = 2 * 256
         self.hosted = HostExperts(CPU, self.COUNT, room * size)
-        self.layers = [self.hosted.layer(self.weights(layer, at) for at in range(self.COUNT)) for layer in (0, 1)]
+        self.layers = [self.hosted.add_layer(self.weights(layer, at) for at in range(self.COUNT)) for layer in (0, 1)]
         self.where: dict[int, int] = {}  # place -> expert
 
     def weights(self, layer: int, at: int) -> GatedWeights:

@@ -178,8 +178,8 @@ def test_both_kinds_of_layers_are_probed_and_every_product_of_experts_is_listed(
     found = probed(CONFIG)
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 64))
     assert found.numerics_class.count("-") >= 1, "of a layer of experts and a dense one"
-    assert [config.experts.count for config, _ in CONFIG.probed()] == [6, 6]
-    assert [config.dense_layers for config, _ in CONFIG.probed()] == [(0,), ()]
+    assert [config.experts.count for config, _ in CONFIG.list_probed_layers()] == [6, 6]
+    assert [config.dense_layers for config, _ in CONFIG.list_probed_layers()] == [(0,), ()]
     shown = " ".join(found.plan.describe_lines())
     for product in ("100 to 11:", "100 to 6:", "100 to 72, gated:", "72 to 100:", "100 to 212, gated:"):
         assert product in shown

@@ -112,13 +112,13 @@ def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
     offloaded.place([(0, 4), (1, 5), (2, COUNT + 1)])
     row = tokens_of(1)
     run(shard, 4, (0, 0, row))
-    before = offloaded.shown()
+    before = offloaded.build_figures()
     assert before["needed"] == LAYERS * ACTIVE
     needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
     assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
     offloaded.place([(place, expert) for place, expert in enumerate(needed[:3]) if expert not in offloaded.where])
     run(shard, 4, (1, 0, row))
-    brought = offloaded.shown()["brought"] - before["brought"]
+    brought = offloaded.build_figures()["brought"] - before["brought"]
     assert brought == len([expert for expert in needed if expert not in offloaded.where]) < before["needed"]
 
 
@@ -189,7 +189,7 @@ async def test_answers_are_the_same_while_experts_move_and_the_moves_replay(tmp_
     experts = HostExperts(CPU, COUNT, (8 + 6) * SIZE)
     alone = await answers(None)
     assert await answers(experts, tmp_path / "trace.jsonl") == alone
-    shown = experts.shown()
+    shown = experts.build_figures()
     assert shown["moved"] > 6, "the policy has moved some, besides the first"
     assert 0 < shown["brought"] < shown["needed"]
     world = replay_file(tmp_path / "trace.jsonl").world

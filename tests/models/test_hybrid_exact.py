@@ -202,7 +202,7 @@ def test_the_probe_finds_that_every_bucket_holds(dtype):
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 256))
     assert not [why for why in found.failures if "bucket" in why], "ways of one product that were tried and not taken"
     assert found.numerics_class.count("-") >= 2, "both kinds of layers were tried"
-    assert any("delta rule" in line for line in found.shown()["products"])
+    assert any("delta rule" in line for line in found.build_report()["products"])
     assert found == Numerics.from_json(found.to_json())
 
 

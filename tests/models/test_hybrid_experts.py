@@ -129,9 +129,9 @@ def test_a_dense_model_with_experts_is_told_which_it_is_not(tmp_path):
 def test_every_kind_of_layer_is_probed(tmp_path):
     """One with a recurrent state and experts, one with the state alone, one of attention and experts."""
     own = Checkpoint.open(saved(tmp_path, "qwen3_next")).config
-    kinds = [(small.layer_types[0], small.dense_layers) for small, _ in own.probed()]
+    kinds = [(small.layer_types[0], small.dense_layers) for small, _ in own.list_probed_layers()]
     assert kinds == [(LINEAR, ()), (LINEAR, (0,)), (FULL, ())]
-    assert all(small.experts.count == 6 for small, _ in own.probed())
+    assert all(small.experts.count == 6 for small, _ in own.list_probed_layers())
     cpu, dtype = torch.device("cpu"), torch.bfloat16
     found = probe(
         FAMILY, own, CpuKernels(dtype), ProbeShape(device=cpu, dtype=dtype, chunk=128, capacity=256, sizes=(4, 16))

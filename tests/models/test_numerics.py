@@ -109,8 +109,8 @@ class ForgetsFarKeys(Mutant):
 class TwoKinds(Qwen3Config):
     """As if its second layer were of another kind: it gets hidden states, and has the head behind it."""
 
-    def probed(self):
-        [(small, first)] = super().probed()
+    def list_probed_layers(self):
+        [(small, first)] = super().list_probed_layers()
         return ((small, first), (small, range(1, 2)))
 
 
@@ -270,7 +270,7 @@ def test_spans_are_few_whole_tiles_and_hold_all_keys():
 def test_an_outcome_can_be_kept_and_read_again():
     found = measure(splits_at(16))
     assert Numerics.from_json(found.to_json()) == found
-    shown = json.loads(json.dumps(found.shown()))
+    shown = json.loads(json.dumps(found.build_report()))
     assert shown["buckets"] == [4, 8, 16, 32, 64]
     assert shown["probe"]["products"] == found.shapes
     assert shown["products"][0].startswith("64 to 128: float32, rows ")

@@ -35,7 +35,7 @@ def scored(scorer: Scorer, tokens: Tensor) -> list[float]:
     while not work.complete:
         work.advance()
         turns += 1
-    assert turns == len(list(scorer_module.portions(len(tokens), scorer.chunk)))
+    assert turns == len(list(scorer_module.split_portions(len(tokens), scorer.chunk)))
     return work.scores()
 
 

@@ -26,14 +26,14 @@ from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.daemon.daemon import Daemon
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers
-from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.daemon.served_scorer import ServedScorer
 from adapters.remote.protocol import shared_memory
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.protocol.draft_messages import LoadDraft
 from adapters.remote.protocol.lent_memory import Borrower, Lender
 from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Op, Prove
 from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
-from adapters.remote.protocol.scorer_messages import LoadDrafter
+from adapters.remote.protocol.scorer_messages import LoadScorer
 from tests.models.checkpoints import proven
 
 SECRET, VERSION = b"a secret of tests", "0.0.0"
@@ -71,12 +71,10 @@ class RandomModel:
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         raise ValueError("there is no draft here: name one with --draft")
 
-    def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
+    def load_scorer(self, asked: LoadScorer) -> ServedScorer:
         kernels = proven(self.config, self.dtype, asked.most, BUCKETS).copy_for_shard()
         weights = RandomWeights(self.config, scale=self.config.hidden_size**-0.5)
-        return ServedDrafter(
-            Scorer(self.config, weights, kernels, torch.device("cpu"), self.dtype, BUCKETS, asked.most)
-        )
+        return ServedScorer(Scorer(self.config, weights, kernels, torch.device("cpu"), self.dtype, BUCKETS, asked.most))
 
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
@@ -189,12 +187,12 @@ class Mortal(Channel):
         frame = Channel.receive(self, seconds, patient=patient)
         self.at = Op(frame.head.op)
         if self.doom(self.at, "asked"):
-            raise self.broken("killed")
+            raise self.abort("killed")
         return frame
 
     def send(self, op, request, arguments, tensors=(), *, flags=0, seconds=None) -> None:
         if self.doom(self.at, "answering"):
-            raise self.broken("killed")
+            raise self.abort("killed")
         Channel.send(self, op, request, arguments, tensors, flags=flags, seconds=seconds)
 
 

@@ -24,8 +24,9 @@ from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
-from adapters.remote.protocol.messages import Nothing, Op, SlotPlace
+from adapters.remote.protocol.messages import Nothing, Op
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
+from adapters.remote.protocol.slot_messages import SlotPlace
 from adapters.sequence_layout import dtype_name
 from adapters.transfer.copy_rows import RowMover
 from effects.ids import RequestId
@@ -171,7 +172,7 @@ def test_a_draft_elsewhere_says_what_one_here_says(apart: Elsewhere, here: DFlas
         here.can_branch,
     )
     assert apart.draft.memory()["weights"] > 0
-    assert apart.draft.peer.hops
+    assert apart.draft.peer.hops.count
     assert not apart.heard
 
 

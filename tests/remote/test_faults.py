@@ -15,11 +15,12 @@ from attrs import define, evolve
 import engine
 import engine.loading.shard_peers
 from adapters.remote.client.remote_shard import RemoteShard
-from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.answer_handlers import OpAnswer
 from adapters.remote.daemon.served_layers import ServedLayers
 from adapters.remote.protocol.channel import Channel
 from adapters.remote.protocol.lent_memory import LentTensors
-from adapters.remote.protocol.messages import ImportRuns, Op, Unacceptable
+from adapters.remote.protocol.messages import Op, Unacceptable
+from adapters.remote.protocol.slot_messages import ImportRuns
 from adapters.text.model_text import Text
 from adapters.transfer import saver
 from adapters.transfer.copy_rows import DeviceMarks, record_marks
@@ -155,7 +156,7 @@ async def test_rows_that_nobody_waited_for_and_that_were_never_put_change_no_ans
     await answers(split.target, split.jobs, rates=FLAT)
     put, refused = ServedLayers.ops[Op.IMPORT_RUNS][1], list[Op]()
 
-    def refusing(served: ServedLayers, asked: ImportRuns, given: LentTensors) -> Answering:
+    def refusing(served: ServedLayers, asked: ImportRuns, given: LentTensors) -> OpAnswer:
         if not refused:
             refused.append(Op.IMPORT_RUNS)
             raise Unacceptable("not now")

@@ -18,19 +18,14 @@ from adapters.remote.protocol.channel import is_failure
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.messages import (
     Commit,
-    CopyRows,
     Described,
     Failure,
     Forwarded,
-    ImportRows,
-    ImportRuns,
     Lent,
     LentRun,
     Op,
-    RowSpan,
     RunStep,
     Settle,
-    SlotPlace,
     Stepped,
     StepSettled,
     WireMessage,
@@ -38,6 +33,7 @@ from adapters.remote.protocol.messages import (
     encode_message,
 )
 from adapters.remote.protocol.payload_tensors import places
+from adapters.remote.protocol.slot_messages import CopyRows, ImportRows, ImportRuns, RowSpan, SlotPlace
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import RandomModel, Threads, remote
 

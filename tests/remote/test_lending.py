@@ -17,9 +17,10 @@ from adapters.remote.client import pending_answers
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.channel import Channel
 from adapters.remote.protocol.lent_memory import Borrower, Lender
-from adapters.remote.protocol.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
+from adapters.remote.protocol.messages import MOST_RUNS, Lent, Nothing, Op, Unacceptable
 from adapters.remote.protocol.payload_tensors import describe_tensors
 from adapters.remote.protocol.peer_expectation import Deadlines
+from adapters.remote.protocol.slot_messages import ImportRows, ImportRuns
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk, step

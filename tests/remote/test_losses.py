@@ -20,8 +20,9 @@ from adapters.remote.protocol import frames
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, is_failure
 from adapters.remote.protocol.frames import REPLY, FrameHead
 from adapters.remote.protocol.handshake import greet
-from adapters.remote.protocol.messages import Failure, Op, RowSpan, decode_message, encode_message
+from adapters.remote.protocol.messages import Failure, Op, decode_message, encode_message
 from adapters.remote.protocol.peer_expectation import Deadlines
+from adapters.remote.protocol.slot_messages import RowSpan
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk, step, whole_of

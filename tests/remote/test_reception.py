@@ -21,7 +21,8 @@ from adapters.remote.protocol.channel import Channel, ConnectionBroken
 from adapters.remote.protocol.frames import FrameHead
 from adapters.remote.protocol.handshake import MOST_BYTES, greet
 from adapters.remote.protocol.hello_messages import Hello, SecretProof
-from adapters.remote.protocol.messages import Op, RowSpan, encode_message
+from adapters.remote.protocol.messages import Op, encode_message
+from adapters.remote.protocol.slot_messages import RowSpan
 from effects.ports import RowsLost
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import SECRET, RandomModel, peer_of, quietly, remote

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.remote.protocol import frames, hello_messages, messages
+from adapters.remote.protocol import frames, hello_messages, messages, slot_messages
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
 from adapters.remote.protocol.messages import Described, Lent, Unacceptable, WireMessage, decode_message, encode_message
@@ -160,12 +160,12 @@ def test_arguments_that_are_something_else_are_refused(value, kind):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (messages.RowSpan, '{"slot":-1,"start":0,"stop":4}'),
-        (messages.RowSpan, '{"slot":0,"start":0,"stop":4294967296}'),
-        (messages.RowSpan, '{"slot":0,"start":0.5,"stop":4}'),
-        (messages.RowSpan, '{"slot":0,"start":0}'),
-        (messages.RowSpan, '{"slot":0,"start":0,"stop":4,"more":1}'),
-        (messages.RowSpan, '{"slot":"0","start":0,"stop":4}'),
+        (slot_messages.RowSpan, '{"slot":-1,"start":0,"stop":4}'),
+        (slot_messages.RowSpan, '{"slot":0,"start":0,"stop":4294967296}'),
+        (slot_messages.RowSpan, '{"slot":0,"start":0.5,"stop":4}'),
+        (slot_messages.RowSpan, '{"slot":0,"start":0}'),
+        (slot_messages.RowSpan, '{"slot":0,"start":0,"stop":4,"more":1}'),
+        (slot_messages.RowSpan, '{"slot":"0","start":0,"stop":4}'),
         (messages.Exported, '{"tensors":[["x","F64",[1]]]}'),
         (messages.Exported, '{"tensors":[["x","F32",[1,1,1,1,1]]]}'),
         (messages.Exported, '{"tensors":[["x","F32",[-1]]]}'),

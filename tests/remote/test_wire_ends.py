@@ -27,11 +27,11 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
 from adapters.remote.client.remote_scorer import RemoteScorer, build_scorer_request
-from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.answer_handlers import OpAnswer
 from adapters.remote.daemon.daemon import OPS
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers
-from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.daemon.served_scorer import ServedScorer
 from adapters.remote.protocol.channel import Channel, WireFrame, is_failure
 from adapters.remote.protocol.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
 from adapters.remote.protocol.handshake import greet
@@ -48,7 +48,7 @@ from adapters.remote.protocol.messages import (
     decode_message,
     encode_message,
 )
-from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
+from adapters.remote.protocol.scorer_messages import DropScoring, LoadScorer
 from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 from effects.ports import RowsLost
@@ -149,7 +149,7 @@ def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: i
         drafted = build_draft_request(LARGE, shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
         assert decode_message(encode_message(drafted), LoadDraft) == drafted
     scored = build_scorer_request(context, fast=False)
-    assert decode_message(encode_message(scored), LoadDrafter) == scored
+    assert decode_message(encode_message(scored), LoadScorer) == scored
 
 
 # --- what a daemon does with them ---
@@ -255,7 +255,7 @@ def test_a_drafter_answers_every_question_at_the_ends_of_its_fields(caplog: pyte
     peer.ask(Op.SEND_DRAFT_AWAY, SendAway(keep=True), DraftMoved)
     channel = peer._channel  # noqa: SLF001 - what no peer says
     assert channel is not None
-    said = asked_at_ends(overheard, channel, ServedDrafter.ops)
+    said = asked_at_ends(overheard, channel, ServedScorer.ops)
     assert min(said["refused"], said["done"]) > 2, said
     peer.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved)
     assert compressed(compressor)[1] == before
@@ -274,10 +274,10 @@ class Unloadable(RandomModel):
         self.heard.append(asked)
         raise ValueError("not here")
 
-    prove = load = load_draft = load_drafter = _no
+    prove = load = load_draft = load_scorer = _no
 
 
-@pytest.mark.parametrize("kind", [Prove, LoadLayers, LoadDraft, LoadDrafter], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Prove, LoadLayers, LoadDraft, LoadScorer], ids=lambda kind: kind.__name__)
 def test_what_is_to_be_loaded_is_understood_at_the_ends_of_its_fields(kind: type[WireMessage]) -> None:
     (op,) = (op for op, (own, _) in OPS.items() if own is kind)
     served = Unloadable(HYBRID)
@@ -320,7 +320,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
     apart, refused = Elsewhere(), list[Op]()
     kind, work = ServedDraft.ops[op]
 
-    def refusing(served: ServedDraft, asked: Any, given: Any) -> Answering:
+    def refusing(served: ServedDraft, asked: Any, given: Any) -> OpAnswer:
         if not refused:
             refused.append(op)
             raise Unacceptable("not this time")

@@ -159,6 +159,16 @@ def test_of_prompts_the_one_that_is_done_soonest_goes_first_and_now_and_then_the
     assert found == [2, 2, 1, 2, 2, 3, 2, 2, 1]
 
 
+def test_however_many_shorter_prompts_wait_two_of_their_turns_overtake_the_longest_waiting_one() -> None:
+    requests, waiting, found = reading(r1=900, r2=30, r3=40, r4=50), Lane(tuple(map(chunk, (1, 2, 3, 4)))), list[int]()
+    for _ in range(3):
+        waiting, _, chosen = launch_choice.choose_launch(waiting, NOBODY, DRAFT, requests, Rates())
+        assert isinstance(chosen, Launch)
+        found.append(chosen.asks[0].request)
+        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.asks), running=())
+    assert found == [2, 2, 1]
+
+
 def test_what_is_no_prompt_keeps_its_place_before_shorter_prompts() -> None:
     requests = reading(r2=900, r3=30)
     away = {"draft": Residence("parked")}

@@ -114,11 +114,13 @@ class GgufHeader:
         found: list[float] = self._read_numbers(name, "floats", _FLOATS.__contains__)
         return found
 
-    def _read_numbers(self, name: str, what: str, fits: Callable[[int], bool]) -> Any:
+    def _read_numbers(self, name: str, element_kind: str, fits: Callable[[int], bool]) -> Any:
         """Return a list of numbers of the kinds that `fits` accepts. Raises CheckpointError."""
         found = self.fields.get(name)
         if not isinstance(found, ListField) or not fits(found.kind):
-            raise CheckpointError(f"{self.path}: {name} is {'missing' if found is None else f'not a list of {what}'}")
+            raise CheckpointError(
+                f"{self.path}: {name} is {'missing' if found is None else f'not a list of {element_kind}'}"
+            )
         one = _SCALARS[found.kind]
         numbers = array(one.format[1:])
         numbers.frombytes(self.data[found.start : found.start + found.count * one.size])

@@ -88,8 +88,10 @@ Packing = ScaledBlocks | Int32Words | Awq | Gptq
 
 @frozen
 class Quantisation:
-    """packings: any matrix may be in any one of them. plain: modules that are not quantised, by their names; a pattern
-    stands for none.
+    """The quantisation of a checkpoint.
+
+    packings: the forms that a matrix may have. unquantised_modules: the names of modules that are not quantised. A
+    pattern among them matches no module.
     """
 
     packings: tuple[Packing, ...]

@@ -232,7 +232,7 @@ class PromptScorerLane:
 
     def close(self) -> bool:
         """Release the weights and end the lane. Return False if it was still busy."""
-        if not self.lane.closed:
+        if not self.lane.is_closed:
             self.lane.post(self.compressor.scorer.weights.release, log_drop_failure)
         return self.lane.close()
 
@@ -270,7 +270,7 @@ def build_prompt_compressed(prompt: Tokens, kept: SelectedTokens | None, ns: int
 
 
 def shift_spans(spans: tuple[Span, ...], by: int) -> tuple[Span, ...]:
-    """Return the spans moved by so many tokens."""
+    """Return the spans moved by this many tokens."""
     return tuple((start + by, stop + by) for start, stop in spans)
 
 

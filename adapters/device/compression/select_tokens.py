@@ -22,7 +22,7 @@ MOST = 48  # and at most
 HEAD = 8 * PIECE  # tokens
 TAIL = 24 * PIECE
 HEADER = 8  # the first tokens of a message, in which it says who speaks
-BEST = 2  # one in so many pieces of the budget is for the best scores, whatever else is kept
+BEST = 2  # one in this many pieces of the budget is for the best scores, whatever else is kept
 GRAM = 4  # tokens of an n-gram that is looked for elsewhere
 POOL = 96  # the last tokens of the prompt, of which all n-grams are looked for
 # By the number of pieces below a limit: how many pieces around a repeated n-gram are kept, and how often it may occur.

@@ -145,7 +145,7 @@ class NativeDecodeStep:
         return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted)
 
     def forward_of(self, rows: int) -> Forward:
-        """Return what a step of so many rows left. One must have been served here."""
+        """Return what a step of this many rows left. One must have been served here."""
         target = self._targets[rows]
         assert target is not None
         return target.forward

@@ -226,8 +226,8 @@ class OverlappedDecode:
     def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread: int = 0) -> InFlightStep:
         """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
 
-        unread: the first so many rows feed a token that the host has not read yet, one position further than the slot
-        state knows.
+        unread: the number of rows, from the first on, that feed a token which the host has not read yet. It stands one
+        position further than the slot state knows.
 
         While prompts wait for each other, the one that is computed parallel to these steps decides when all of them are
         answered. The core then asks for an even pace (`PaceSteps`), which leaves the device to it in between.

@@ -14,7 +14,7 @@ def row_counts(buckets: Sequence[int], *, fast: bool) -> tuple[int, ...]:
 
 
 def bucket_of(buckets: Sequence[int], rows: int) -> int:
-    """Return the smallest bucket that has room for so many rows. buckets: ascending. Raises ValueError if none has."""
+    """Return the smallest bucket with room for this many rows. buckets: ascending. Raises ValueError if none has it."""
     for bucket in buckets:
         if bucket >= rows:
             return bucket

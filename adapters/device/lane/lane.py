@@ -146,11 +146,11 @@ class DeviceLane:
         finished = anyio.Event()
         outcome = list[Any]()
 
-        def done(result: T | None, error: BaseException | None) -> None:
+        def finish(result: T | None, error: BaseException | None) -> None:
             outcome.extend((result, error))
             finished.set()
 
-        self.submit(work, done)
+        self.submit(work, finish)
         with anyio.CancelScope(shield=True):
             await finished.wait()
         result, error = outcome
@@ -193,7 +193,7 @@ class DeviceLane:
                 torch.cuda.current_stream(device).synchronize()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Does it take no more work?"""
         return self._closed
 

@@ -94,7 +94,7 @@ class ExecutorLanes:
     def close(self, closing: Callable[[], object], timeout_s: float) -> bool:
         """End the lanes; `closing` is the last work. Return False if a lane was still busy after `timeout_s`."""
         ended = self.prompts is None or self.prompts.close(timeout_s)
-        if ended and not self.main.closed:
+        if ended and not self.main.is_closed:
             self.main.post(closing, lambda error: log.error("closing the shard failed", exc_info=error))
         return self.main.close(timeout_s) and ended
 

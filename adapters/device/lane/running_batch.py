@@ -128,13 +128,13 @@ class InFlightRequests:
             with suppress(RuntimeError):  # the event loop has closed, and with it every caller
                 wake(self._deliver, steps)
 
-        def failed(error: BaseException) -> None:
+        def deliver_failure(error: BaseException) -> None:
             with suppress(RuntimeError):
                 wake(self._fail, steps, error)
 
         steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
         self._launched |= dict.fromkeys(requests, (lane, done))
-        return steps, failed
+        return steps, deliver_failure
 
     def lane_of(self, request: RequestId) -> DeviceLane | None:
         """Return the lane of the launch that the request is in; None if it is in none."""
@@ -188,19 +188,21 @@ def has_proposals(outcome: Outcome) -> bool:
     return isinstance(outcome, Decoded) and outcome.proposed > 0
 
 
-def add_decode_steps(one: Decoded, other: Decoded) -> Decoded:
-    """Return two outcomes of a request as one, `one` first. Its time is the mean of a step."""
-    steps = one.steps + other.steps
-    proposed = one.proposed + other.proposed
-    accepted = one.accepted + other.accepted
-    ns = (one.ns * one.steps + other.ns * other.steps) // steps
-    logprobs = one.logprobs + other.logprobs
-    return Decoded(one.tokens + other.tokens, proposed, logprobs, ns, accepted, steps, other.more)
+def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
+    """Return two outcomes of a request as one. Its time is the mean of a step."""
+    steps = earlier.steps + later.steps
+    proposed = earlier.proposed + later.proposed
+    accepted = earlier.accepted + later.accepted
+    ns = (earlier.ns * earlier.steps + later.ns * later.steps) // steps
+    logprobs = earlier.logprobs + later.logprobs
+    return Decoded(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more)
 
 
-def with_more_to_come(one: Decoded) -> Decoded:
+def with_more_to_come(outcome: Decoded) -> Decoded:
     """Return the outcome marked as not the last one of its launch."""
-    return Decoded(one.tokens, one.proposed, one.logprobs, one.ns, one.accepted, one.steps, more=True)
+    return Decoded(
+        outcome.tokens, outcome.proposed, outcome.logprobs, outcome.ns, outcome.accepted, outcome.steps, more=True
+    )
 
 
 def has_more_to_come(outcome: Outcome) -> bool:
@@ -208,9 +210,9 @@ def has_more_to_come(outcome: Outcome) -> bool:
     return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
 
 
-def combine_outcomes(one: Outcome, other: Outcome) -> Outcome:
+def combine_outcomes(earlier: Outcome, later: Outcome) -> Outcome:
     """Return two outcomes of a request as one. A failure, or how far a prefill came, replaces what was before it."""
-    return add_decode_steps(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
+    return add_decode_steps(earlier, later) if isinstance(earlier, Decoded) and isinstance(later, Decoded) else later
 
 
 async def perform_launch(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome, ...]:

@@ -127,7 +127,7 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
         return pick(logits, rows).__getitem__
     found: dict[int, Picked] = {}
 
-    def picked(row: int) -> Picked:
+    def pick_row(row: int) -> Picked:
         if row not in found:
             stop = row + 1
             most = min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
@@ -136,7 +136,7 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
             found.update(enumerate(pick(logits[row:] if row else logits, rows[row:stop]), row))
         return found[row]
 
-    return picked
+    return pick_row
 
 
 @define(eq=False)
@@ -211,14 +211,14 @@ def start_picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     masks, ends = _masks(rows)
     kernels = build_sampling(raw.device)
     tokens, found = kernels.find_extremes(used)
-    told = found
+    extremes = found
     out = None
     if any(mask is not None for mask in masks):
         out = build_forbidden_mask(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
-        tokens, told = kernels.find_extremes(used)
-        found[:, 0] = told[:, 0]
-    draw_some(tokens, found, used, told, rows)
+        tokens, extremes = kernels.find_extremes(used)
+        found[:, 0] = extremes[:, 0]
+    draw_some(tokens, found, used, extremes, rows)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
         return Picking(rows, tokens, ends, (), 0, found.flatten())
@@ -267,21 +267,21 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logpro
     given = torch.tensor(tokens, device=logits.device)
     kernels = build_sampling(logits.device)
     weighed = kernels.weigh_tokens(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
-    return [_logprob(one) for one in weighed]
+    return [_logprob(row) for row in weighed]
 
 
-def _logprob(told: list[float]) -> Logprob:
-    """Return the log-probabilities of a row, of which `SamplingKernels.weigh_tokens` found `told`.
+def _logprob(weighed: list[float]) -> Logprob:
+    """Return the log-probabilities of a row. weighed: its result of `SamplingKernels.weigh_tokens`.
 
     Only the host takes the logarithm, so it has the same bits for every device.
     """
-    most = len(told) // 2 - 1
-    ids = told[1 : 1 + most]
-    theirs = told[1 + most : -1]
-    total = told[-1]
-    log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
-    return told[0] - log, tuple(
-        (int(id_), value - log) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf
+    most = len(weighed) // 2 - 1
+    ids = weighed[1 : 1 + most]
+    values = weighed[1 + most : -1]
+    total = weighed[-1]
+    log = math.log(total) if total > 0 else math.nan  # the row is not finite
+    return weighed[0] - log, tuple(
+        (int(id_), value - log) for id_, value in zip(ids, values, strict=True) if value > -math.inf
     )
 
 

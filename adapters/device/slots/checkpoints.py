@@ -18,7 +18,7 @@ from effects.decode import RunDecode
 from effects.ids import PlaceId, RequestId, SlotId
 from effects.prefill import OpenSlot, RunPrefill
 
-# Keeps the state behind so many rows of a slot beyond the device. Called on the lane. Failures go to the log.
+# Keeps the state behind this many rows of a slot beyond the device. Called on the lane. Failures go to the log.
 KeepState: TypeAlias = Callable[[RequestId, SlotId, int], object]
 
 
@@ -34,7 +34,7 @@ class StateCheckpoints:
     _places: dict[PlaceId, list[int]] = field(factory=dict[PlaceId, "list[int]"])  # the tokens in front of each state
 
     def latest_kept_row(self, rows: int) -> int:
-        """Return the row behind which a slot with so many settled rows has its state."""
+        """Return the row behind which a slot with this many settled rows has its state."""
         return rows - rows % self.shard.states.block
 
     def restore_state(self, origin: SlotState | None, effect: OpenSlot) -> None:

@@ -29,8 +29,8 @@ class SlotState:
     loaded: a span of rows that came from a store, possibly while rows before them are still computed.
     stops: tokens that end the answer; a decode step keeps nothing past the first of them.
     context: the spans of rows that a draft has its own rows for, ascending, none touching the next.
-    rows_ahead: for a model with positional state. Its state is the one behind row `valid`, and so many rows after that
-        are there as well.
+    rows_ahead: for a model with positional state. Its state is the one behind row `valid`, but the slot has this many
+        more rows of keys and values.
     salt: whose rows these are; requests of another salt do not share them.
     refusal: why nothing is done in this slot for the request, although its rows are there.
     """

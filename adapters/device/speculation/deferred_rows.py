@@ -1,4 +1,4 @@
-"""What a target left of rows that a draft has not followed yet: spans of rows, and the memory that holds them."""
+"""Rows of a target that a draft has not followed yet: spans of rows, and the memory with their hidden states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DeferredRows:
         return True
 
     def drop_first_rows(self, rows: int) -> bool:
-        """Drop so many rows at the front. Return whether none is left."""
+        """Drop this many rows at the front. Return whether none is left."""
         self.start += rows
         self.count -= rows
         self.first += rows

@@ -33,7 +33,7 @@ log = logging.getLogger("rekindle.device")
 # The most rows of a slot in its backlog: as many as the longest rest of a request has decode steps. They take 0.8 MB a
 # slot for the demo, and 10.5 MB for the five auxiliary layers of an 8B model.
 BACKLOG = 256
-FORGOTTEN = 4  # one part in so many of a backlog is dropped at a time
+FORGOTTEN = 4  # one part in this many of a backlog is dropped at a time
 
 
 D = TypeVar("D", bound=DraftModel)
@@ -50,7 +50,7 @@ class DraftContext(Proposer, Generic[D]):
     buckets: Sequence[int]
     _deferred: dict[int, list[DeferredRows]] = field(init=False, factory=dict)  # by slot
     _deferred_counts: Counter[int] = field(init=False, factory=Counter)  # by slot, the rows of its backlog
-    # The most rows of a slot that are deferred. One forward can follow so many, so catching up takes two at most.
+    # The most rows of a slot that are deferred. One forward can follow this many, so catching up takes two at most.
     backlog: int = field(init=False)
     deferred_buffer: DeferredRowBuffer = field(init=False)
     # The rows that a fused step may add to, which are not counted yet.

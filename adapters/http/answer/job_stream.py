@@ -121,10 +121,10 @@ class RunningJobs:
     _wakeup: Future[None] = field(factory=lambda: get_running_loop().create_future())
     _deadline_timer: TimerHandle | None = None
 
-    def add(self, one: PlannedJob, ticket: Ticket) -> None:
+    def add(self, job: PlannedJob, ticket: Ticket) -> None:
         """Follow the ticket of a job that was submitted."""
         self.request_ids.append(ticket.request)
-        self._streams.append(make_job_stream(one, ticket, self.tokenizer))
+        self._streams.append(make_job_stream(job, ticket, self.tokenizer))
         ticket.set_listener(self._wake)
         self._wake()
 

@@ -64,9 +64,9 @@ class MessageShape:
             for one in self.blocks.push(piece):
                 yield from map(encode_message_event, self.make_block_events(one))
 
-    def make_block_events(self, one: BlockEvent) -> Iterator[dict[str, Any]]:
-        place = {"index": one.block.index}
-        match one:
+    def make_block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
+        place = {"index": event.block.index}
+        match event:
             case BlockStart(block):
                 yield {"type": "content_block_start", **place, "content_block": self.make_empty_block(block)}
             case BlockDelta(block, text):

@@ -101,8 +101,9 @@ class OpenAiShape(ABC, Generic[D]):
 
 
 def finish_reason_of(ended: FinishedChoice) -> str:
-    """Return OpenAI's finish reason. An answer that was cut off within a call was cut off: no client should make that
-    call.
+    """Return OpenAI's finish reason.
+
+    An answer that was cut off within a call does not end with "tool_calls", because no client should make that call.
     """
     return "tool_calls" if ended.called_functions and ended.outcome.finish == "stop" else ended.outcome.finish
 

@@ -54,8 +54,9 @@ def legacy_delta(piece: AnswerPiece) -> dict[str, Any]:
 
 @frozen
 class ChatDetails:
-    """custom_tools: names of those that are called with text. uses_functions: the request has the legacy
-    `functions`.
+    """The details of a request that its answer depends on.
+
+    custom_tools: the names of tools that are called with text. uses_functions: the request has the legacy `functions`.
     """
 
     custom_tools: frozenset[str]

@@ -57,7 +57,7 @@ def expect_summary(request: ParsedRequest[ResponseDetails], options: EdgeOptions
 
 
 def retain_user_messages(items: Sequence[Any], most: int) -> list[Mapping[str, Any]]:
-    """Return the user's messages among the items, the newest ones of up to so many bytes in all."""
+    """Return the user's messages among the items, the newest ones of up to this many bytes in all."""
     found: list[Mapping[str, Any]] = []
     for item in reversed(items):
         if not isinstance(item, dict) or item.get("role") != "user" or item.get("type", "message") != "message":

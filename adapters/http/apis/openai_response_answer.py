@@ -146,16 +146,16 @@ class ResponseShape:
 
     def stream_block(
         self,
-        one: BlockEvent,
+        event: BlockEvent,
         cut: bool = False,
         logprobs: Sequence[Mapping[str, Any]] = (),
         timings: Mapping[str, Any] | None = None,
     ) -> Iterator[bytes]:
         """Write the events of a block. logprobs, timings: for its deltas."""
-        block = one.block
-        kind = self.kind_of(one.block)
+        block = event.block
+        kind = self.kind_of(event.block)
         if kind == "compaction":
-            yield from self.stream_summary(one)
+            yield from self.stream_summary(event)
             return
         item = {"item_id": self.make_item_id(block), "output_index": block.index}
         part = {**item, "content_index": 0}
@@ -165,7 +165,7 @@ class ResponseShape:
         all_logprobs: dict[str, Any] = (
             {"logprobs": self.logprobs_by_index.get(block.index, [])} if kind == "text" else {}
         )
-        match one:
+        match event:
             case BlockStart():
                 yield self.number_event(
                     "response.output_item.added", output_index=block.index, item=self.make_item(block, None)
@@ -188,13 +188,13 @@ class ResponseShape:
                 done = self.make_item(block, "incomplete" if cut else "completed")
                 yield self.number_event("response.output_item.done", output_index=block.index, item=done)
 
-    def stream_summary(self, one: BlockEvent) -> Iterator[bytes]:
+    def stream_summary(self, event: BlockEvent) -> Iterator[bytes]:
         """Write the events of a summary. It has no parts: it begins and is done."""
-        place = {"output_index": one.block.index}
-        if isinstance(one, BlockStart):
-            yield self.number_event("response.output_item.added", **place, item=self.make_item(one.block, None))
-        elif isinstance(one, BlockEnd):
-            yield self.number_event("response.output_item.done", **place, item=self.make_item(one.block, "completed"))
+        place = {"output_index": event.block.index}
+        if isinstance(event, BlockStart):
+            yield self.number_event("response.output_item.added", **place, item=self.make_item(event.block, None))
+        elif isinstance(event, BlockEnd):
+            yield self.number_event("response.output_item.done", **place, item=self.make_item(event.block, "completed"))
 
     def number_event(self, kind: str, **more: Any) -> bytes:
         number = self.next_number

@@ -73,7 +73,7 @@ class FrozenMessages(PersistentLru):
         return f"frozen_{blake2b(asked + packed, digest_size=16).hexdigest()}"
 
     def find_spans(self, name: str, length: int) -> tuple[Span, ...] | None:
-        """Return the kept spans of a message with so many tokens, or None."""
+        """Return the kept spans of a message with this many tokens, or None."""
         raw = self.find(name)
         spans = None if raw is None else decode_spans(raw)
         if spans is None or (spans and spans[-1][1] > length):
@@ -106,7 +106,7 @@ def decode_spans(raw: bytes) -> tuple[Span, ...]:
 class MessageFreezing:
     """Freezes the messages of one request.
 
-    keep_of_length: returns the thousandths to keep of a message with so many tokens. max_scored_tokens: of a message
+    keep_of_length: returns the thousandths to keep of a message with this many tokens. max_scored_tokens: of a message
     that the prompt scorer takes.
     """
 

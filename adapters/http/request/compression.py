@@ -92,7 +92,7 @@ def make_compression(
 
 
 def choose_keep(requested: RequestedCompression, defaults: CompressionDefaults, tokens: int) -> int:
-    """Return the thousandths to keep of so many tokens, if no session says otherwise."""
+    """Return the thousandths to keep of this many tokens, if no session says otherwise."""
     if requested.keep is not None:
         return requested.keep
     return interpolate_keep(defaults.curve, tokens) if defaults.curve else defaults.keep

@@ -44,8 +44,8 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # the keys o
 class ResponseFormat:
     """The format of an answer, and its path in the body.
 
-    translate: its rules may still be GBNF. schema: what the grammar is made of, if it is a JSON schema. strict: no part
-    of it may be left to the model.
+    translate: the grammar may be written in llama.cpp's GBNF, which has to be translated to Lark. schema: the JSON
+    schema that the grammar is made of, if there is one. strict: a schema that cannot be enforced as a whole is refused.
     """
 
     grammar: Grammar

@@ -1,10 +1,10 @@
 """A decoder layer: its tensors by their published names, its products, its packed weights, and how it runs.
 
-Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. What families differ
-in is in the shape: whether heads of queries and keys are normed, whether their projections have a bias, whether what
-was attended is gated, whether norms multiply with their weight or with one more, and whether the feed-forward is dense
-or one of experts (`feed_forward.py`). Layers that mix rows otherwise (`recurrent.py`) have the same frame of norms and
-feed-forward around them.
+Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. `LayerShape` says how
+a family differs. It may have norms of query and key heads, biases of their projections, and a gate on the output of
+attention. Norms may multiply with 1 + weight. The feed-forward is dense or has experts (`feed_forward.py`).
+
+Recurrent layers (`recurrent_layer.py`) have the same norms and feed-forward around them; `Frame` holds these.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.feed_forward import (
     FeedShape,
     Matrix,
-    fed,
     feed_matrices,
     feed_products,
     feed_tensors,
     load_feed,
+    run_feed,
 )
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
@@ -57,18 +57,21 @@ class LayerShape(FeedShape, Protocol):
 
     @property
     def output_gate(self) -> bool:
-        """Beside each head of queries a gate is projected; its sigmoid is multiplied with what was attended."""
+        """Is a gate projected for each query head? Its sigmoid is multiplied with the output of attention."""
         ...
 
     @property
     def zero_centred(self) -> bool:
-        """Norms multiply with 1 + weight, in float32."""
+        """Do norms multiply with 1 + weight, in float32?"""
         ...
 
 
 @frozen
 class Frame:
-    """What every layer has around its mixing of rows. projection: all that it makes of its normed input, at once."""
+    """The weights that every layer has around the mixing of rows, which is attention or a recurrence.
+
+    projection: one matrix for everything that is projected from the normed input. out: the matrix behind the mixing.
+    """
 
     input_norm: Tensor
     projection: Any
@@ -80,7 +83,10 @@ class Frame:
 
 @frozen
 class DecoderLayer:
-    """One layer's weights, fused and packed. width: columns of queries, keys and values; a gate may be behind them."""
+    """The weights of one layer with attention, fused and packed.
+
+    width: columns of queries, keys and values in the projection. Gates may follow them.
+    """
 
     frame: Frame
     prep: HeadPrep
@@ -93,7 +99,7 @@ def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
-    """Published names, which begin with `prefix`, and shapes."""
+    """Return the published names of the tensors, which begin with `prefix`, and their shapes."""
     hidden = shape.hidden_size
     head = shape.head_dim
     q = shape.num_heads * head
@@ -112,7 +118,7 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
 
 
 def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
-    """A bias is no product: it is added where heads are prepared, and a sum of two rounds alike everywhere."""
+    """Return the products of a layer. A bias needs no proof: every device rounds the sum of two numbers alike."""
     head = shape.head_dim
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
@@ -120,13 +126,16 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
 
 
 def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weight, ...]:
-    """projected: columns that a row is projected to before it is mixed with others; mixed: that come out of that."""
+    """Return the products of a frame.
+
+    projected: columns of a row before it is mixed with other rows. mixed: columns that come out of the mixing.
+    """
     hidden = shape.hidden_size
     return (Weight(projected, hidden), Weight(hidden, mixed), *feed_products(shape))
 
 
 def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
-    """Every weight of the layer with the tensors that it is made of."""
+    """Yield every weight of the layer with the tensors that it is made of."""
     projection, out = layer_products(shape)[:2]
     head = shape.head_dim
     own = prefix + "self_attn."
@@ -140,7 +149,10 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
 
 @frozen
 class WeightReader:
-    """Reads weights onto a device, in the model's dtype. offloaded: where experts go that host memory keeps."""
+    """Reads weights onto a device, in the model's dtype.
+
+    offloaded: keeps the weights of experts in host memory; None: they go to the device.
+    """
 
     weights: WeightSource
     device: torch.device
@@ -148,48 +160,54 @@ class WeightReader:
     offloaded: HostExperts | None = None
 
     def __call__(self, *names: str) -> Tensor:
-        """The named tensors, stacked along their rows."""
+        """Return the named tensors, stacked along their rows."""
         parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
     def table(self, *, on_host: bool) -> Tensor:
-        """The embedding, in host memory if that is wanted and the device can read it there."""
+        """Return the embedding. on_host: keep it in host memory, if the device can read it there."""
         name = "model.embed_tokens.weight"
         kept = host_table(self.weights.read(name).to(self.dtype)) if on_host else None
         return self(name) if kept is None else kept
 
     def matrix(self, *names: str) -> StackedWeight:
-        """The named tensors, one below the other, packed ones as they are."""
+        """Return the named tensors, stacked along their rows. Packed ones stay packed."""
         return StackedWeight(tuple(self._part(name) for name in names), self.dtype, self.device)
 
     def head(self, table: Tensor | None) -> Tensor | StackedWeight:
-        """What logits are made with. table: the embedding that it is tied to, whose memory it shares where it can."""
+        """Return the weight of the head. table: the embedding that it is tied to; None: the head has its own weight.
+
+        A tied head shares the memory of the embedding, unless the checkpoint has that packed.
+        """
         if table is None:
             return self.matrix("lm_head.weight")
         name = "model.embed_tokens.weight"
-        return table if self._packed(name) is None else self.matrix(name)
+        return table if self._find_packed_source(name) is None else self.matrix(name)
 
     def _part(self, name: str) -> Tensor | PackedMatrix:
-        source = self._packed(name)
+        source = self._find_packed_source(name)
         return self(name) if source is None else source.read_packed(name)
 
-    def _packed(self, name: str) -> PackedSource | None:
+    def _find_packed_source(self, name: str) -> PackedSource | None:
         source = self.weights
         return source if isinstance(source, PackedSource) and source.find_layout(name) is not None else None
 
     def wide(self, name: str) -> Tensor:
-        """One tensor in float32."""
+        """Return one tensor in float32."""
         return self.weights.read(name).to(self.device, torch.float32).contiguous()
 
     def norm(self, name: str, *, zero_centred: bool) -> Tensor:
-        """What a norm multiplies with: as it is read, or 1 + that in float32, which the model's dtype would round."""
+        """Return the factors of a norm: the weight as it is, or 1 + weight in float32.
+
+        In the model's dtype the sum would be rounded.
+        """
         return self.wide(name) + 1 if zero_centred else self(name)
 
 
 def load_frame(
     read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: StackedWeight, out: str
 ) -> Frame:
-    """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
+    """Load a frame. projection: its weight before packing. out: the name of the matrix behind the mixing."""
     input_norm, post_norm = (
         read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
         for place in ("input", "post_attention")
@@ -209,7 +227,7 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     head = shape.head_dim
     projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head
-    if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
+    if shape.output_gate:  # published for each head as `q | gate`; here all gates follow the values
         both, *rest = projection.parts
         q, gate = torch.arange(2 * shape.num_heads * head).view(shape.num_heads, 2, head).unbind(1)
         parts = (select_rows(both, q.flatten()), *rest, select_rows(both, gate.flatten()))
@@ -229,19 +247,25 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
-    """Up to where rows mix: residual += delta, and what is projected of it. delta: what the layer before returned."""
+    """Run a layer up to the mixing of rows: add `delta` to the residual stream in place, and return its projection.
+
+    delta: the result of the layer before.
+    """
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
 
 
-def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
-    """What was attended, times the sigmoid of the gate in what was projected, if there is one."""
-    if own.shape[1] == layer.width:
+def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
+    """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
+
+    own: the projection of the layer, which contains the gate.
+    """
+    if projected.shape[1] == layer.width:
         return attended
     assert kernels.delta is not None
-    return kernels.delta.apply_gate(attended, own[:, layer.width :])
+    return kernels.delta.apply_gate(attended, projected[:, layer.width :])
 
 
 def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
-    """From there on; what is returned is still to be added to the residual stream."""
+    """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
     x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
-    return fed(kernels, frame.feed, x, batch)
+    return run_feed(kernels, frame.feed, x, batch)

@@ -56,7 +56,7 @@ class DenseConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     dtype: torch.dtype | None = None
-    """What config.json says the weights are in; None if it says nothing."""
+    """The dtype of the weights according to config.json; None if it names none."""
 
     @property
     def group(self) -> int:
@@ -69,16 +69,16 @@ class DenseConfig:
 
     @property
     def delta(self) -> DeltaShape | None:
-        """Of the recurrent layers, where there are any."""
+        """The shape of the recurrent layers; None if there are none."""
         return None
 
     @property
     def experts(self) -> ExpertsShape | None:
-        """Of the layers whose feed-forward is one of experts, where there are any."""
+        """The shape of feed-forwards with experts; None if no layer has one."""
         return None
 
     def shape_of(self, layer: int) -> DenseConfig:  # noqa: ARG002 - here, all layers are alike
-        """As of one layer: without experts, if its feed-forward is dense."""
+        """Return the configuration for one layer. It has no experts if the feed-forward of the layer is dense."""
         return self
 
     def recurrent(self, layer: int) -> bool:  # noqa: ARG002 - here, all layers attend
@@ -163,8 +163,11 @@ class DenseConfig:
             name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
             yield Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS), ((name, self.vocab_size),)
 
-    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
-        """The embedding alone: the head is on the list of products, and nothing else happens to logits."""
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
+        """Return the first layer of a small model: all layers are alike.
+
+        Its head is not probed, because the product of the head is proven as all products are.
+        """
         return ((self._small(), range(1)),)
 
     def _small(self, **changes: Any) -> Self:
@@ -187,7 +190,7 @@ def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacemen
 
 
 def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: Sequence[int]) -> None:
-    """Of a forward. Raises ValueError. expected: the shape of its inputs."""
+    """Raise ValueError for a step that a forward cannot run. expected: the shape of its inputs."""
     if step.bucket not in buckets:
         raise ValueError(f"bucket {step.bucket} is not one of {tuple(buckets)}")
     if not 0 < step.rows <= step.bucket or inputs.shape != expected:
@@ -200,9 +203,9 @@ def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: S
 
 
 def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Mapping[str, StepLayout]) -> list[Weight]:
-    """What a weight of these tensors, one below the other, is multiplied as, if some of them are packed.
+    """Return the weights that a stack of tensors is multiplied as; none if no tensor is packed.
 
-    What gates and what is gated are packed alike, or unpacked.
+    Neighbours with the same layout become one weight. A gated weight has both halves in one layout, or unpacked.
     """
     found = [(layouts.get(name), rows) for name, rows in tensors]
     kinds = {layout for layout, _ in found}
@@ -221,11 +224,11 @@ ConfigT = TypeVar("ConfigT", bound=DenseConfig)
 def parse_dense(
     raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, inner: int | None = None, **own: Any
 ) -> ConfigT:
-    """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
+    """Read Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
 
-    head_dim: where none is told; by default the hidden size shared among the heads. inner: the intermediate size where
-    none is told, for models without a dense layer. own: the family's own fields; one
-    whose layers are of several kinds has read `layer_types` itself.
+    head_dim: used if config.json has none; by default the hidden size divided by the heads. inner: the intermediate
+    size if config.json has none, for models without a dense layer. own: the family's own fields. With `layer_types`
+    among them, the family has read that itself, because it has layers of several kinds.
     """
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(

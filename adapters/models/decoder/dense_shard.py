@@ -22,7 +22,7 @@ from adapters.models.decoder.dense_config import DenseConfig, check_arguments, c
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.pipelined_chunks import inference
+from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
@@ -131,7 +131,7 @@ class DenseShard:
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
         buffers = self._at(step.bucket)
-        with inference():
+        with use_inference_mode():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
             buffers.batch.before = self.states.start(step)
@@ -141,8 +141,8 @@ class DenseShard:
             if step.branches:
                 self._run_tree(buffers, step)
                 return buffers.forward
-            # Only the model's last layer may stop early, and only if nobody wants what it leaves. A narrow step does
-            # not where it is a graph: a second one would hold a start up for longer than it could ever save.
+            # Only the model's last layer may stop early, and only if its result is not needed. A narrow step does not
+            # stop early on CUDA: recording a second graph at the start would cost more time than it could save.
             early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
             name = "rows" if early else "settled" if step.rows_only and self.states.specs else "layers"
             with self.states.settling(step):
@@ -153,7 +153,7 @@ class DenseShard:
         return self.states.restoring(step)
 
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
-        """Its shape changes from step to step, so no graph is recorded of it."""
+        """Run a step with trees. Its shape changes from step to step, so no CUDA graph is recorded of it."""
         if buffers.tree is None:
             width = self.config.num_heads * self.config.head_dim
             buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self.rows, (width, self.spec.dtype))
@@ -167,18 +167,18 @@ class DenseShard:
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         tree = self._at(step.bucket).tree
-        with inference():
+        with use_inference_mode():
             self.states.commit(step, kept)
             if step.branches and tree is not None:
                 tree.settle(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        """Float32 `[bucket, V]`, a static buffer; padded rows mean nothing."""
+        """Return the logits, float32 `[bucket, V]`, in a static buffer. Its padded rows mean nothing."""
         buffers = self._at(step.bucket)
         if self._norm is None:
             raise ValueError(f"logits: layers {self.spec.layers.start}..{self.spec.layers.stop - 1} have no head")
         logits = buffers.logits_of(self.config.vocab_size)
-        with inference():
+        with use_inference_mode():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             given = (buffers.hidden, self._norm, self.config.rms_norm_eps, self._head, logits)
@@ -186,7 +186,10 @@ class DenseShard:
         return logits
 
     def build_pass(self, bucket: int) -> DecodePass | None:
-        """Where one call carries out all of the model, and none of it has positional state."""
+        """Return the whole model as one call of the compiled library.
+
+        Return None if the library cannot run it in one call, or if it has positional state.
+        """
         buffers = self._at(bucket)
         stop, layers = buffers.fused_layers.get(0, (0, None))
         if layers is None or self._norm is None or stop < self.config.num_layers or self.states.specs:

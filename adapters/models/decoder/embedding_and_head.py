@@ -52,7 +52,7 @@ class CopiedEnds:
 
     @property
     def nbytes(self) -> int:
-        """Of what was read so far."""
+        """The bytes of the weights that were read so far."""
         own = self.__dict__
         output = own.get("output")
         return count_bytes((own.get("embedding"), None if output is None else (output.packed, output.norm)))

@@ -1,4 +1,4 @@
-"""What config.json says of experts: how many, which a row goes through, and which layers have none."""
+"""Reads the experts from config.json: their number and sizes, and the layers without experts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from adapters.models.kernels.experts_interface import ExpertsShape
 MOST = 1 << 16  # experts of all layers: almost three times as many as any published model has
 
 
-def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> ExpertsShape:
-    """normed: where config.json does not say. shared: whether the family has an expert that all rows go through.
+def read_experts(raw: Mapping[str, Any], *, default_normalized: bool, shared: bool) -> ExpertsShape:
+    """Read the shape of a feed-forward with experts. Raises CheckpointError.
 
-    Raises CheckpointError, as the others do.
+    normed: the default for `norm_topk_prob`. shared: does the family have an expert that all rows use?
     """
     name = "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
     count = read_size({"num_experts": raw.get(name)}, "num_experts")
@@ -29,13 +29,16 @@ def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> Exper
         count=count,
         chosen=active,
         inner=read_size(raw, "moe_intermediate_size"),
-        is_normalized=normed if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
+        is_normalized=default_normalized if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
         shared=read_size(raw, "shared_expert_intermediate_size") if shared else 0,
     )
 
 
 def read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those without experts: the ones that are named, and all but every so many."""
+    """Return the layers without experts: the named ones, and all but every `decoder_sparse_step`-th layer.
+
+    Raises CheckpointError.
+    """
     layers = read_size(raw, "num_hidden_layers")
     step = read_size(raw, "decoder_sparse_step", 1)
     named = raw.get("mlp_only_layers")

@@ -1,4 +1,4 @@
-"""What a family of models has to say of itself: all that the engine, the probe and the drafts know of any of them."""
+"""The interface of a model family: everything that the engine, the probe and the drafts know of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from adapters.models.kernels.product_list import Products
 
 
 class ModelConfig(Protocol):
-    """A model's shape, as config.json tells it. Its repr is part of the model's identity."""
+    """A model's shape, as read from config.json. Its repr is part of the model's identity."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -41,7 +41,7 @@ class ModelConfig(Protocol):
 
     @property
     def experts(self) -> ExpertsShape | None:
-        """Of the layers whose feed-forward is one of experts, where there are any."""
+        """The shape of feed-forwards with experts; None if no layer has one."""
         ...
 
     @property
@@ -49,28 +49,32 @@ class ModelConfig(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What config.json says the weights are in; None if it says nothing."""
+        """The dtype of the weights according to config.json; None if it names none."""
         ...
 
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
-        """Of these layers, or of all, in what their rows are kept in."""
+        """Return the bytes of one row of keys and values in these layers, or in all. dtype: of the kept rows."""
         ...
 
     def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
-        """What positional state takes, of a slot, with what is set aside of the rows after it; and of a place.
+        """Return the bytes of positional state: of a slot, with the data of its unsettled rows, and of a place.
 
-        device: the kind of it, "cpu" or "cuda", whose kernels keep different things of these rows. The most there can
-        be: on a CPU what is proven decides which.
+        device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
+        proven operations decide which data are kept.
         """
         ...
 
     def tensors(self, layers: range | None = None) -> Shapes:
-        """Names and shapes that layers `[first, last)` need: with the embedding if first, norm and head if last."""
+        """Return names and shapes of the tensors of these layers, or of all.
+
+        The embedding comes with the first layer, and the norm and the head with the last one.
+        """
         ...
 
     def matrices(self, layers: range | None = None) -> Iterator[Matrix]:
-        """Every weight of these layers that may be packed, with the tensors that it is made of; with the last layer,
-        the head.
+        """Yield every weight of these layers that may be packed, with the tensors that it is made of.
+
+        The head comes with the last layer.
         """
         ...
 
@@ -84,20 +88,20 @@ class ModelConfig(Protocol):
         memory: int = ...,
         layouts: Mapping[str, StepLayout] = ...,
     ) -> Products:
-        """Everything that is multiplied in steps of so many rows. A product that is not listed is never run.
+        """Return all products of steps with these numbers of rows. A product that is not listed is never run.
 
-        capacity: rows of a slot. threads: that serve. memory: bytes that weights may take in host memory. layouts: of
-        tensors that may be multiplied with as they are packed.
+        capacity: rows of a slot. threads: of the processor, while it serves. memory: bytes that weights may take in
+        host memory. layouts: of tensors that may be multiplied in packed form.
         """
         ...
 
-    def probed(self) -> Sequence[tuple[ModelConfig, range]]:
-        """One layer of every kind, each as a range of layers of a small model with this model's shapes."""
+    def list_probed_layers(self) -> Sequence[tuple[ModelConfig, range]]:
+        """Return one layer of every kind, each as a range of layers of a small model with this model's shapes."""
         ...
 
 
 class Build(Protocol):
-    """Builds a shard of a family's models."""
+    """A function that builds a shard of a family's models."""
 
     def __call__(
         self,
@@ -108,12 +112,15 @@ class Build(Protocol):
         *,
         offloaded: HostExperts | None = ...,
     ) -> Shard:
-        """Return the shard that `placement` describes. offloaded: has the experts' weights; None: the shard itself."""
+        """Return the shard that `placement` describes.
+
+        offloaded: gets the weights of experts; None: the shard keeps them on its device.
+        """
         ...
 
 
 class HeadShape(LayerShape, Protocol):
-    """Of the layer of a model's own prediction head."""
+    """The shape of the layer in a model's own prediction head."""
 
     @property
     def rotary(self) -> Rotary: ...
@@ -121,10 +128,12 @@ class HeadShape(LayerShape, Protocol):
 
 @frozen
 class Family:
-    """model_type: of config.json. parse: config.json, or CheckpointError with one line that says what is accepted.
+    """A family of models.
 
-    named: what a published tensor is called here; empty for one that the model is served without. head_shape: of a
-    model's own prediction head (`mtp.*`), which a checkpoint may have; None: such models have none.
+    model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
+    what is accepted. named: returns the name of a published tensor here; empty for tensors that are not used.
+    head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
+    models have none.
     """
 
     model_type: str
@@ -135,7 +144,7 @@ class Family:
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Of a config.json. Raises CheckpointError."""
+    """Return the family that a config.json names. Raises CheckpointError."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))

@@ -1,7 +1,7 @@
-"""A layer's feed-forward, dense or shared out among experts: its tensors by their published names, and its products.
+"""A layer's feed-forward, dense or with experts: its tensors by their published names, and its products.
 
-An expert's tensors are called as they are where each has its own, `mlp.experts.N.gate_proj.weight`; checkpoints that
-stack those of all experts are cut up where they are opened.
+Each expert has tensors of its own, `mlp.experts.N.gate_proj.weight`. Checkpoints that stack the tensors of all experts
+are cut into these when they are opened (`cut_up`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 Matrix: TypeAlias = tuple[Weight, tuple[tuple[str, int], ...]]
-"""A weight, and the tensors of which it is made, one below the other, each with its rows."""
+"""A weight, and the tensors that are stacked to make it, each with its number of rows."""
 
 
 class FeedShape(Protocol):
@@ -37,7 +37,7 @@ class FeedShape(Protocol):
 
     @property
     def experts(self) -> ExpertsShape | None:
-        """None: dense, and the intermediate size is that."""
+        """The experts; None if the feed-forward is dense and has `intermediate_size` columns."""
         ...
 
 
@@ -64,7 +64,10 @@ def _gated_tensors(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int,
 
 
 def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
-    """What a row is multiplied with, each as often as it is; and the router of the few experts that are probed."""
+    """Return the weights that a row is multiplied with, each as often as that happens.
+
+    The router of the few experts that are probed is among them.
+    """
     hidden = shape.hidden_size
     experts = shape.experts
     if experts is None:
@@ -97,7 +100,7 @@ def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
 
 
 def idle_weights(shape: FeedShape) -> int:
-    """How many numbers there are that a row is not multiplied with."""
+    """Return the number of weights that a row is not multiplied with: those of the experts that it does not use."""
     experts = shape.experts
     return 0 if experts is None else 3 * (experts.count - experts.chosen) * experts.inner * shape.hidden_size
 
@@ -105,17 +108,18 @@ def idle_weights(shape: FeedShape) -> int:
 class FeedReader(Protocol):
     @property
     def offloaded(self) -> HostExperts | None:
-        """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
+        """The experts in host memory, to which experts are added; None: they stay on the device."""
         ...
 
     def matrix(self, *names: str) -> StackedWeight:
-        """The named tensors, one below the other."""
+        """Return the named tensors, stacked along their rows."""
         ...
 
 
 def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
+    """Load the feed-forward of the layer whose names begin with `prefix`."""
 
-    def gated(place: str, *, packed: bool = True) -> GatedWeights:
+    def load_gated(place: str, *, packed: bool = True) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both = read.matrix(gate, up)
         own = read.matrix(down)
@@ -125,25 +129,26 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
 
     experts = shape.experts
     if experts is None:
-        return gated("mlp")
-    each = (gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
+        return load_gated("mlp")
+    each = (load_gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
     gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
-        each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.layer(each),
-        shared=gated("mlp.shared_expert") if experts.shared else None,
+        each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
+        shared=load_gated("mlp.shared_expert") if experts.shared else None,
     )
 
 
-def fed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
+def run_feed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
     return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else run_feed_forward(kernels, x, feed)
 
 
 def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:
-    """A tensor of all experts as those that each has: of `[E, 2 I, D]`, rows laid out `gate | up`, or `[E, D, I]`.
+    """Cut a tensor of all experts into the tensors of each, by name.
 
-    Any other is left as it is, as is one whose parts nobody wants; a prediction head's are looked at where it is read.
+    The tensor is `[E, 2 I, D]` with rows `gate | up`, or `[E, D, I]`. Other tensors are returned as they are. So are
+    tensors whose parts are not in `wanted`, except for those of a prediction head, which is checked when it is read.
     """
     stack = _STACKED.fullmatch(name)
     shape = entry.shape

@@ -1,4 +1,4 @@
-"""Copies in host memory, by the thread that asks alone: torch would start threads of its own for each one that does."""
+"""Copies in host memory on the calling thread only. Torch would use several threads for each copy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# move(to, source, bytes), addresses: it keeps the interpreter, which every operation of torch lets go of, so that what
-# takes a microsecond is not waited for as long as somebody else's turn takes.
+# move(target, source, bytes) with addresses. Unlike torch's operations it keeps the interpreter lock: a copy of a
+# microsecond must not wait until another thread gives the lock back.
 move = ctypes.PyDLL(None).memmove
 move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 move.restype = None
@@ -19,10 +19,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Of one shape and dtype, which numpy need not have."""
+    """Copy a tensor to another one of the same shape and dtype. Numpy does not need to know the dtype."""
     np.copyto(bits(target), bits(source))
 
 
 def bits(tensor: Tensor) -> Integers:
-    """Of each element, where they are."""
+    """Return the elements of a tensor as integers of the same size, without a copy."""
     return tensor.view(INTEGERS[tensor.element_size()]).numpy()

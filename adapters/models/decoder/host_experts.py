@@ -1,8 +1,20 @@
-"""Experts in host memory: all of them, pinned; the hot ones on the device, too, the others brought as they are chosen.
+"""Experts in host memory: the weights of all experts are pinned there, and those of often used ones are on the device.
 
-Everything is multiplied on the device, by the kernels and in the shapes that all experts have, so where an expert's
-weights lie changes no bits. What a layer's router has chosen is known before any of it is multiplied: those that have
-no place begin to come at once, on a stream of their own, and each waits for nothing but itself.
+Theory of operation
+-------------------
+
+The device has room for a number of experts. `RING` spots of it are for experts on their way, and the others are places.
+The core decides which experts have a place, from the counts of `report`; `place` copies them there.
+
+A forward runs the router of a layer first, so it knows all experts of the layer before it multiplies with any. Experts
+without a place are copied to spots of the ring, on a CUDA stream of their own, while experts with a place are
+multiplied. Events order the copies and the kernels:
+
+* `Spot.arrived` is recorded behind the copy into a spot. The kernels that read the spot wait for it.
+* `Spot.left` is recorded behind the kernels that read a spot. The next copy into the spot waits for it.
+
+All products run on the device, with the same kernels and shapes for all experts. So the place of an expert's weights
+does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -18,16 +30,19 @@ from torch import Tensor
 from adapters.models.kernels.experts_interface import ChosenExperts, GatedWeights, StackedExperts
 from adapters.models.kernels.offload import allocate_pinned, list_tensors, map_tensors
 
-RING = 8  # experts on their way at once: what one row of a step chooses; of Qwen3-30B-A3B 72 MiB
-EVERY = 32  # steps between two reports of what was used
+RING = 8  # spots for experts on their way: as many as one row of a step uses; 72 MiB for Qwen3-30B-A3B
+EVERY = 32  # steps between two reports of used experts
 _ALIGNED = 256
 
 
 @frozen
 class ExpertForm:
-    """How an expert's packed weights lie in a run of bytes: those of all experts alike."""
+    """The layout of an expert's packed weights in a run of bytes. It is the same for all experts.
 
-    tree: Any  # on no device
+    tree: the weights as tensors without memory. size: of the run in bytes.
+    """
+
+    tree: Any
     size: int
 
     @classmethod
@@ -38,8 +53,8 @@ class ExpertForm:
         tree = map_tensors(weights, lambda part: torch.empty_like(part, device="meta"))
         return cls(tree, sum(_whole(part.nbytes) for part in parts))
 
-    def over(self, memory: Tensor) -> GatedWeights:
-        """An expert whose weights are these bytes."""
+    def view_expert(self, memory: Tensor) -> GatedWeights:
+        """Return an expert whose weights are these bytes."""
         at = 0
 
         def view(part: Tensor) -> Tensor:
@@ -52,15 +67,15 @@ class ExpertForm:
         assert isinstance(found, GatedWeights)
         return found
 
-    def stacked(self, memory: Tensor) -> StackedExperts:
-        """Those of all rows of `[n, size]` bytes."""
+    def stack_rows(self, memory: Tensor) -> StackedExperts:
+        """Return the experts whose weights are the rows of `[n, size]` bytes, stacked."""
         rows = len(memory)
 
         def stack(first: Tensor) -> Tensor:
             apart = self.size // first.element_size()
             return first.as_strided((rows, *first.shape), (apart, *first.stride()))
 
-        return StackedExperts(map_tensors(self.over(memory[0]), stack))
+        return StackedExperts(map_tensors(self.view_expert(memory[0]), stack))
 
 
 def _whole(size: int) -> int:
@@ -69,8 +84,9 @@ def _whole(size: int) -> int:
 
 @define(eq=False)
 class Spot:
-    """Memory on the device for one expert, number `at` there. arrived: who was to come is there; left: nothing reads
-    who was there.
+    """Memory on the device for one expert. at: its number there.
+
+    arrived: event behind the last copy into it. left: event behind the kernels that read it. Both are None on a CPU.
     """
 
     at: int
@@ -82,11 +98,10 @@ class Spot:
 
 @define(eq=False)
 class HostExperts:
-    """Of the layers of one shard, in the order in which they are added. Every call runs on the lane's thread, but for
-    `memory`.
+    """The experts of one shard. Used on the thread of the lane, except for the sizes and figures.
 
-    count: experts of a layer. room: bytes of the device, for the places and for those on their way. An expert's number
-    is counted through all layers.
+    count: experts of a layer. room: bytes of the device for all spots. Experts are numbered through all layers, in the
+    order in which these are added.
     """
 
     device: torch.device
@@ -94,31 +109,31 @@ class HostExperts:
     room: int
     spots: list[Spot] = field(init=False, factory=list[Spot])
     where: dict[int, int] = field(init=False, factory=dict[int, int])  # expert -> place
-    needed: int = field(init=False, default=0)  # experts that steps asked for, in all
-    brought: int = field(init=False, default=0)  # of those, how many had no place
-    moved: int = field(init=False, default=0)  # that were given one
+    needed: int = field(init=False, default=0)  # experts that all steps have used
+    brought: int = field(init=False, default=0)  # those of them that had no place
+    moved: int = field(init=False, default=0)  # experts that were given a place
     _form: ExpertForm | None = field(init=False, default=None)
     _places: StackedExperts | None = field(init=False, default=None)
     _layers: list[Tensor] = field(init=False, factory=list[Tensor])
     _ring: list[Spot] = field(init=False, factory=list[Spot])
     _turn: int = field(init=False, default=0)
     _uses: list[int] = field(init=False, factory=list[int])
-    _asked: int = field(init=False, default=0)  # times that a layer asked since the last report
+    _asked: int = field(init=False, default=0)  # forwards of a layer since the last report
     _stream: torch.cuda.Stream | None = field(init=False, default=None)
 
     # --- loading ---
 
-    def layer(self, each: Iterable[GatedWeights]) -> ChosenExperts:
-        """One more layer. each: its experts, on the device or on the host; none is kept where it was."""
+    def add_layer(self, experts: Iterable[GatedWeights]) -> ChosenExperts:
+        """Copy the experts of one more layer to host memory. They may be on the device or on the host."""
         first = len(self._layers) * self.count
         memory = torch.empty(0)
-        for number, weights in enumerate(each):
+        for number, weights in enumerate(experts):
             if self._form is None:
                 self._form = ExpertForm.of(weights)
                 self._make_room(self._form)
             if not number:
                 memory = allocate_pinned(self.count * self._form.size)
-            own = self._form.over(memory[number * self._form.size :][: self._form.size])
+            own = self._form.view_expert(memory[number * self._form.size :][: self._form.size])
             for target, source in zip(list_tensors(own), list_tensors(weights), strict=True):
                 target.copy_(source)
         self._layers.append(memory)
@@ -133,10 +148,10 @@ class HostExperts:
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
         event = torch.cuda.Event if cuda else lambda: None
-        made = [Spot(at, row, form.over(row), event(), event()) for at, row in enumerate(memory)]
+        made = [Spot(at, row, form.view_expert(row), event(), event()) for at, row in enumerate(memory)]
         self._ring = made[:ring]
         self.spots = made[ring:]
-        self._places = form.stacked(memory)
+        self._places = form.stack_rows(memory)
 
     # --- what there is ---
 
@@ -156,8 +171,8 @@ class HostExperts:
     def host_bytes(self) -> int:
         return sum(layer.nbytes for layer in tuple(self._layers))
 
-    def shown(self) -> Mapping[str, int]:
-        """For `/props`: where they lie, and how often that was where they were needed."""
+    def build_figures(self) -> Mapping[str, int]:
+        """Return the figures for `/props`."""
         return {
             "count": self.experts,
             "on_device": len(self.where),
@@ -172,7 +187,10 @@ class HostExperts:
     # --- moving ---
 
     def place(self, moves: Iterable[tuple[int, int]]) -> None:
-        """(place, expert): copied there; who was there has none any more. Steps go on meanwhile."""
+        """Copy experts to places. moves: pairs (place, expert). An expert that was there loses its place.
+
+        The copies wait for the steps that were launched before; later steps wait only for the experts that they use.
+        """
         held = {place: expert for expert, place in self.where.items()}
         for place, expert in moves:
             if not (0 <= place < self.places and 0 <= expert < self.experts) or expert in self.where:
@@ -185,7 +203,7 @@ class HostExperts:
             self._copy(expert, self.spots[place], self._leaving(self.spots[place]))
 
     def _leaving(self, spot: Spot) -> torch.cuda.Event | None:
-        """What was launched until now may still read it."""
+        """Record that kernels launched until now may still read the spot, and return the event."""
         if spot.left is not None:
             spot.left.record()
         return spot.left
@@ -203,8 +221,10 @@ class HostExperts:
             spot.arrived.record(self._stream)
 
     def fetch(self, first: int, numbers: Sequence[int]) -> Iterator[GatedWeights]:
-        """The weights of a layer's experts, in this order, whose first one is `first` of all; those that have no place
-        begin to come before the first is given out. What is given out is read before the next is asked for.
+        """Yield the weights of a layer's experts, in this order. first: the number of the layer's first expert.
+
+        Experts without a place begin to arrive before the first one is yielded. The kernels that read an expert must be
+        launched before the next one is asked for.
         """
         wanted = [first + number for number in numbers]
         self._count(wanted)
@@ -222,8 +242,10 @@ class HostExperts:
                     coming.append(self._bring(missing.popleft()))
 
     def fetch_in_turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
-        """The same, many at once, by the numbers of their spots: those that have a place first, while others come; then
-        these, in runs of half of what may be on its way, so that the next run comes while one is read.
+        """Yield a layer's experts in groups: numbers within the layer, and numbers of their spots.
+
+        Experts with a place are the first group, while others arrive. The others follow in groups of half the ring, so
+        that one group arrives while the group before it is read.
         """
         wanted = [first + number for number in numbers]
         self._count(wanted)
@@ -249,7 +271,7 @@ class HostExperts:
             more()
 
     def _read(self, first: int, run: Iterable[tuple[int, Spot]]) -> dict[int, int]:
-        """What is launched from now on finds them there."""
+        """Let later kernels wait until these experts have arrived. Return the spots by numbers within the layer."""
         found = dict[int, int]()
         for expert, spot in run:
             if spot.arrived is not None:
@@ -273,7 +295,7 @@ class HostExperts:
             self.brought += expert not in self.where
 
     def report(self) -> tuple[int, ...]:
-        """Of every expert, the steps since the last report that needed it; nothing before there were enough."""
+        """Return for every expert how many steps have used it since the last report; () before EVERY steps."""
         if self._asked < EVERY * len(self._layers):
             return ()
         uses = tuple(self._uses)
@@ -282,7 +304,7 @@ class HostExperts:
         return uses
 
     def close(self) -> None:
-        """Give the memory back; it is of no use afterwards."""
+        """Give the memory back. The object cannot be used afterwards."""
         if self._stream is not None:
             self._stream.synchronize()
         self._layers.clear()
@@ -292,7 +314,7 @@ class HostExperts:
 
 
 class LayerOfExperts(ChosenExperts):
-    """Those of one layer, the first of which is `first` of all."""
+    """The experts of one layer. first: the number of its first expert."""
 
     def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
         self._owner = owner

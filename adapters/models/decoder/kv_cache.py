@@ -44,7 +44,7 @@ class KvCache:
         capacity: int | None = None,
         pages: int = 0,
     ) -> None:
-        """shape: slots, KV, rows, hd."""
+        """Allocate the memory. shape: slots, key heads, rows, numbers of a head."""
         self.slots, heads, rows, width = shape
         self.capacity = rows if capacity is None else capacity
         keys = tuple(f"{name}.{part}" for name in names for part in "kv")

@@ -1,4 +1,4 @@
-"""What a shard's forwards of one bucket write to, and which of its layers run at once there."""
+"""The static tensors that a shard's forwards of one bucket write to, and the layers that run as one call there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Buffers:
     tree: TreeAttention | None = field(init=False, default=None)
 
     def logits_of(self, vocabulary: int) -> Tensor:
-        """Made when they are first asked for: a prefill's bucket never needs them, and they are large."""
+        """Return the buffer of logits, made on first use: it is large, and a prefill's bucket never needs it."""
         if self.logits is None:
             self.logits = torch.zeros(len(self.hidden), vocabulary, device=self.hidden.device)
         return self.logits
@@ -48,8 +48,10 @@ def fuse_layers(
     forward: Forward,
     embedding: Tensor | None,
 ) -> Mapping[int, tuple[int, FusedLayers]]:
-    """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
-    beginnings. embedding: of the model's first layer.
+    """Return the runs of layers that the kernels can carry out in one call: for each first layer, its end and the call.
+
+    layers: the layers with attention, by number, and their caches. embedding: given if these contain the model's first
+    layer, which then looks up the tokens as well.
     """
     found = dict[int, tuple[int, FusedLayers]]()
     whole = list[tuple[int, WholeLayer]]()

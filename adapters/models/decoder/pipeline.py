@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.decoder.pipelined_chunks import SPAN, Waves, current
+from adapters.models.decoder.pipelined_chunks import SPAN, Waves, use_device
 from adapters.models.decoder.shard import Kept, OutputHead, Shard, TargetHead
 from adapters.models.decoder.split_slots import SplitRows, SplitStates
 from adapters.models.kernels.step import Forward, Step
@@ -43,7 +43,7 @@ class Pipeline:
         stateful = [part.states for part in parts if part.states.specs]
         self.rows = SplitRows(self._parts)
         self.states = SplitStates(stateful, self._parts[0].states)
-        self._embedding: Tensor | None = None  # a copy beside the head, where another device has it
+        self._embedding: Tensor | None = None  # a copy on the device of the head, if the first shard has another device
         self._waves = Waves(self._parts, self.spec.device)
 
     # --- what it is ---
@@ -79,14 +79,14 @@ class Pipeline:
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """Run the step through all shards. If one fails, those before it take back what they have settled."""
         if len(self._parts) == 1:
-            with current(self.spec.device):
+            with use_device(self.spec.device):
                 return self._parts[0].forward(step, inputs)
         found: dict[int, Tensor] = {}
         with ExitStack() as settled:
             for part in self._parts[:-1]:
                 settled.enter_context(part.settling(step))
             for part in self._parts:
-                with current(part.spec.device):
+                with use_device(part.spec.device):
                     left = part.forward(step, inputs)
                 inputs = left.hidden
                 found |= {layer: hidden.to(self.spec.device) for layer, hidden in left.aux_hidden_states.items()}
@@ -118,11 +118,11 @@ class Pipeline:
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         for part in self._parts:
-            with current(part.spec.device):
+            with use_device(part.spec.device):
                 part.commit(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        with current(self.spec.device):
+        with use_device(self.spec.device):
             return self._parts[-1].logits(step, hidden)
 
     def synchronize(self) -> None:

@@ -1,4 +1,6 @@
-"""A prompt's chunks over shards side by side: while one is at a chunk, the one before it is at the next."""
+"""A prompt's chunks on several shards at the same time: while one shard computes a chunk, the shard before it computes
+the next chunk.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.step import Forward, Step
 
 _NOTHING = nullcontext()
-SPAN = 8  # chunks of one prefill: over two shards that takes as long as 9 waves, where one by one it would be 16
+SPAN = 8  # chunks of one prefill: on two shards they take 9 waves, where one after the other they would take 16
 
 
 @define(eq=False)
 class Flight:
-    """A chunk on its way. at: the shard that it has come to. carried: what that one begins with."""
+    """A chunk on its way through the shards. at: the next shard. carried: the input of that shard."""
 
     step: Step
     carried: Tensor
@@ -29,14 +31,14 @@ class Flight:
 
 @define(eq=False)
 class Waves:
-    """Every wave takes each chunk on its way through one shard more, and lets the next chunk begin.
+    """Pipelined chunks: in every wave the next chunk begins, and each chunk on its way runs through one more shard.
 
-    A shard that computes elsewhere has a thread, which waits for it; those of this processor are run by the lane, one
-    after the other. Between two shards are at most two chunks' hidden states, the one that is read and the one that is
-    left meanwhile. device: where auxiliary hidden states go.
+    A shard on a GPU or in another process has a thread, which waits for it. Shards on this processor run on the lane,
+    one after the other. Between two shards there are at most the hidden states of two chunks: one that is read, and one
+    that is written meanwhile. device: where auxiliary hidden states go.
 
-    Shards that come early may have settled chunks that later ones never do: where one raises, and there is positional
-    state, the slot is not to be believed.
+    If a shard raises, earlier shards may have settled chunks that later ones have not. With positional state the slot
+    cannot be used then.
     """
 
     parts: Sequence[Shard]
@@ -47,17 +49,18 @@ class Waves:
         self._threads = {
             number: ThreadPoolExecutor(1, f"shard-{part.spec.layers.start}")
             for number, part in enumerate(self.parts)
-            if elsewhere(part)
+            if computes_elsewhere(part)
         }
 
     @property
     def is_parallel(self) -> bool:
-        """Is there anything to gain?"""
+        """Can shards compute at the same time?"""
         return bool(self._threads) and len(self.parts) > 1
 
     def run(self, chunks: Iterable[tuple[Step, Tensor]]) -> Iterator[Forward]:
-        """What each chunk leaves, in order, to be read before the next one is asked for. Chunks are taken as they
-        begin: where there is no more, those on their way are finished.
+        """Yield the result of each chunk, in order. It must be read before the next one is asked for.
+
+        A chunk is taken from `chunks` when it begins. After the last one, the chunks on their way are finished.
         """
         coming = iter(chunks)
         flying = list[Flight]()
@@ -72,7 +75,10 @@ class Waves:
                 yield Forward(done.carried, done.aux_hidden_states)
 
     def _wave(self, flying: Sequence[Flight]) -> None:
-        """All of it is done when this returns or raises; what the oldest chunk failed with comes first."""
+        """Run each chunk through its next shard. No shard computes any more when this returns or raises.
+
+        If several chunks fail, the error of the oldest one is raised.
+        """
         waited = dict[int, Future[None]]()
         for number, flight in enumerate(flying):
             if (thread := self._threads.get(flight.at)) is not None:
@@ -91,8 +97,9 @@ class Waves:
     def _advance(self, flight: Flight) -> None:
         part = self.parts[flight.at]
         last = flight.at == len(self.parts) - 1
-        with inference(), current(part.spec.device):
-            part.synchronize()  # with the chunk before this one: nobody runs ahead of what is abandoned
+        with use_inference_mode(), use_device(part.spec.device):
+            # Wait for the chunk before this one, so that little work is wasted when a prefill is abandoned.
+            part.synchronize()
             left = part.forward(flight.step, flight.carried)
             for layer, hidden in left.aux_hidden_states.items():
                 flight.aux_hidden_states[layer] = hidden.to(self.device, copy=not last)
@@ -104,16 +111,16 @@ class Waves:
             thread.shutdown(wait=False)
 
 
-def elsewhere(part: Shard) -> bool:
-    """Does it compute while this processor does something else: on a GPU, or in another process?"""
+def computes_elsewhere(part: Shard) -> bool:
+    """Does the shard compute while this processor does something else: on a GPU, or in another process?"""
     return part.spec.device.type == "cuda" or not part.rows.is_addressable
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """What is launched inside is launched there; kernels of Triton go by the current device, whatever their tensors."""
+def use_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make this the current device inside. Triton launches kernels there, whatever the device of their tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
-def inference() -> AbstractContextManager[object]:
-    """Torch's inference mode, whose entrance takes several times as long as the look whether it is on already."""
+def use_inference_mode() -> AbstractContextManager[object]:
+    """Turn torch's inference mode on inside. If it is on already, nothing is done, which is several times faster."""
     return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()

@@ -19,10 +19,10 @@ _NOTHING = nullcontext()
 
 @frozen
 class Standing:
-    """Where the state of a slot stands.
+    """The position of a slot's state.
 
-    base: the row behind which it stands, a multiple of 64; None for an imported state, which stands wherever the next
-        forward starts.
+    base: the number of rows that the state contains, a multiple of 64; None for an imported state, whose position is
+        wherever the next forward starts.
     rows: settled rows behind it, at most 63. The layers hold what these rows will change in the state.
     """
 

@@ -1,7 +1,7 @@
-"""A layer with the gated delta rule in the place of attention: its tensors, its products, its weights, how it runs.
+"""A layer with the gated delta rule instead of attention: its tensors, its products, its weights, and how it runs.
 
-All that it makes of its normed input is one product, whose columns are `q | k | v | z | b | a`: what is convolved, the
-gate of the layer's output, and the gates of the rule.
+One product projects the normed input to the columns `q | k | v | z | b | a`. q, k and v are convolved, z gates the
+output of the layer, and b and a are the gates of the rule.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from adapters.models.kernels.step_batch import StateBatch
 class RecurrentShape(LayerShape, Protocol):
     @property
     def delta(self) -> DeltaShape | None:
-        """Of the layers that are recurrent."""
+        """The shape of the recurrent layers; None if there are none."""
         ...
 
     @property
     def by_key_head(self) -> bool:
-        """What is projected is published as two tensors, whose rows are those of one key head after the other."""
+        """Is the projection published as two tensors, with the rows of one key head after the other?"""
         ...
 
 
@@ -49,16 +49,16 @@ def delta_of(shape: RecurrentShape) -> DeltaShape:
 
 @frozen
 class DeltaLayer:
-    """One layer's weights. norm: of each head of the output, `[dv]`, float32."""
+    """The weights of one recurrent layer. norm: the factors for each head of the output, `[dv]`, float32."""
 
     frame: Frame
     weights: DeltaWeights
     norm: Tensor
 
-    def mix(self, kernels: DeltaKernels, own: Tensor, state: DeltaState, batch: StateBatch) -> Tensor:
-        """own: what was projected, `[R, channels + Nv dv + 2 Nv]` -> `[R, Nv dv]`."""
+    def mix(self, kernels: DeltaKernels, projected: Tensor, state: DeltaState, batch: StateBatch) -> Tensor:
+        """Mix rows by the delta rule and return `[R, Nv dv]`. own: the projection, `[R, channels + Nv dv + 2 Nv]`."""
         shape = self.weights.shape
-        mixed, z, gates = torch.split(own, [shape.channels, shape.values, 2 * shape.value_heads], 1)
+        mixed, z, gates = torch.split(projected, [shape.channels, shape.values, 2 * shape.value_heads], 1)
         convolved = kernels.convolve(mixed, self.weights, state, batch)
         read = kernels.delta_rule(convolved, gates, self.weights, state, batch)
         return kernels.gated_norm(read, z, self.norm, self.frame.eps)

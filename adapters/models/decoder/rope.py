@@ -21,20 +21,23 @@ class Linear:
 
     factor: float
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002 - not every scaling looks at theta
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002 - not every scaling looks at theta
         return 1.0 / powers / self.factor
 
 
 @frozen
 class Llama3:
-    """Wavelengths above original / low are stretched by `factor`, those below original / high stay, a ramp between."""
+    """Wavelengths above original / low are multiplied by `factor`, and those below original / high are kept.
+
+    Between the two, frequencies are interpolated.
+    """
 
     factor: float
     low: float
     high: float
     original: float
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
         plain = 1.0 / powers
         wavelengths = 2 * math.pi / plain
         stretched = torch.where(wavelengths > self.original / self.low, plain / self.factor, plain)
@@ -46,10 +49,10 @@ class Llama3:
 
 @frozen
 class Yarn:
-    """Frequencies of many turns within `original` positions stay, those of few are divided by `factor`.
+    """Frequencies with many turns within `original` positions are kept, and those with few are divided by `factor`.
 
-    fast, slow: the turns where the ramp between the two ends. attention: what cosines and sines are multiplied with.
-    truncate: the ramp starts and ends at whole pairs.
+    fast, slow: the numbers of turns at the two ends of the ramp between them. attention: the factor of cosines and
+    sines. truncate: the ramp starts and ends at whole pairs of numbers.
     """
 
     factor: float
@@ -59,7 +62,7 @@ class Yarn:
     attention: float
     truncate: bool
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:
+    def scale(self, powers: Tensor, theta: float) -> Tensor:
         head = 2 * len(powers)
         low, high = (
             head * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -77,11 +80,11 @@ class Yarn:
 
 @frozen
 class Divided:
-    """Each frequency is divided by a factor of its own, as GGUF files tell it."""
+    """Each frequency is divided by a factor of its own, which GGUF files contain."""
 
     factors: tuple[float, ...]
 
-    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
         return 1.0 / powers / torch.tensor(self.factors)
 
 
@@ -97,7 +100,10 @@ class Rotary:
     scaling: Scaling | None = None
 
     def tables(self, positions: int, device: torch.device) -> Rope:
-        """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
+        """Return the tables of cosines and sines, for this many positions.
+
+        They are computed on the host in float32, with the operations of transformers, so every device has the same.
+        """
         frequencies, scale = self.frequencies()
         angles = torch.outer(torch.arange(positions).float(), frequencies)
         cos = angles.cos()
@@ -108,18 +114,21 @@ class Rotary:
         return Rope(cos.to(device), sin.to(device))
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Float32 `[hd / 2]`, and the factor of cosines and sines."""
+        """Return the frequencies, float32 `[hd / 2]`, and the factor of cosines and sines."""
         powers = self.theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim)
         if self.scaling is None:
             return 1.0 / powers, 1.0
         scale = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
-        return self.scaling.scaled(powers, self.theta), scale
+        return self.scaling.scale(powers, self.theta), scale
 
 
 def parse_rope(
     raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None
 ) -> tuple[float, Scaling | None]:
-    """Theta and scaling of a config.json. theta: where none is told; without it, it must be told."""
+    """Read theta and the scaling from a config.json. Raises CheckpointError.
+
+    accepted: the rope types that the family supports. theta: the default; None if config.json must give it.
+    """
     rope = read_rope(raw, accepted, theta)
     base = rope["rope_theta"]
     kind = rope["rope_type"]
@@ -145,8 +154,8 @@ def _number(rope: Mapping[str, Any], name: str) -> float:
 def _yarn(rope: Mapping[str, Any], longest: object, theta: float) -> Yarn:
     if theta <= 1:
         raise CheckpointError(f"config.json: rope_theta {theta:g} is not above 1")
-    told = rope.get("original_max_position_embeddings")
-    original = read_positive(longest if told is None else told, "original_max_position_embeddings")
+    given = rope.get("original_max_position_embeddings")
+    original = read_positive(longest if given is None else given, "original_max_position_embeddings")
     factor = rope.get("factor")
     if factor is None and longest is not None:
         factor = read_positive(longest, "max_position_embeddings") / original
@@ -165,15 +174,15 @@ def _yarn(rope: Mapping[str, Any], longest: object, theta: float) -> Yarn:
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    told = rope.get("attention_factor")
-    if told is not None:
-        return read_positive(told, "attention_factor")
+    """Return the factor of cosines and sines: the given one, or the one that the YaRN paper recommends for `factor`."""
+    given = rope.get("attention_factor")
+    if given is not None:
+        return read_positive(given, "attention_factor")
 
-    def grow_tables(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    def scale_attention(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grow_tables(read_positive(rope["mscale"], "mscale")) / grow_tables(
-            read_positive(rope["mscale_all_dim"], "mscale_all_dim")
-        )
-    return grow_tables(1.0)
+        above = scale_attention(read_positive(rope["mscale"], "mscale"))
+        return above / scale_attention(read_positive(rope["mscale_all_dim"], "mscale_all_dim"))
+    return scale_attention(1.0)

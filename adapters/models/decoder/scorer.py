@@ -1,12 +1,21 @@
-"""How much of a prompt's end looks at each of its tokens: the attention of a small model, layer after layer.
+"""The prompt scorer: a small model whose attention shows which tokens of a prompt its end refers to.
 
-The whole prompt goes through one layer, part by part, before the next one is begun: only its hidden states, and one
-layer's keys and values, are ever there at once. A layer that attends is scored with its last queries as soon as all of
-its keys are known: softmax over the keys that each of them sees, of which the largest over heads and layers counts.
-Queries and keys are taken before they are rotated, so that what is far away weighs as much as what is near.
+Theory of operation
+-------------------
 
-A long prompt's attention is what takes time, and what is to be found in a text is mostly in the text around it. So rows
-far from the end attend to the first rows and to the latest thousands; those that ask, at the end, to all.
+The score of a token is the attention that the last TAIL tokens of the prompt pay to it: a softmax over the keys that
+each of these queries sees, and of that the largest value over all heads and layers. `scores` averages it over the
+queries and over neighbouring tokens. Queries and keys are taken before they are rotated, so that distance in the prompt
+does not matter.
+
+The whole prompt goes through one layer, portion by portion, before the next layer begins. So only the hidden states of
+the prompt and the keys and values of one layer are in memory. A layer is scored when all of its keys are known.
+
+Full attention would take most of the time of a long prompt, so most rows have a window: they attend to the first SINK
+rows and to the latest rows (WINDOW before their band, and the band itself up to the row). The last ASKING rows attend
+to all rows. Bands begin at multiples of BAND, so the chunk size does not change which rows a row attends to.
+
+The scorer takes turns with other work of its device: `Scoring.advance` does the work of one turn.
 """
 
 from __future__ import annotations
@@ -38,19 +47,20 @@ from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
-TAIL = 8  # last tokens, whose queries score
-TURN = 1024  # rows through all layers, between which others go on: as many as a target's chunk on a GPU
-POOL = 13  # tokens that a score is averaged over, it in the middle
-SINK = 256  # first rows, which all attend to: models put there what they do not look for
-WINDOW = 4096  # rows before a band that its rows attend to, beside the first ones
-BAND = 4096  # rows from a multiple of it on; bands, not portions, decide who attends to what
-ASKING = 512  # last rows, which attend to all
+TAIL = 8  # last tokens of the prompt, whose queries score the others
+TURN = 1024  # the most rows, through all layers, in one turn: a target's chunk on a GPU
+POOL = 13  # tokens that a score is averaged over, centred on its own token
+SINK = 256  # first rows, which all rows attend to: models give unneeded attention to them
+WINDOW = 4096  # rows before a band that the rows of the band attend to
+BAND = 4096  # rows of a band
+ASKING = 512  # last rows, which attend to all rows
 
 
 @frozen
 class Portion:
-    """Rows that go through a layer together. low: of the rows before their band, they attend to those from there on and
-    to the first SINK; 0: to all.
+    """Rows that go through a layer together.
+
+    low: the first row of their window. They attend to rows from `low` on, and to the first SINK rows. 0: to all rows.
     """
 
     start: int
@@ -58,8 +68,8 @@ class Portion:
     low: int = 0
 
 
-def portions(count: int, chunk: int) -> Iterator[Portion]:
-    """Of so many tokens, in order, each of a chunk's rows at most."""
+def split_portions(count: int, chunk: int) -> Iterator[Portion]:
+    """Yield the portions of a prompt of `count` tokens, in order. chunk: the most rows of a portion."""
     asking = count - ASKING if count > WINDOW + BAND else 0
     for first, last in pairwise(sorted({*range(0, count, BAND), asking, count})):
         low = first // BAND * BAND - WINDOW
@@ -69,7 +79,7 @@ def portions(count: int, chunk: int) -> Iterator[Portion]:
 
 @frozen(eq=False)
 class ScorerWeights:
-    """Neither the last norm nor a head: nothing is generated."""
+    """The weights of a scorer. It needs neither the last norm nor the head, because it generates nothing."""
 
     embedding: Tensor
     layers: tuple[DecoderLayer | DeltaLayer, ...]
@@ -77,9 +87,9 @@ class ScorerWeights:
 
 @define(eq=False)
 class Scorer:
-    """A model of any family that is made of decoder layers, of which only the layers are read.
+    """A model of any family with decoder layers. Only its embedding and its layers are loaded.
 
-    buckets: the row counts that its forwards run with. limit: tokens of a prompt at most.
+    buckets: the row counts that its forwards run with. limit: the most tokens of a prompt.
     """
 
     config: DenseConfig
@@ -110,25 +120,25 @@ class Scorer:
         return ScorerWeights(read("model.embed_tokens.weight"), layers)
 
     def begin(self, tokens: tuple[int, ...]) -> Scoring:
-        """Raises torch.OutOfMemoryError. The weights must be loaded."""
+        """Begin to score a prompt. The weights must be loaded. Raises torch.OutOfMemoryError."""
         return Scoring(self, tokens)
 
 
 @define(eq=False)
 class Scoring:
-    """One prompt on its way through the layers, a portion of one layer at a time."""
+    """A prompt that is being scored: one portion goes through one layer at a time."""
 
     scorer: Scorer
     tokens: tuple[int, ...]
     layer: int = field(init=False, default=0)
-    done: int = field(init=False, default=0)  # portions of that layer
+    done: int = field(init=False, default=0)  # portions that are through that layer
     _portions: tuple[Portion, ...] = field(init=False)
-    _hidden: Tensor = field(init=False)  # [n, D], the residual stream before the layer, and behind it for rows done
+    _hidden: Tensor = field(init=False)  # [n, D], the residual stream: behind the layer for done rows, else before it
     _kv: Tensor = field(init=False)  # [2, 1, KV, n, hd], of the layer
-    _near: Tensor | None = field(init=False, default=None)  # the same of the rows that a band attends to
+    _near: Tensor | None = field(init=False, default=None)  # `_kv` of the rows that a band attends to, side by side
     _keys: Tensor = field(init=False)  # [KV, n, hd], of the layer, not rotated
     _tail: Tensor = field(init=False)  # [KV, G, TAIL, hd], queries of the layer, not rotated
-    _most: Tensor = field(init=False)  # [TAIL, n], the largest of all layers so far
+    _most: Tensor = field(init=False)  # [TAIL, n], the largest weights of all layers so far
     _rope: Any = field(init=False)
     _batches: dict[tuple[int, int], StateBatch] = field(init=False, factory=dict)  # by first row and rows
     _states: RecurrentCache | None = field(init=False, default=None)
@@ -139,7 +149,7 @@ class Scoring:
         count = len(self.tokens)
         if not TAIL <= count <= scorer.limit:
             raise ValueError(f"a prompt of {count} tokens; accepted: {TAIL} to {scorer.limit}")
-        self._portions = tuple(portions(count, scorer.chunk))
+        self._portions = tuple(split_portions(count, scorer.chunk))
         tile = scorer.kernels.kv_tile
         capacity = -(-count // tile) * tile
         make = partial(torch.zeros, device=scorer.device, dtype=scorer.dtype)
@@ -172,17 +182,17 @@ class Scoring:
         return loaded.layers
 
     def advance(self) -> None:
-        """One more turn: at most as much work as TURN rows are, and as a chunk is, through all layers."""
+        """Take one turn: as much work as a chunk through all layers, but at most that of TURN rows."""
         rows = min(TURN, self.scorer.chunk) * len(self._layers)
         chunk = self.scorer.chunk
         with torch.inference_mode():
             for _ in range(-(-rows // chunk)):
                 if not self.complete:
-                    self._go_on()
+                    self._run_portion()
         if self.scorer.device.type == "cuda":
             torch.cuda.current_stream(self.scorer.device).synchronize()
 
-    def _go_on(self) -> None:
+    def _run_portion(self) -> None:
         layer = self._layers[self.layer]
         portion = self._portions[self.done]
         self._forward(layer, portion, last=self.layer == len(self._layers) - 1)
@@ -208,7 +218,7 @@ class Scoring:
             if delta is not None:
                 residual.add_(delta)
 
-        # A recorded graph would be of one layer's weights, so on CUDA none is.
+        # On CUDA no graph is recorded, because a graph would belong to one layer's weights.
         with nullcontext() if states is None else states.settling(step):
             self._launch(batch, body)
         if bucket > rows:
@@ -221,7 +231,7 @@ class Scoring:
             self.scorer.kernels.launch("score", batch, body)
 
     def _batch(self, step: Step, states: RecurrentCache | None = None) -> StateBatch:
-        """What kernels are told of the step: for rows that attend, the same in every layer."""
+        """Return the batch of a step for the kernels. It is kept for all layers if the model has no recurrent layer."""
         [segment] = step.segments
         key = (segment.start, segment.count)
         batch = self._batches.get(key)
@@ -236,7 +246,10 @@ class Scoring:
     def _run(
         self, layer: DecoderLayer | DeltaLayer, residual: Tensor, batch: StateBatch, portion: Portion, *, stops: bool
     ) -> Tensor | None:
-        """What is to be added to the residual stream; of the last layer nothing is wanted but its keys and queries."""
+        """Run a layer and return the change of the residual stream.
+
+        stops: it is the last layer. If it attends, only its keys and queries are computed, and None is returned.
+        """
         kernels = self.scorer.kernels
         own = project_inputs(kernels, layer.frame, residual, None)
         if isinstance(layer, DeltaLayer):
@@ -253,8 +266,11 @@ class Scoring:
         return finish_layer(kernels, layer.frame, residual, mixed, batch)
 
     def _attend(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
-        """Rows of a band see what they attend to side by side, in a cache of its own, which is read as any is: keys are
-        rotated already, each to where it stands.
+        """Return the attention of a portion's rows.
+
+        The rows that a band attends to have a gap between the first SINK and the window. They are copied into a cache
+        without that gap, so that ordinary kernels can read it. Keys are rotated by their positions already, so moving
+        them changes nothing.
         """
         kernels = self.scorer.kernels
         (k_cache, v_cache) = self._kv
@@ -272,7 +288,7 @@ class Scoring:
         return kernels.attend(q, k_near, v_near, self._batch(step))
 
     def _take(self, qkv: Tensor, prep: HeadPrep, start: int) -> None:
-        """The portion's keys, and its queries where the prompt's last tokens are in it."""
+        """Take the portion's keys, and its queries if it has some of the prompt's last TAIL tokens."""
         config = self.scorer.config
         stop = start + len(qkv)
         count = len(self.tokens)
@@ -283,7 +299,7 @@ class Scoring:
 
         def norm_heads(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
             own = heads[row:, first:last].float()
-            return normed(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
+            return normalize_heads(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
 
         self._keys[:, start:stop] = norm_heads(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
         first = max(start, count - TAIL)
@@ -293,7 +309,7 @@ class Scoring:
             self._tail[:, :, place : place + stop - first] = asking.permute(1, 2, 0, 3)
 
     def _score(self) -> None:
-        """No more than the weights of one head of keys are there at once."""
+        """Score the layer, one key head after the other, so that the weights of only one are in memory at once."""
         count = len(self.tokens)
         scale = self.scorer.config.head_dim**-0.5
         rows = torch.arange(count - TAIL, count, device=self.scorer.device).unsqueeze(1)
@@ -304,7 +320,7 @@ class Scoring:
             torch.maximum(self._most, weights.amax(0), out=self._most)
 
     def scores(self) -> list[float]:
-        """Of every token: the mean over the last ones' queries, averaged over its neighbours."""
+        """Return the score of every token: the mean over the last TAIL queries, averaged over its neighbours."""
         mean = self._most.mean(0)
         half = POOL // 2
         pooled = torch.nn.functional.avg_pool1d(
@@ -314,7 +330,7 @@ class Scoring:
         return found
 
     def drop(self) -> None:
-        """Nobody goes on with it; what it holds goes with it."""
+        """Do nothing: a local scoring keeps its state in itself. `RemoteScoring` has to tell its process."""
 
     @property
     def nbytes(self) -> int:
@@ -322,7 +338,7 @@ class Scoring:
         return near + sum(one.nbytes for one in (self._hidden, self._kv, self._keys, self._tail, self._most))
 
 
-def normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def normalize_heads(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return heads
     return torch.rms_norm(heads, heads.shape[-1:], None, eps) * weight.float()

@@ -1,7 +1,7 @@
 """The interface of a shard: a contiguous range of a target's layers, with its weights and its slots.
 
-The executor, the transfers to a store and the probe use a target through this interface only, whether its layers are
-in this process (`DenseShard`), in another one (`RemoteShard`) or spread over several shards (`Pipeline`).
+The executor, the transfers to a store and the probe use a target through this interface only. Its layers may be in this
+process (`DenseShard`), in another one (`RemoteShard`), or spread over several shards (`Pipeline`).
 
 A shard consists of parts:
 
@@ -32,7 +32,7 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
 NamedTensors: TypeAlias = Mapping[str, Tensor]
-# The rows that stay of one slot in a step: the first so many; or, for a tree, the rows of one path from its root,
+# The rows that stay of one slot in a step: the first this many; or, for a tree, the rows of one path from its root,
 # numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
 
@@ -85,7 +85,7 @@ class ShardSpec:
 
 @frozen(kw_only=True)
 class ShardPlacement:
-    """How a shard is to be built: where, with which layers, and with how much room for requests.
+    """The request to build a shard: its device, its layers, and its room for requests.
 
     rows: the dtype that keys and values are kept in (`RowFormat`); None: the dtype of the computation.
     layers: None: all layers. The embedding comes with the first one, final norm and head with the last one.
@@ -93,7 +93,7 @@ class ShardPlacement:
     buckets: the row counts that `Shard.forward` shall accept.
     aux_layers: global numbers of layers whose outputs every forward leaves in its `aux_hidden_states` (`hidden_states[i
         + 1]` in transformers).
-    state_places: places for positional states beside the slots. A model without such state makes none.
+    state_places: places for positional states in addition to the slots. A model without such state makes none.
     pages: pages of the pool that slots take their rows from; 0: each slot has memory for all of its rows.
     offload_embedding: keep the embedding in host memory, if it is not the head as well and the device can read it.
     """
@@ -126,8 +126,8 @@ class ReadableRows(Protocol):
     def view(self, slot: int, start: int, stop: int) -> Tensor:
         """Return the rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `spec`.
 
-        On a CUDA device the rows must be in one page, else ValueError. Any thread may read and write the rows as long
-        as nobody else uses them.
+        On a CUDA device the rows must be in one page, else ValueError. Any thread may read and write the rows if no
+        other thread uses them at that time.
         """
         ...
 

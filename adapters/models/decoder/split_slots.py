@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import NamedTensors, PositionalStates, Shard
 from adapters.sequence_layout import RowSpec, TensorSpec
 
@@ -26,12 +26,12 @@ class SplitRows:
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
         for part in self.parts:
-            with current(part.spec.device):
+            with use_device(part.spec.device):
                 part.rows.seat(slot, source, keep, pages)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
         for part in self.parts:
-            with current(part.spec.device):
+            with use_device(part.spec.device):
                 part.rows.grow(slot, pages)
 
     def copy(self, source: int, target: int, count: int) -> None:
@@ -93,8 +93,8 @@ class SplitStates:
             part.load(place, slot)
 
 
-def check_names(given: NamedTensors, own: Sequence[str]) -> None:
+def check_names(given: NamedTensors, expected: Sequence[str]) -> None:
     """Raise ValueError unless the tensors have exactly these names."""
-    odd = sorted(set(own).symmetric_difference(given))
+    odd = sorted(set(expected).symmetric_difference(given))
     if odd:
-        raise ValueError(f"{len(own)} tensors of all parts: {odd[0]} is odd")
+        raise ValueError(f"{len(expected)} tensors of all parts: {odd[0]} is odd")

@@ -1,9 +1,14 @@
 """Trees of proposals in one forward: every node gets the bits that it would get at the end of its chain.
 
-All products run once, at one bucket, for all nodes. Keys and values of all nodes are set aside; then, piece by piece in
-depth-first order, a chain piece's are put at their positions in the cache and its rows attend. What a row sees there
-are its ancestors: of every earlier piece only the part that is on its path has not been overwritten. The pieces of
-several slots go together, the first of each, then the second of each.
+All products run once, at one bucket, for all nodes. Attention needs more, because several nodes of a tree have the same
+position in the cache:
+
+1. Keys and values of all nodes are kept apart from the cache.
+2. A tree is cut into chains (pieces), in depth-first order. One piece after the other is written to its positions in
+   the cache, and then its rows attend.
+3. So a row sees its ancestors only. Earlier pieces on other branches have been overwritten at the positions before it.
+
+The pieces of several slots attend together: the first piece of each slot, then the second of each.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ class TreePiece:
 
 @frozen(eq=False)
 class Wave:
-    """Pieces of different slots that attend together; rows int64 `[bucket]`: theirs in the step, padded with 0."""
+    """Pieces of different slots that attend together. rows: their rows in the step, int64 `[bucket]`, padded with 0."""
 
     pieces: tuple[TreePiece, ...]
     rows: Tensor
@@ -129,7 +134,7 @@ def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:
 
 
 def check_tree(part: tuple[Segment, ...]) -> None:
-    """Raises ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
+    """Raise ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
     root = part[0].start
     for before, piece in pairwise(part):
         if not root < piece.start <= before.start + before.count:
@@ -138,7 +143,7 @@ def check_tree(part: tuple[Segment, ...]) -> None:
 
 
 def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, ...]:
-    """The path, if it leads down from the root. Raises ValueError."""
+    """Return the path. Raises ValueError if it does not lead down from the root."""
     parents = parents_of(part)
     inside = all(0 <= row < len(parents) for row in path)
     if path[0] or not inside or [parents[row] for row in path[1:]] != list(path[:-1]):
@@ -147,7 +152,7 @@ def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, .
 
 
 def parents_of(part: tuple[Segment, ...]) -> list[int]:
-    """Of every row of a tree the row that it follows; the root, row 0, has itself."""
+    """Return for every row of a tree its parent row. The parent of the root, row 0, is 0."""
     # latest: position -> the last row so far that is there
     latest = dict[int, int]()
     parents = list[int]()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
@@ -100,7 +100,7 @@ class CachedDraft(ABC, Generic[L]):
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _read_weights(self, weights: DraftWeights) -> HeldWeights[L]:
-        with current(self._device):
+        with use_device(self._device):
             head = self._target if isinstance(self._target, TargetHead) else self._target()
             self._check_head(head)
             loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights)
@@ -287,8 +287,11 @@ class CachedDraft(ABC, Generic[L]):
             self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)
 
     def _check_requests(self, requests: Sequence[BlockRequest]) -> None:
-        """Raises ValueError for what cannot be proposed to."""
-        slots, capacity, block, vocab = self.rows.slots, self.capacity, self.block, len(self._head.embedding)
+        """Raise ValueError for requests that cannot be proposed for."""
+        slots = self.rows.slots
+        capacity = self.capacity
+        block = self.block
+        vocab = len(self._head.embedding)
         if not requests or len({request.slot for request in requests}) != len(requests):
             raise ValueError("nothing is asked, or a slot asks twice")
         for request in requests:

@@ -17,7 +17,7 @@ from adapters.models.kernels.step import Step
 
 @frozen(kw_only=True)
 class DraftPlacement:
-    """Where a draft is built, and how much room it has.
+    """The device of a draft and its room.
 
     capacity: rows of a slot. buckets: the row counts that `CachedDraft.extend` accepts and proposals are padded to.
     """

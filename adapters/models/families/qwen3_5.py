@@ -76,7 +76,7 @@ class Qwen35Config(DenseConfig):
     def layer_products(self, layer: int) -> tuple[Weight, ...]:
         return delta_layer_products(self.shape_of(layer)) if self.recurrent(layer) else super().layer_products(layer)
 
-    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return one layer of each kind that the model has, as the first of two layers."""
         kinds = dict.fromkeys(self.layer_types)
         return tuple((self._small(layer_types=(kind, FULL)), range(1)) for kind in kinds)

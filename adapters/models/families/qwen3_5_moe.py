@@ -36,7 +36,7 @@ class Qwen35MoeConfig(Qwen35Config):
     def shape_of(self, layer: int) -> Qwen35Config:
         return evolve(self, experts=None) if layer in self.dense_layers else self
 
-    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return one layer of each kind that the model has. A layer with experts gets few of them."""
         assert self.experts is not None
         few = self.experts.shrink_for_probe()
@@ -56,7 +56,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     check_field(text, "norm_topk_prob", (True,))
     check_field(text, "decoder_sparse_step", (1,))
     check_field(text, "mlp_only_layers", ([],))
-    experts = read_experts(text, normed=True, shared=True)
+    experts = read_experts(text, default_normalized=True, shared=True)
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 

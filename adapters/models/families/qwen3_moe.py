@@ -30,7 +30,7 @@ class Qwen3MoeConfig(Qwen3Config):
     def shape_of(self, layer: int) -> DenseConfig:
         return evolve(self, experts=None) if layer in self.dense_layers else self
 
-    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return one layer with few experts and one dense layer, as far as the model has such layers."""
         assert self.experts is not None
         kinds = dict.fromkeys((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
@@ -45,7 +45,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     """
     refuse_flag(raw, "attention_bias")
     theta, _ = parse_rope(raw, ("default",))
-    experts = read_experts(raw, normed=False, shared=False)
+    experts = read_experts(raw, default_normalized=False, shared=False)
     dense = read_dense_layers(raw)
     own: dict[str, Any] = {"experts": experts, "dense_layers": dense, "rope_theta": theta}
     return parse_dense(raw, Qwen3MoeConfig, head_dim=HEAD_DIM, **own)

@@ -24,7 +24,7 @@ def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
 
     The fields are those of qwen3_5, but all of them are at the top level.
     """
-    experts = read_experts(raw, normed=True, shared=True)
+    experts = read_experts(raw, default_normalized=True, shared=True)
     dense = read_dense_layers(raw)
     return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
 

@@ -118,10 +118,11 @@ class PackedProducts(Protocol):
 
 @frozen(eq=False)
 class Dispatch:
-    """The rows of each expert side by side, behind those of experts with lower numbers, and padded.
+    """The rows of a step sorted by expert: one run of rows for each expert that has any, padded at its end.
 
-    experts, sizes: the experts that have rows, and how many with padding. sources: which row of x each of these rows
-    is. places: where the results of a row's experts are among them, row by row, the most wanted expert first.
+    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each place
+    in the runs the row of x that stands there; padding has row 0. places: for each row and each of its experts, from
+    the largest weight on, the place of that pair in the runs.
     """
 
     experts: tuple[int, ...]
@@ -144,7 +145,7 @@ def run_experts(
 ) -> Tensor:
     """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
 
-    padded: returns the row count to which so many rows of an expert are padded, so that the product is a proven one.
+    padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
     """
     shape = experts.shape
     rows = sum(segment.count for segment in batch.segments)
@@ -165,24 +166,27 @@ def run_experts(
 
 
 def choose_experts(logits: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
-    """Return the numbers of each row's experts, int64 `[n, k]`, and their weights in float32. logits: float32 `[n,
-    E]`.
+    """Return the numbers of each row's experts, int64 `[n, k]`, and their weights in float32.
 
-    The greatest logit comes first, and of equal logits the lower number. For that the logits become integers that
-    compare alike, from which each expert's number is subtracted. All of them differ, so there is one way to sort
-    them.
+    logits: float32 `[n, E]`. The greatest logit comes first, and of equal logits the lower number. For that the logits
+    become integers that compare alike, from which each expert's number is subtracted. All of them differ, so there is
+    one way to sort them.
     """
     bits = (logits + 0.0).view(torch.int32)  # makes -0 equal to 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     numbers = torch.arange(shape.count, device=logits.device)
     chosen = ((ordered << 16) - numbers).topk(shape.chosen).indices
+    # Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
     whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
     weights = whole.softmax(1).gather(1, chosen)
     return chosen, weights / add_in_order(weights).unsqueeze(1) if shape.is_normalized else weights
 
 
 def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
-    """Sort rows by expert. Waits for the device, because only the device knows how many rows an expert has."""
+    """Sort rows by expert. Waits for the device, because only the device knows how many rows an expert has.
+
+    chosen: int64 `[n, k]`. count: experts of the layer. padded: returns the padded number for a number of rows.
+    """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     experts = list[int]()

@@ -285,7 +285,7 @@ class Kernels(Protocol):
     def fuse_layers(
         self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
     ) -> FusedLayers | None:
-        """Return layers that one call carries out in steps of so many rows, or None where there is no such call.
+        """Return layers that one call carries out in steps of this many rows, or None where there is no such call.
 
         The bits are those of the operations one by one. embedding: of the first layer of a model.
         """
@@ -310,7 +310,7 @@ class Kernels(Protocol):
         """Return a whole model for steps of one bucket: fused layers and the head behind them.
 
         ending: the final norm, its eps, and the packed head. forward, logits: the static tensors of the bucket. None
-        where these kernels have no such call, or it does not serve these weights or so many rows.
+        where these kernels have no such call, or it does not serve these weights or this many rows.
         """
         ...
 

@@ -138,7 +138,7 @@ def count_bytes(tree: Any) -> int:
 def copy_tree(tree: Any, place: Callable[[int], Tensor]) -> Any:
     """Return the same tree over copies of its memory. Tensors that shared memory still do.
 
-    place: returns a uint8 tensor of so many bytes where the copy shall be, aligned for every dtype. The copies are
+    place: returns a uint8 tensor of this many bytes where the copy shall be, aligned for every dtype. The copies are
     asynchronous.
     """
     copies: dict[int, Tensor] = {}

@@ -95,7 +95,7 @@ class ServedWeight:
     wide: int
 
     def piece_rows(self, rows: int) -> int:
-        """Return the row count that a step of so many rows is cut into, or padded up to."""
+        """Return the row count that a step of this many rows is cut into, or padded up to."""
         fitting = [count for count in self.rows if count <= min(rows, self.wide)]
         return fitting[-1] if fitting else self.rows[0]
 
@@ -226,7 +226,7 @@ def list_spans(capacity: int) -> tuple[int, ...]:
 
 
 def span_of(keys: int, capacity: int) -> int:
-    """Return the shortest span that holds so many keys."""
+    """Return the shortest span that holds this many keys."""
     step = TILE
     while keys > step * 2 * _EXACT_TILES:
         step *= 2
@@ -234,7 +234,7 @@ def span_of(keys: int, capacity: int) -> int:
 
 
 def count_query_rows(group: int, keys: int, rows: Sequence[int]) -> int:
-    """Return how many rows of a sequence, each with `group` queries, attend together over so many keys."""
+    """Return how many rows of a sequence, each with `group` queries, attend together over this many keys."""
     most = min(QUERIES, SCORES // keys)
     fitting = [count for count in rows if count <= most] or rows[:1]
     return max(1, fitting[-1] // group)

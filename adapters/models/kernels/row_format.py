@@ -33,11 +33,11 @@ class RowFormat:
         return self.dtype in LIMITS
 
     def row_width(self, head: int) -> int:
-        """Return how many elements a head of so many numbers takes."""
+        """Return how many elements a head of this many numbers takes."""
         return head + SCALE if self.is_coded else head
 
     def head_size(self, width: int) -> int:
-        """Return how many numbers a head has whose row takes so many elements."""
+        """Return how many numbers a head has whose row takes this many elements."""
         return width - SCALE if self.is_coded else width
 
     def encode(self, numbers: Tensor) -> Tensor:

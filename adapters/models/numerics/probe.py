@@ -7,7 +7,7 @@ Theory of operation
    (`kernels/proof/`). Among the ways that agree bit for bit, the quickest becomes the plan of the kernels.
 2. The list of products may have gaps. So one decoder layer of each kind of the family is run with random weights, in
    the shapes of the model. Each bucket is compared with a chunk of C rows, bit for bit: hidden rows, and rows of K and
-   V. Rows are tried wherever they can stand in a step, alone, beside other slots, and across the boundaries of the
+   V. Rows are tried at every place in a step: alone, next to rows of other slots, and across the boundaries of the
    kernels' key tiles.
 3. Layers with recurrent state have trials of their own (`state_probe.py`).
 
@@ -46,11 +46,11 @@ _EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of ano
 
 @frozen(kw_only=True)
 class ProbeShape:
-    """What is served and where, as far as a probe depends on it.
+    """Everything about the served model and its device that a probe depends on.
 
     rows: the dtype that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
-    slot. sizes: the buckets that are tried, beside the chunk. memory: bytes that weights may take in host memory.
-    layouts: of tensors that may be multiplied as they are packed.
+    slot. sizes: the buckets that are tried in addition to the chunk. memory: bytes that weights may take in host
+    memory. layouts: of tensors that may be multiplied in packed form.
     """
 
     device: torch.device
@@ -80,7 +80,7 @@ class ProbeShape:
 
 def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> str:
     """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
-    kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
+    kinds = (family.model_type, tuple(config.list_probed_layers()), *(() if config.experts is None else (_EXPERTS,)))
     dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
     facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
     return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
@@ -100,7 +100,7 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
     proof = kernels.prove(shape.list_products(config))
     found = [
         _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers)
-        for small, layers, own in packed_in(config.probed(), shape.layouts if proof.plan is None else {})
+        for small, layers, own in packed_in(config.list_probed_layers(), shape.layouts if proof.plan is None else {})
     ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
@@ -130,7 +130,10 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
 
 @frozen
 class LayerFindings:
-    """Of one kind of layer. broken: why a bucket may not serve. widths: where single rows may, if buckets do not."""
+    """The findings about one kind of layer.
+
+    broken: buckets that may not serve, and why. widths: buckets at which single rows may serve if not all buckets may.
+    """
 
     broken: Mapping[int, str]
     widths: frozenset[int]
@@ -172,7 +175,7 @@ def _probe_layer(
 
 
 def digest_served_shapes(buckets: Sequence[int], proof: Proof, threads: int) -> str:
-    """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
+    """Return 16 hex digits over the shapes that serve. Servers with other shapes get another numerics class."""
     plan = None if proof.plan is None else proof.plan.bit_signature()
     parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -180,7 +183,7 @@ def digest_served_shapes(buckets: Sequence[int], proof: Proof, threads: int) -> 
 
 @frozen
 class Computed:
-    """What one segment left: hidden `[n, D]`, each KV tensor `[KV, n, hd]`."""
+    """The results of one segment: hidden rows `[n, D]`, and KV tensors `[KV, n, hd]`."""
 
     start: int
     hidden: Tensor

@@ -1,4 +1,4 @@
-"""What the numerics probe found, as a value that can be kept, and what it holds for: machine, libraries, kernels."""
+"""The outcome of the numerics probe, as a value that can be kept, and the key of everything that it depends on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from adapters.models.kernels.product_list import ProductPlan, Products, check_pl
 
 BLOCK_SIZE = 64
 _VERSION = 9
-_RECURRENT = 1  # counts with the ways of recurrent layers, which other models are not to be proven anew for
-_BETWEEN = 1  # counts with what is proven of row counts that are no bucket, which are a processor's alone
+_RECURRENT = 1  # version of the operations of recurrent layers; a change proves only models with such layers anew
+_BETWEEN = 1  # version of the proofs for row counts that are no bucket; a change concerns CPUs only
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
-# What a user may set that changes which kernels the libraries choose.
+# Environment variables of users that change which kernels the libraries choose.
 SWITCHES = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "MKL_CBWR"),
@@ -33,15 +33,16 @@ SWITCHES = (
 
 @frozen
 class Numerics:
-    """What the probe found, and so what the engine may do.
+    """The outcome of the numerics probe, which decides what the engine may do.
 
-    mode: "buckets", any bucket gives a row the same bits, so any position that is a multiple of `block_size` may be
-    started from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and
-    decoding at the one width `buckets[0]`.
-    buckets: ascending; the last one is C, the chunk of a prefill.
+    mode: "buckets" or "grid". With "buckets" a row has the same bits at any bucket. So a prefill may start at any
+    multiple of `block_size`, and decoded rows equal prefilled ones. With "grid" a prefill runs whole chunks from
+    position 0, and decode steps have the one width `buckets[0]`.
+    buckets: ascending; the last one is the chunk of a prefill.
     plan: the shapes in which products were proven, for kernels that need one.
-    numerics_class: within one class the same request gives the same bits. Device kind, instruction set or GPU, torch
-    build, kernels, the shapes that serve, and a fingerprint of computed bits, which stands for whatever else matters.
+    numerics_class: names everything that the bits of a result depend on: device, instruction set or GPU, torch build,
+    kernels, and the shapes that serve. A fingerprint of computed bits stands for all other causes. Within one class the
+    same request gives the same bits.
     """
 
     mode: Literal["buckets", "grid"]
@@ -60,11 +61,11 @@ class Numerics:
 
     @property
     def batch_rows(self) -> int:
-        """Rows that one decode step may hold: any in buckets, the one width in a grid."""
+        """The most rows of one decode step."""
         return self.chunk if self.mode == "buckets" else self.buckets[0]
 
-    def shown(self) -> Mapping[str, Any]:
-        """JSON-ready, for people."""
+    def build_report(self) -> Mapping[str, Any]:
+        """Return the outcome for `/props`, ready for JSON."""
         return {
             "shapes": self.mode,
             "buckets": list(self.buckets),
@@ -88,7 +89,7 @@ class Numerics:
 
     @classmethod
     def from_json(cls, text: str) -> Numerics:
-        """What `to_json` wrote; ValueError for anything else."""
+        """Read the text of `to_json`. Raises ValueError for any other text."""
         value = json.loads(text)
         if not isinstance(value, dict) or value.pop("version", None) != _VERSION:
             raise ValueError("not the outcome of this version's numerics probe")
@@ -106,10 +107,10 @@ class Numerics:
 
 
 def join_numerics(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
-    """Of a target whose runs of layers are computed in what was found for each, all with the same chunk.
+    """Return the numerics of a target whose runs of layers have outcomes of their own, all with the same chunk.
 
-    Where all are of one class, which layers were computed where is no part of it. Where they are not, what layers are
-    of which class is; and the plan is that of the last ones, beside which a draft is.
+    If all runs have the same class, the target has that class, and the split does not matter. Otherwise its class names
+    the class of each run. The plan is that of the last layers, because a draft shares their kernels.
     """
     found = [one for _, one in parts]
     classes = list(dict.fromkeys(one.numerics_class for one in found))
@@ -138,7 +139,7 @@ def plan_to_json(plan: ProductPlan | None) -> str:
 
 
 def plan_from_json(text: str) -> ProductPlan | None:
-    """What `plan_to_json` wrote; ValueError for anything else."""
+    """Read the text of `plan_to_json`. Raises ValueError for any other text."""
     value = json.loads(text)
     if not isinstance(value, dict) or value.get("version") != _VERSION:
         raise ValueError("not a plan of this version's products")
@@ -150,7 +151,7 @@ def plan_from_json(text: str) -> ProductPlan | None:
 
 
 def _exactly(value: Any, kind: type) -> Any:
-    """JSON's own types only: nothing is converted."""
+    """Return the value if it has exactly this type of JSON. Nothing is converted; a float may be an integer."""
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise TypeError(f"{value!r} is not {kind.__name__}")
     return value
@@ -162,7 +163,10 @@ for _kind in (int, str, float, bool):
 
 
 def build_proof_key(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
-    """Under which the proof of a list of products may be kept, and whatever else was measured: 32 hex digits."""
+    """Return the key under which the proof of these products may be kept: 32 hex digits.
+
+    more: everything else that a kept value depends on.
+    """
     own = [_RECURRENT] if listed.deltas else []
     own += [_BETWEEN] if device.type == "cpu" else []
     parts = (_VERSION, str(device), torch.get_num_threads(), describe_machine(kernels, device), listed, more, *own)
@@ -170,7 +174,7 @@ def build_proof_key(listed: Products, kernels: Kernels, device: torch.device, mo
 
 
 def describe_machine(kernels: Kernels, device: torch.device) -> str:
-    """Device kind, instruction set or GPU, torch build and kernels, in words."""
+    """Return the device kind, instruction set or GPU, torch build and kernels, in words."""
     build = f"torch {torch.__version__}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

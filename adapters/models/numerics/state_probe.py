@@ -1,7 +1,8 @@
-"""The probe of a layer with recurrent state: its rows, and the state behind them, are the same in whatever pieces.
+"""The probe of a layer with recurrent state: its rows and its state have the same bits, however the rows are split.
 
-Unlike rows of a cache, a state cannot be begun anywhere: every trial starts where a chunk does, from no state and from
-the one that a chunk left, and goes over all rows of the next chunk, settled at once or row by row.
+A forward cannot start from any row, because there is only one state. So every trial starts where a chunk does: at row 0
+without a state, or behind a first chunk. It computes the rows of that chunk in pieces of some size, down to single
+rows, and compares them and the state with those of the whole chunk.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
 
-_NARROW = 16  # buckets up to this one go over fewer rows
-_NEAR = 80  # as many, across a multiple of 64
+_NARROW = 16  # buckets up to this one compute only the first `_NEAR` rows of a chunk
+_NEAR = 80  # rows, so that a multiple of 64 is crossed
 
 
 @frozen
 class Settled:
-    """What rows gave, `[n, D]`, and the state that they left."""
+    """Results of rows, `[n, D]`, and the state behind them."""
 
     hidden: Tensor
     state: Mapping[str, Tensor]
@@ -32,7 +33,10 @@ class Settled:
 
 @define(eq=False)
 class StateBench:
-    """A shard of one recurrent layer, with three slots and a place, and what of it does not agree."""
+    """The trials of one recurrent layer, in a shard with three slots and a place.
+
+    broken: buckets whose rows or states differ, and why.
+    """
 
     shard: Shard
     capacity: int
@@ -51,7 +55,7 @@ class StateBench:
         return self.shard.spec.buckets[-1]
 
     def run(self) -> int:
-        """Check every bucket, from behind a chunk, if there is room for another one; returns from how many starts."""
+        """Check every bucket, behind a first chunk if there is room for another one. Return the number of starts: 1."""
         start = self.chunk if self.capacity > self.chunk else 0
         most = min(self.chunk, self.capacity - start)
         whole = self.compute(0, start, self.chunk, most, most)
@@ -63,14 +67,17 @@ class StateBench:
             for count in sorted(sizes):
                 if bucket not in self.broken:
                     found = self.compute(1, start, bucket, rows, count)
-                    self._compare(bucket, reference, found, f"by {count}")
-                    self._compare(bucket, Settled(whole.hidden[:rows], found.state), found, f"by {count}")
+                    self._compare(bucket, reference, found, count)
+                    self._compare(bucket, Settled(whole.hidden[:rows], found.state), found, count)
             if bucket not in self.broken:
                 self._check_batch(bucket, whole, start)
         return 1
 
     def compute(self, slot: int, start: int, bucket: int, rows: int, count: int) -> Settled:
-        """So many rows from the start of a chunk on, by `count`. What may be rolled back is, once."""
+        """Compute `rows` rows from the start of a chunk on, in pieces of `count` rows.
+
+        Small pieces are computed, rolled back and computed again, because serving does that with rejected proposals.
+        """
         if start:
             self._chunk_before(slot)
         found = []
@@ -86,7 +93,7 @@ class StateBench:
         return Settled(torch.cat(found), self.shard.states.export(slot))
 
     def _chunk_before(self, slot: int) -> None:
-        """Computed once, and kept: what goes on from a place goes on from what was put there."""
+        """Bring the slot behind a first chunk. It is computed once, and kept in the place for later trials."""
         if self._kept:
             self.shard.states.load(0, slot)
             return
@@ -100,16 +107,16 @@ class StateBench:
     def _inputs(self, segment: Segment) -> Tensor:
         return self.tokens[segment.start : segment.start + segment.count]
 
-    def _compare(self, bucket: int, whole: Settled, part: Settled, how: str) -> None:
+    def _compare(self, bucket: int, whole: Settled, part: Settled, piece_size: int) -> None:
         self.checks += 1
         same = same_bits(whole.hidden, part.hidden) and all(
             same_bits(whole.state[name], tensor) for name, tensor in part.state.items()
         )
         if not same:
-            self.broken[bucket] = f"bucket {bucket}: rows {how} of a recurrent layer differ from a chunk's"
+            self.broken[bucket] = f"bucket {bucket}: rows by {piece_size} of a recurrent layer differ from a chunk's"
 
     def _check_batch(self, bucket: int, whole: Settled, start: int) -> None:
-        """Neighbours: three slots at different rows of the same chunk."""
+        """Check that rows do not depend on other slots in their step: three slots at different rows of one chunk."""
         count = min(max(1, bucket // 3), BLOCK_SIZE, max(1, len(whole.hidden) // 3))
         firsts = [start + number * count for number in range(3)]
         for slot, first in enumerate(firsts):
@@ -123,7 +130,7 @@ class StateBench:
         hidden = self._forward(step)[: step.rows]
         self.checks += 1
         if not same_bits(hidden, whole.hidden[: 3 * count]):
-            self.broken[bucket] = f"bucket {bucket}: rows of a recurrent layer differ beside those of other slots"
+            self.broken[bucket] = f"bucket {bucket}: rows of a recurrent layer differ next to those of other slots"
 
     def _take_fingerprint(self, whole: Settled) -> None:
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=8)
@@ -132,12 +139,12 @@ class StateBench:
         self.fingerprint = digest.hexdigest()
 
     def widths(self) -> set[int]:
-        """The buckets at which a row is the same alone and among others."""
+        """Return the buckets at which a row has the same bits alone and next to rows of another slot."""
         found = set[int]()
         for bucket in self.shard.spec.buckets[:-1]:
             alone = self._forward(Step((Segment(0, 0, 1),), bucket))[:1].clone()
-            beside = self._forward(Step((Segment(1, 0, 2), Segment(0, 0, 1)), bucket))[2:3]
-            if same_bits(alone, beside):
+            batched = self._forward(Step((Segment(1, 0, 2), Segment(0, 0, 1)), bucket))[2:3]
+            if same_bits(alone, batched):
                 found.add(bucket)
         return found
 

@@ -50,16 +50,16 @@ class RandomWeights:
 def packed_in(
     probed: Iterable[tuple[ModelConfig, range]], layouts: Mapping[str, StepLayout]
 ) -> Iterator[tuple[ModelConfig, range, Mapping[str, StepLayout]]]:
-    """The layers that are probed, in each way that they are packed."""
+    """Yield each probed layer in every way that its tensors may be packed."""
     for config, layers in probed:
         for own in laid_out(config.tensors(layers), layouts):
             yield config, layers, own
 
 
 def laid_out(names: Iterable[str], layouts: Mapping[str, StepLayout]) -> list[Mapping[str, StepLayout]]:
-    """How the tensors of one layer may be packed: in every way that some layer of the model has them at least once.
+    """Return layouts for the tensors of one layer, so that each layout of the model's layers occurs at least once.
 
-    names: of the layer's tensors.
+    names: of the layer's tensors. layouts: of all tensors of the model.
     """
     ways = dict[str, dict[StepLayout, None]]()
     for name, layout in layouts.items():
@@ -70,13 +70,13 @@ def laid_out(names: Iterable[str], layouts: Mapping[str, StepLayout]) -> list[Ma
 
 
 def _within(name: str) -> str:
-    """A tensor's name within its layer."""
+    """Return a tensor's name within its layer."""
     return re.sub(r"^model\.layers\.\d+\.", "", name)
 
 
 @frozen
 class RandomDraft:
-    """The same for a DFlash draft."""
+    """Random weights for a DFlash draft."""
 
     config: DFlashConfig
     seed: int = 0
@@ -98,36 +98,39 @@ class RandomDraft:
 def random_matrix(
     shape: tuple[int, ...], layout: StepLayout, name: str, device: torch.device | None = None, scale: float = 0.02
 ) -> PackedMatrix:
-    """Packed numbers of about that standard deviation. Steps are those that files have: of Q5_K five bits."""
+    """Return a packed matrix of random values with a standard deviation of about `scale`.
+
+    The steps have the range of real files of that layout, for instance five bits for Q5_K.
+    """
     generator = _generator(name, device)
     (rows, columns) = shape
     groups = columns // layout.group
     spans = columns // layout.span
 
-    def whole(low: int, high: int, each: int, dtype: torch.dtype = torch.int8) -> Tensor:
-        return torch.randint(low, high, (rows, each), generator=generator, device=device, dtype=dtype)
+    def draw_integers(low: int, high: int, width: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        return torch.randint(low, high, (rows, width), generator=generator, device=device, dtype=dtype)
 
-    def around(middle: float) -> Tensor:
+    def draw_scales(middle: float) -> Tensor:
         found = torch.rand(rows, spans, generator=generator, device=device)
         return ((found + 0.5) * middle).to(getattr(torch, layout.scale))
 
     step = scale / (24 if layout.inner else 1)
-    least = whole(6, 10, groups) if layout.least else None
+    least = draw_integers(6, 10, groups) if layout.least else None
     if layout.steps == "e4m3":
         drawn = torch.empty(rows, columns, device=device).normal_(generator=generator)
-        return PackedMatrix(layout, drawn.to(torch.float8_e4m3fn).view(torch.uint8), around(step))
+        return PackedMatrix(layout, drawn.to(torch.float8_e4m3fn).view(torch.uint8), draw_scales(step))
     if layout.steps in TABLES:
-        steps = whole(0, 16, columns, torch.uint8)
+        steps = draw_integers(0, 16, columns, torch.uint8)
         step = step / (70 if layout.steps == "iq4" else 4.6)
     elif layout.least == "own":
-        steps = whole(0, 32, columns)
+        steps = draw_integers(0, 32, columns)
         step = step / 9
     else:
-        steps = whole(-128, 128, columns)
+        steps = draw_integers(-128, 128, columns)
         step = step / 74
-    inner = whole(1, 48, groups) if layout.inner else None
+    inner = draw_integers(1, 48, groups) if layout.inner else None
     middle = scale / 4.6 if layout.least == "own" else None
-    return PackedMatrix(layout, steps, around(step), inner, least, None if middle is None else around(middle))
+    return PackedMatrix(layout, steps, draw_scales(step), inner, least, None if middle is None else draw_scales(middle))
 
 
 def _generator(name: str, device: torch.device | None) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""A draft in another process at work for the executor."""
+"""The proposals of a draft in another process, for the device executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from adapters.remote.protocol.draft_messages import AskedProposals
 
 @define(eq=False)
 class RemoteDrafting(DraftProposer[RemoteDraft]):
-    """What is picked by goes there, all but penalties, biases and grammars; where that is gone, nothing is proposed."""
+    """Proposes with a draft in another process, which gets the sampling settings of each request.
+
+    Penalties, biases and grammars do not cross. Nothing is proposed while the process is gone.
+    """
 
     def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
         asked = [asked_of(one, ask) for one, ask in zip(requests, asks, strict=True)]

@@ -1,4 +1,4 @@
-"""Tensors that cross to a daemon, and those that are asked of it, for a target's layers and a draft alike."""
+"""Requests that carry tensors to a daemon or back, for a target's layers and for a draft."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.messages import (
     MOST_RUNS,
     Described,
-    ImportRows,
-    ImportRuns,
     Lent,
     LentRun,
     Nothing,
@@ -24,14 +22,16 @@ from adapters.remote.protocol.messages import (
     WireMessage,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors, unpack_tensors
+from adapters.remote.protocol.slot_messages import ImportRows, ImportRuns
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 
 def describe_sent(
     lender: Lender | None, tensors: NamedTensors
 ) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
-    """What a daemon is told of tensors, and what has to be sent: nothing where it sees them, and reads them until it
-    answers.
+    """Return the descriptions of tensors in the payload and in lent memory, and the tensors that must be sent.
+
+    Either all tensors are lent and none is sent, or all are sent.
     """
     lent = () if lender is None else lender.locate(tensors)
     return ((), lent, {}) if lent else (describe_tensors(tensors), (), tensors)
@@ -45,8 +45,11 @@ def import_rows(peer: Peer, slot: int, start: int, rows: NamedTensors) -> None:
 def import_runs(
     peer: Peer, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]
 ) -> None:
-    """Put rows `[names, heads, rows, width]` of `spec` there, each from its start on. Those that the daemon sees itself
-    are posted, and `keep`, whose memory they are in, is referred to until it has them.
+    """Copy runs of rows into a slot of a daemon.
+
+    runs: start positions, and rows `[names, heads, rows, width]` of `spec`. Runs in lent memory are posted, at most
+    MOST_RUNS in one request; the others are sent. keep: the owners of the memory, which are kept until the daemon has
+    answered.
     """
     lender = peer.lender
     seen = list[LentRun]()
@@ -56,8 +59,8 @@ def import_runs(
         else:
             import_rows(peer, slot, start, dict(zip(spec.names, rows, strict=True)))
     for at in range(0, len(seen), MOST_RUNS):
-        some = tuple(seen[at : at + MOST_RUNS])
-        peer.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, spec.token_bytes * sum(run.count for run in some))
+        batch = tuple(seen[at : at + MOST_RUNS])
+        peer.post(Op.IMPORT_RUNS, ImportRuns(slot, batch), keep, spec.token_bytes * sum(run.count for run in batch))
 
 
 def describe_specs(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
@@ -67,8 +70,10 @@ def describe_specs(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
 def ask_tensors(
     peer: Peer, op: Op, message: WireMessage, kind: type[T], *, sent: NamedTensors, expected: tuple[Described, ...]
 ) -> tuple[T, TensorBytes]:
-    """What a daemon answers with tensors, which are to be read before anything else is asked. Anything but what is
-    expected, in that order, is a violation, and the daemon is not believed any more: raises RowsLost, as `Peer.ask`.
+    """Ask for tensors. They must be read before the next request.
+
+    expected: their descriptions, in order. Other tensors end the connection and raise RowsLost. Raises as `Peer.ask`
+    does.
     """
     done, frame = peer.ask(op, message, kind, list(sent.values()))
     try:

@@ -1,4 +1,4 @@
-"""How a daemon is had: launched as a child that cannot outlive this process, or reached where it runs already."""
+"""Two ways to connect to a daemon: launch it as a child that cannot outlive this process, or reach a running one."""
 
 from __future__ import annotations
 
@@ -18,44 +18,52 @@ from adapters.remote.protocol.channel import Channel, Shared
 from adapters.remote.protocol.keepalive import kept_alive
 from adapters.remote.protocol.lent_memory import Lender
 
-LEAVE_S = 2  # for a child to leave by itself, once its connection is closed
+LEAVE_S = 2  # seconds for a child to end by itself after its connection was closed
 CONNECT_S = 5
 
 
 class Dial(Protocol):
-    """How a daemon is had: one that is launched, or one that runs already."""
+    """A way to connect to one daemon, any number of times."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def hello_s(self) -> float:
-        """Seconds that a hello may take altogether."""
+        """Seconds that the whole handshake may take."""
         ...
 
     def begin(self) -> None:
-        """Have it start, where it is not there yet, so that several start side by side. Raises OSError."""
+        """Start the daemon if it does not run already. Raises OSError.
+
+        Called before `open`, so that several daemons start at the same time.
+        """
         ...
 
     def open(self) -> Channel:
-        """Raises Broken, OSError."""
+        """Return a new connection. Raises ConnectionBroken or OSError."""
         ...
 
     def share(self, sizes: tuple[int, int]) -> Shared | None:
-        """Memory that the daemon has, too, of so many bytes each way; None where it is on another machine."""
+        """Return memory shared with the daemon. sizes: bytes to the daemon and from it.
+
+        Returns None if there is none, for instance because the daemon is on another machine.
+        """
         ...
 
     def end(self) -> str:
-        """Close everything, leave no process. What became of it, in words, if that says anything."""
+        """Close everything and end the process. Return how the process ended, in words; empty if there was none."""
         ...
 
 
 @define(eq=False)
 class Launched:
-    """A child at the other end of a socket pair: when this process ends, however, the child reads an end and leaves.
+    """A daemon that is launched as a child, at the other end of a socket pair.
 
-    name: as the user calls it. command: its argv, to which the descriptors are added. environment: what is set for it,
-    a secret among that. lender: of what it may see.
+    However this process ends, the child reads the end of the connection and ends as well.
+
+    name: as the user calls it. command: its argv, to which the descriptors are added. environment: variables that are
+    set for it, the secret among them. lender: memory that it may read.
     """
 
     name: str
@@ -90,7 +98,7 @@ class Launched:
                         words,
                         env={**os.environ, **self.environment},
                         stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,  # what it has to say is on stderr, with ours
+                        stdout=subprocess.DEVNULL,  # its log goes to stderr, as this process's does
                         pass_fds=(theirs.fileno(), *seen),
                         start_new_session=True,  # Ctrl-C is for the server to handle
                     )
@@ -123,15 +131,16 @@ class Launched:
         if process is None:
             return ""
         with suppress(subprocess.TimeoutExpired):
-            return _ended(process.wait(LEAVE_S))
+            return _describe_exit(process.wait(LEAVE_S))
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_S)  # nothing survives that signal, but a system call may be in its way
+            process.wait(LEAVE_S)  # the signal ends any process, but a system call may delay that
         return "its process was killed"
 
 
-def _ended(status: int) -> str:
+def _describe_exit(status: int) -> str:
+    """Return in words how a process ended."""
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}"
     return f"its process ended with status {status}"
@@ -139,14 +148,14 @@ def _ended(status: int) -> str:
 
 @define(eq=False)
 class AtAddress:
-    """One that listens at host:port."""
+    """A daemon that runs already and listens at host:port."""
 
     name: str
     address: tuple[str, int]
-    hello_s: float = 30  # twice as long as a daemon lets its next server wait for its turn
+    hello_s: float = 30  # twice the time that a daemon lets a server wait for its turn (`TURN_S`)
 
     def begin(self) -> None:
-        """It is there, or it is not."""
+        """Do nothing: the daemon is started by someone else."""
 
     def open(self) -> Channel:
         connection = socket.create_connection(self.address, CONNECT_S)

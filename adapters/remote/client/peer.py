@@ -1,4 +1,20 @@
-"""A shard's daemon as the server sees it: asked over a connection that is made anew, with all that is set up on it."""
+"""A shard's daemon as the server sees it: requests and answers over a connection that is restored when it is lost.
+
+Theory of operation
+-------------------
+
+`connect` greets the daemon, `prove` and `load...` set it up. Then `ask` sends one request and waits for the answer.
+`post` sends a request without waiting. A daemon answers in order, so the next `ask` first reads the answers to posted
+requests.
+
+A connection that fails ends for good, and everything that the daemon had is lost. The listener of `set_loss_listener`
+is called, and the caller gets `RowsLost`. The next call connects anew (`reconnect`), if `waits` is set and there is a
+listener. It repeats the proof and the load, and checks that the new process computes as the old one did. If that fails,
+calls fail at once for a pause, so that a missing daemon does not slow down every request.
+
+A posted request that was refused loses all rows as well, but the connection stays. `ask` and `post` take `lock`. A
+caller that reads tensors of an answer holds it until they are read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +31,9 @@ from torch import Tensor
 
 from adapters.models.numerics.probe_result import Numerics
 from adapters.remote.client.dial import Dial
+from adapters.remote.client.hop_counter import HopCounter
 from adapters.remote.client.pending_answers import Posted, PostedQuestion, PostedRefused
-from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failure, is_failure
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, is_failure, read_failure
 from adapters.remote.protocol.draft_messages import DraftReady, LoadDraft
 from adapters.remote.protocol.handshake import greet
 from adapters.remote.protocol.lent_memory import Lender
@@ -33,27 +50,31 @@ from adapters.remote.protocol.messages import (
     encode_message,
 )
 from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
-from adapters.remote.protocol.scorer_messages import DrafterReady, LoadDrafter
+from adapters.remote.protocol.scorer_messages import LoadScorer, ScorerReady
 from effects.ids import SlotId
 from effects.ports import RowsLost
 
 T = TypeVar("T", bound=WireMessage)
-Load: TypeAlias = LoadLayers | LoadDraft | LoadDrafter
-Ready: TypeAlias = Loaded | DraftReady | DrafterReady
-LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadDrafter: Op.LOAD_DRAFTER}
+Load: TypeAlias = LoadLayers | LoadDraft | LoadScorer
+Ready: TypeAlias = Loaded | DraftReady | ScorerReady
+LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadScorer: Op.LOAD_DRAFTER}
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
-PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens says so in 0.3 ms
+PAUSE_SHARE = 50  # the pause is at most this many times the try before it: a closed port refuses within 0.3 ms
 
 
 @define(eq=False)
 class Peer:
     """The connection to one daemon. One thread at a time asks over it.
 
-    pause_s: after a failed try, calls fail at once for so long, or less if the try took little time. error, gone: why
-    it is not connected; empty while it is. restarts: new connections so far. hops, hop_ns: of forwards, the time that
-    was not spent on computing. waits: a call that finds it gone connects anew; otherwise the owner calls `reconnect`.
+    waits: a call that finds the connection lost connects anew and waits for that; otherwise the owner calls
+    `reconnect`.
+    pause_s: seconds that calls fail at once after a failed try; fewer if the try was short (PAUSE_SHARE).
+    error: the last reason for a loss of rows; empty after a reconnect.
+    gone: why there is no connection; empty while there is one.
+    restarts: new connections so far.
+    slots: of what is loaded.
     """
 
     dial: Dial
@@ -66,9 +87,7 @@ class Peer:
     error: str = ""
     gone: str = ""
     restarts: int = 0
-    hops: int = 0
-    hop_ns: int = 0
-    computed_ns: int = 0
+    hops: HopCounter = field(factory=HopCounter)
     facts: Facts | None = None
     slots: int = 0
     _channel: Channel | None = None
@@ -76,7 +95,7 @@ class Peer:
     _request: int = 2  # after those of the hello
     _posted: Posted = field(factory=Posted)
     _lock: threading.RLock = field(factory=threading.RLock)
-    _told: Callable[[str], object] | None = None
+    _notify_loss: Callable[[str], object] | None = None
     _proof: tuple[Prove, Offer] | None = None
     _load: tuple[Load, Ready] | None = None
     _refused_until: float = 0.0
@@ -85,7 +104,7 @@ class Peer:
     # --- to begin with ---
 
     def connect(self) -> Facts:
-        """Have it, and be sure who it is. Raises RowsLost."""
+        """Connect, and check that the daemon knows the secret and has the model. Raises RowsLost."""
         with self._lock:
             try:
                 self._channel = self._open_connection()
@@ -95,27 +114,16 @@ class Peer:
             return self.facts
 
     def prove(self, asked: Prove) -> Numerics:
-        """What holds for layers that it computes. Raises RowsLost, or what it failed with."""
+        """Return the numerics of layers that the daemon computes. Raises RowsLost, or the daemon's failure."""
         found = self.ask(Op.PROVE, asked, Offer, seconds=self.deadlines.prove)[0]
         self._proof = asked, found
         return Numerics.from_json(found.outcome)
 
-    def load(self, asked: LoadLayers) -> Loaded:
-        """Raises RowsLost, or what it failed with."""
-        return self._load_first(asked, Loaded)
-
-    def load_draft(self, asked: LoadDraft) -> DraftReady:
-        """As `load`."""
-        return self._load_first(asked, DraftReady)
-
-    def load_drafter(self, asked: LoadDrafter) -> DrafterReady:
-        """As `load`."""
-        return self._load_first(asked, DrafterReady)
-
-    def _load_first(self, asked: Load, kind: type[A]) -> A:
+    def load(self, asked: Load, kind: type[A]) -> A:
+        """Load layers, a draft or a prompt scorer. kind: of the answer. Raises RowsLost, or the daemon's failure."""
         with self._lock:
             try:
-                loaded = self._load_over(self._living(), asked, kind)
+                loaded = self._load_over(self._get_channel(), asked, kind)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             self.slots = asked.slots
@@ -123,21 +131,21 @@ class Peer:
             return loaded
 
     def set_loss_listener(self, listener: Callable[[str], object]) -> None:
-        """Have this called first, with the reason, whenever all rows are lost. Then a new connection is made."""
-        self._told = listener
+        """Call `listener` with the reason whenever all rows are lost, before a new connection is made."""
+        self._notify_loss = listener
 
     # --- asking ---
 
     def ask(
         self, op: Op, message: WireMessage, answer: type[T], tensors: Sequence[Tensor] = (), *, seconds: float = 0
     ) -> tuple[T, WireFrame]:
-        """Ask, and return the answer. Its frame must be read before anything else is asked.
+        """Send a request and return the answer. Its frame must be read before the next request.
 
-        Raises RowsLost where the daemon is gone or its answer makes no sense, ValueError where it refused, and
-        torch.OutOfMemoryError or RuntimeError for what it failed with.
+        Raises RowsLost if the daemon is gone, its answer is not acceptable, or a posted request was refused. Raises
+        ValueError if the daemon refused this request, and torch.OutOfMemoryError or RuntimeError if it failed.
         """
         with self._lock:
-            channel = self._living()
+            channel = self._get_channel()
             try:
                 return self._ask_over(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
@@ -151,34 +159,29 @@ class Peer:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
             try:
-                refused = self._posted.answers(self._channel, self.deadlines.step)
+                refused = self._posted.read_answers(self._channel, self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             if refused:
                 raise self._lose_rows(refused)
 
     def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
-        """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss.
+        """Send a request without waiting for the answer, which is read before that of the next request.
 
-        nbytes: of rows that it reads in memory that is lent, to which `keep` is referred until then.
+        A posted request that was refused or failed is a loss of all rows. nbytes: of rows that the daemon reads in lent
+        memory. keep: objects that own this memory; they are kept until the answer.
         """
         with self._lock:
             if nbytes and self._posted.is_crowded(nbytes):
                 self.read_posted_answers()
-            channel = self._living()
+            channel = self._get_channel()
             try:
                 self._posted.add(PostedQuestion(op, self._send(channel, op, message, ()), keep, nbytes))
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
-    def count_hop(self, waited_ns: int, computed_ns: int) -> None:
-        """On a forward."""
-        self.hops += 1
-        self.hop_ns += max(0, waited_ns - computed_ns)
-        self.computed_ns += computed_ns
-
     def close(self) -> None:
-        """Any number of times, from any thread."""
+        """Close the connection and end the process, for good. May be called again, and on any thread."""
         self._closed = True
         for channel in (self._channel, self._opening):
             if channel is not None:
@@ -187,16 +190,16 @@ class Peer:
 
     @property
     def lender(self) -> Lender | None:
-        """Of memory that it sees."""
+        """The memory that the daemon can read, if it is connected and there is some."""
         return None if self._channel is None else self._channel.lender
 
     @property
     def has_ended(self) -> bool:
-        """Is the connection of no use, as far as can be seen without asking? On any thread."""
-        return not self._closed and ((channel := self._channel) is None or channel.ended)
+        """Is the connection lost, as far as that can be seen without a request? May be called on any thread."""
+        return not self._closed and ((channel := self._channel) is None or channel.has_ended)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._closed
 
     @property
@@ -205,20 +208,15 @@ class Peer:
         return self._lock
 
     def figures(self) -> Mapping[str, float]:
-        return {
-            "hops": self.hops,
-            "hop_seconds": self.hop_ns / 1e9,
-            "compute_seconds": self.computed_ns / 1e9,
-            "restarts": self.restarts,
-        }
+        return {**self.hops.build_figures(), "restarts": self.restarts}
 
-    def look(self) -> None:
-        """On the thread that asks, while nothing is asked: if it is gone, say so, and try to have it again."""
+    def check_connection(self) -> None:
+        """Report a lost connection and try to connect anew. Called on the asking thread, between requests."""
         with self._lock, suppress(RowsLost):
-            if self._channel is not None and self._channel.ended:
+            if self._channel is not None and self._channel.has_ended:
                 self.lose(ConnectionBroken("the other end has closed the connection"))
             if self._channel is None:
-                self._living()
+                self._get_channel()
 
     # --- how ---
 
@@ -238,37 +236,38 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._send(channel, op, message, tensors)
-        refused = self._posted.answers(channel, seconds)
+        refused = self._posted.read_answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
-        if refused:  # what came for this question is of rows that are not believed any more
+        # The daemon has answered with rows that lack a posted change, so the answer must not be used.
+        if refused:
             raise PostedRefused(refused)
         if is_failure(frame):
-            raise failure(channel, frame)
+            raise read_failure(channel, frame)
         try:
             return decode_message(frame.arguments, answer), frame
         except Unacceptable as error:
-            raise channel.broken(str(error)) from error
+            raise channel.abort(str(error)) from error
 
-    def _living(self) -> Channel:
-        """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""
+    def _get_channel(self) -> Channel:
+        """Return the connection, or a new one to a daemon that has no rows yet. Raises RowsLost."""
         if self._closed:
             raise RowsLost((), f"{self.dial.name} is closed")
         if self._channel is not None:
             return self._channel
-        if time.monotonic() < self._refused_until or self._told is None or not self.waits:
+        if time.monotonic() < self._refused_until or self._notify_loss is None or not self.waits:
             raise RowsLost((), f"{self.dial.name}: {self.error}")
         return self.reconnect()
 
     def reconnect(self) -> Channel:
-        """Connect anew, and set up all that was set up before. Other callers fail meanwhile. Raises RowsLost."""
+        """Connect anew and repeat proof and load. Raises RowsLost. Without `waits`, other calls fail meanwhile."""
         began = time.monotonic()
         try:
             channel = self._opening = self._open_connection()
-            self._again(channel)
+            self._set_up_again(channel)
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
             now = time.monotonic()
             self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
-            raise RowsLost((), self._disconnect(error)) from error  # what there was is lost already
+            raise RowsLost((), self._disconnect(error)) from error  # no rows: their loss is reported already
         self._channel = channel
         self._opening = None
         self.error = self.gone = ""
@@ -284,11 +283,11 @@ class Peer:
             ("configuration", facts.config, self.model.config),
         ):
             if theirs != ours:
-                raise channel.broken(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
+                raise channel.abort(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
         self.facts = facts
         return channel
 
-    def _again(self, channel: Channel) -> None:
+    def _set_up_again(self, channel: Channel) -> None:
         """Check that the new process computes as the last one did, and load the same there."""
         if self._proof is not None:
             asked, found = self._proof
@@ -313,7 +312,7 @@ class Peer:
         return loaded
 
     def lose(self, error: Exception) -> RowsLost:
-        """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
+        """Disconnect and return the error to raise. The listener has heard of the loss when this returns."""
         return self._rows_lost(self._disconnect(error))
 
     def _lose_rows(self, why: str) -> RowsLost:
@@ -323,9 +322,9 @@ class Peer:
         return self._rows_lost(f"shard {self.dial.name}: {why}")
 
     def _rows_lost(self, why: str) -> RowsLost:
-        if self._told is None:
+        if self._notify_loss is None:
             return RowsLost(map(SlotId, range(self.slots)), why)
-        self._told(why)
+        self._notify_loss(why)
         return RowsLost((), why)
 
     def _disconnect(self, error: Exception) -> str:

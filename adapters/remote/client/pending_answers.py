@@ -1,4 +1,4 @@
-"""What a daemon has been asked without waiting, in the order of its answers, and what is kept for it until then."""
+"""The requests whose answers have not been read yet, in order, and the memory that is kept for them until then."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
-from adapters.remote.protocol.channel import Channel, failure, is_failure
+from adapters.remote.protocol.channel import Channel, is_failure, read_failure
 from adapters.remote.protocol.messages import Op
 
-MOST_POSTED = 8  # at once: so few answers find room on the way while nobody reads them
-MOST_LENT = 32 << 20  # bytes of rows that it reads where they lie, at once: a few milliseconds
+MOST_POSTED = 8  # requests without a read answer: the buffers of the connection hold so few unread answers
+MOST_LENT = 32 << 20  # bytes of lent rows that a daemon is asked to copy before an answer is read: a few milliseconds
 
 
 class PostedRefused(Exception):
-    """Something that was asked without waiting was refused, and why."""
+    """A posted request was refused. The message says why."""
 
 
 @frozen(eq=False)
 class PostedQuestion:
-    """keep: is referred to until it is answered. nbytes: of rows in there that the daemon reads."""
+    """A posted request. keep: objects that are kept until its answer. nbytes: of lent rows that the daemon reads."""
 
     op: Op
     request: int
@@ -30,7 +30,7 @@ class PostedQuestion:
 
 @define(eq=False)
 class Posted:
-    """Of one connection; with the lock of whoever asks over it."""
+    """The posted requests of one connection. Used under the lock of its `Peer`."""
 
     _questions: deque[PostedQuestion] = field(factory=deque[PostedQuestion])
 
@@ -38,29 +38,29 @@ class Posted:
         self._questions.append(question)
 
     def is_crowded(self, nbytes: int) -> bool:
-        """Are answers to be read before another one is asked, of so many bytes?"""
+        """Must answers be read before another request is posted? nbytes: of lent rows in that request."""
         lent = sum(one.nbytes for one in self._questions)
         return len(self._questions) >= MOST_POSTED or (lent > 0 and lent + nbytes > MOST_LENT)
 
-    def answers(self, channel: Channel, seconds: float) -> str:
-        """Read all of them. Return why the first refused one was refused; empty if none was.
+    def read_answers(self, channel: Channel, seconds: float) -> str:
+        """Read all answers. Return why the first refused request was refused; empty if none was.
 
-        Raises ConnectionBroken, also where one has failed: nobody can say what that left. A refusal has changed nothing
-        there, so the process goes on; but rows here and there are not the same any more.
+        A refusal has changed nothing in the process, so it can go on, but its rows are no longer those that the server
+        expects. Raises ConnectionBroken, also for a request that failed, because its effects are unknown.
         """
         refused = ""
         while self._questions:
-            asked = self._questions[0]  # what is kept is kept meanwhile
+            asked = self._questions[0]  # stays in the queue, and keeps its memory, until it is answered
             frame = channel.answer(asked.op, asked.request, seconds)
             if is_failure(frame):
-                error = failure(channel, frame)
+                error = read_failure(channel, frame)
                 why = f"{asked.op.name.lower()}: {error}"
                 if not isinstance(error, ValueError):
-                    raise channel.broken(why)
+                    raise channel.abort(why)
                 refused = refused or why
             self._questions.popleft()
         return refused
 
     def clear(self) -> None:
-        """The connection has ended: nothing in there is read any more."""
+        """Forget all requests after the connection has ended."""
         self._questions.clear()

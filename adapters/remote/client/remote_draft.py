@@ -1,8 +1,10 @@
-"""A draft in another process. What it needs of the target is projected here and crosses with the next question, so a
-decode step is one exchange: rows to follow and slots that want proposals there, token ids back.
+"""A draft in another process, as the device executor uses it.
 
-Nothing that becomes of that process is anybody's failure: without it nothing is proposed, and a thread of its own has
-it started again. Which rows the one that is there has is known here, so of those of an earlier one nothing is believed.
+The target's hidden states are projected here. The projected rows (features) wait for the next request, so a decode step
+is one exchange: rows to follow and slots to propose for go there, token ids come back.
+
+A loss of that process fails no request. Without it nothing is proposed, and a thread starts it again. `RemoteDraftRows`
+knows which rows the present process has, so rows of an earlier process are never used.
 """
 
 from __future__ import annotations
@@ -45,15 +47,17 @@ from adapters.sequence_layout import RowSpec
 from effects.ports import RowsLost
 
 log = logging.getLogger("rekindle.shard")
-AHEAD_ROWS = 512  # that are followed with the next question, at most: of 8B parameters 4 MiB of features
-CLOSE_S = 5  # for whoever was about to have it again
+AHEAD_ROWS = 512  # rows that may wait for the next request: 4 MiB of features for a model with 8B parameters
+CLOSE_S = 5  # seconds that `close` waits for the thread that starts the process again
 GONE: DraftBytes = (0, 0, 0, 0)
 
 
 @define(eq=False)
 class RemoteDraft:
-    """Asked on the lane; what it says about itself, by anybody. digests: of the weights and of what its rows are, as
-    the other end must have them. projection: here, beside the target's last layers.
+    """A draft in another process. Its work is asked for on the lane. `state` and `memory` may be read on any thread.
+
+    digests: of the weights and of what defines the rows; the other end must have the same. projection: of the target's
+    hidden states, on the device of the target's last layers.
     """
 
     peer: Peer
@@ -66,15 +70,15 @@ class RemoteDraft:
     _memory: DraftBytes = field(init=False)
     _there: bool = True
     _wanted: Literal["loaded", "parked", "released"] = "loaded"
-    _told: Callable[[bool], object] = lambda _: None
-    _ahead: list[tuple[FollowedRows, Tensor]] = field(factory=list)  # their features, on the host
+    _notify_presence: Callable[[bool], object] = lambda _: None
+    _ahead: list[tuple[FollowedRows, Tensor]] = field(factory=list)  # rows that were not sent yet, with their features
     _moving: threading.Lock = field(factory=threading.Lock)
     _returning: threading.Thread | None = None
     _ended: threading.Event = field(factory=threading.Event)
 
     def __attrs_post_init__(self) -> None:
-        """Raises ValueError for another draft than what was asked for, RowsLost, or what loading failed with."""
-        self._loaded = loaded = self.peer.load_draft(self.asked)
+        """Load the draft there. Raises ValueError if it has another draft, RowsLost, or the daemon's failure."""
+        self._loaded = loaded = self.peer.load(self.asked, DraftReady)
         if (loaded.weights, loaded.facts) != self.digests:
             raise ValueError(f"{self.place} has another draft than this one")
         rows = loaded.rows
@@ -111,49 +115,52 @@ class RemoteDraft:
     def state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
-    def set_presence_listener(self, told: Callable[[bool], object]) -> None:
-        """From now on this hears when it is gone, and when it is there again. From any thread."""
-        self._told = told
+    def set_presence_listener(self, listener: Callable[[bool], object]) -> None:
+        """Call `listener` with False when the process is lost and with True when it is back, on any thread."""
+        self._notify_presence = listener
 
     # --- rounds ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
-        """With the next question, or at once where much is to be said already."""
+        """Let the draft follow rows of the target: with the next request, or at once if many rows wait."""
         if self.state != "loaded":
             return
         features = self.projection.project(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
         self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
-        for one in step.segments:
-            self._hold(one.slot, one.start, one.start + one.count)
-        if len(self._ahead) == MOST_FOLLOWED or sum(len(one.tokens) for one, _ in self._ahead) >= AHEAD_ROWS:
+        for segment in step.segments:
+            self._hold(segment.slot, segment.start, segment.start + segment.count)
+        if len(self._ahead) == MOST_FOLLOWED or sum(len(rows.tokens) for rows, _ in self._ahead) >= AHEAD_ROWS:
             self.round(())
 
     def round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
-        """What may follow; None where that cannot be known, for it is gone. Raises torch.OutOfMemoryError."""
+        """Send the waiting rows and return the proposals for each request.
+
+        Returns None without a process, if it refused, or if there was nothing to send. Raises torch.OutOfMemoryError.
+        """
         ahead = self._ahead
         self._ahead = []
         if not self._there or not (ahead or asked):
             return None
         features = {"features": torch.cat([own for _, own in ahead])} if ahead else {}
-        message = DraftRound(tuple(one for one, _ in ahead), tuple(asked), describe_tensors(features))
+        message = DraftRound(tuple(rows for rows, _ in ahead), tuple(asked), describe_tensors(features))
         began = time.perf_counter_ns()
         try:
             done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
         except (torch.OutOfMemoryError, ValueError) as error:
-            self.rows.forget()  # who knows which of them it has followed
+            self.rows.forget()  # it is unknown which of the rows it has followed
             if isinstance(error, ValueError):
                 return None
             raise
         except RowsLost:
             return None
-        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        self.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return [Tree(tree.tokens, tree.parents) for tree in done.trees]
 
     # --- rows ---
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
-        """As far as it has them; nobody counts on more."""
+        """Copy rows of one slot to another, if the process has all of them. Otherwise the draft lacks them there."""
         if not self.rows.has_rows(source, start, stop):
             return
         try:
@@ -186,7 +193,7 @@ class RemoteDraft:
         self._flush()
         with self._moving:
             self._wanted = where
-            with suppress(OSError):  # refused: they stay where they are, and are fetched from there
+            with suppress(OSError):  # refused: the weights stay where they are, and `load_back` finds them there
                 moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
         moved += self.projection.offload()
         if where == "released":
@@ -194,7 +201,10 @@ class RemoteDraft:
         return moved
 
     def load_back(self) -> int:
-        """Raises torch.OutOfMemoryError, and OSError where it is not there."""
+        """Bring the weights back and return the moved bytes.
+
+        Raises torch.OutOfMemoryError, and OSError if the process is gone.
+        """
         self._check()
         if self._wanted == "loaded":
             return 0
@@ -214,7 +224,10 @@ class RemoteDraft:
             raise OSError(f"{self.place}: {self.peer.error}")
 
     def _move(self, op: Op, message: WireMessage) -> int:
-        """Bytes. What is gone has nothing to move: there it is wanted so when it comes back."""
+        """Ask for weights to be moved, and return the bytes. A process that is lost moves its weights when it is back.
+
+        Raises OSError if it refuses.
+        """
         if not self._there:
             return 0
         try:
@@ -227,7 +240,7 @@ class RemoteDraft:
         return done.bytes
 
     def memory(self) -> Mapping[str, int]:
-        """Of both ends. Asked from other threads, too."""
+        """Return the bytes of both ends: the other process and the projection here. May be called on any thread."""
         weights, host, rows, buffers = self._memory if self._there else GONE
         here = self.projection.memory()
         return {
@@ -245,11 +258,11 @@ class RemoteDraft:
 
     @property
     def returning(self) -> bool:
-        """Is somebody about to have it again?"""
+        """Is a thread about to start the process again?"""
         return self._returning is not None and self._returning.is_alive()
 
     def wait(self, seconds: float) -> None:
-        """Until it is there again, if that is so."""
+        """Wait for the thread that starts the process again, if there is one."""
         if self._returning is not None:
             self._returning.join(seconds)
 
@@ -258,7 +271,10 @@ class RemoteDraft:
     def _ask(
         self, op: Op, message: WireMessage, kind: type[T], tensors: NamedTensors | None = None, *, seconds: float = 0
     ) -> T:
-        """Raises RowsLost, torch.OutOfMemoryError, and ValueError for what it refuses, which has changed nothing."""
+        """Send a request and return the answer.
+
+        Raises RowsLost, torch.OutOfMemoryError, or ValueError for a refusal, which has changed nothing there.
+        """
         try:
             return self.peer.ask(op, message, kind, [*(tensors or {}).values()], seconds=seconds)[0]
         except torch.OutOfMemoryError:
@@ -272,7 +288,7 @@ class RemoteDraft:
     # --- losing it ---
 
     def _on_lost(self, why: str) -> None:
-        """By whoever asked it. Nobody waits for it to come back."""
+        """Forget all rows and start the process again on a thread of its own. Called by `Peer` on the asking thread."""
         was = self._there
         self._there = False
         self._ahead.clear()
@@ -280,12 +296,15 @@ class RemoteDraft:
         if not was or self._ended.is_set():
             return
         log.warning("the draft is lost, and nothing is proposed until it is back: %s", why)
-        self._told(False)
+        self._notify_presence(False)
         self._returning = threading.Thread(target=self._return, name="draft-return", daemon=True)
         self._returning.start()
 
     def _return(self) -> None:
-        """On a thread of its own: started, loaded and where it is wanted; then it counts."""
+        """Start the process, load the draft, move its weights where they are wanted, then use it again.
+
+        Runs on a thread of its own.
+        """
         while not self._ended.is_set():
             try:
                 self.peer.reconnect()
@@ -298,5 +317,5 @@ class RemoteDraft:
                 log.debug("the draft is not back yet: %s", error)
                 self._ended.wait(self.peer.pause_s)
             else:
-                self._told(True)
+                self._notify_presence(True)
                 return

@@ -13,7 +13,8 @@ from adapters.models.decoder.shard import NamedTensors
 from adapters.remote.client.crossing import ask_tensors, describe_sent, describe_specs
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.channel import ConnectionBroken
-from adapters.remote.protocol.messages import Exported, ImportRows, Nothing, Op, RowSpan, T, WireMessage
+from adapters.remote.protocol.messages import Exported, Nothing, Op, T, WireMessage
+from adapters.remote.protocol.slot_messages import ImportRows, RowSpan
 from adapters.sequence_layout import RowSpec
 from effects.ids import Span
 from effects.ports import RowsLost

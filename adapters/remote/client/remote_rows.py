@@ -13,18 +13,8 @@ from torch import Tensor
 from adapters.models.decoder.shard import NamedTensors
 from adapters.remote.client.crossing import ask_tensors, describe_sent, describe_specs, import_rows, import_runs
 from adapters.remote.client.peer import Peer
-from adapters.remote.protocol.messages import (
-    CopyRows,
-    CopyState,
-    Exported,
-    ImportState,
-    Nothing,
-    OneSlot,
-    Op,
-    RowSpan,
-    SlotPlace,
-    WireMessage,
-)
+from adapters.remote.protocol.messages import Exported, Nothing, Op, WireMessage
+from adapters.remote.protocol.slot_messages import CopyRows, CopyState, ImportState, OneSlot, RowSpan, SlotPlace
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 

@@ -1,7 +1,7 @@
-"""A drafter in another process: a prompt's tokens cross once, and its scores when it is through all layers there.
+"""A prompt scorer in another process: the tokens of a prompt cross once, and its scores when all layers are done there.
 
-What becomes of that process is a drafter's failure, as any: the prompt is served as it is. The process is had again by
-whoever next wants something scored.
+A loss of that process is a failure of the scorer, so the prompt is served uncompressed. The next prompt that is to be
+scored starts the process again.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from adapters.remote.protocol.load_request import SHARED
 from adapters.remote.protocol.messages import Described, Nothing, Op, T, Unacceptable, WireMessage
 from adapters.remote.protocol.payload_tensors import describe_tensors, unpack_tensors
 from adapters.remote.protocol.peer_expectation import Deadlines
-from adapters.remote.protocol.scorer_messages import DrafterReady, DropScoring, LoadDrafter, PromptAdvanced, ScorePrompt
+from adapters.remote.protocol.scorer_messages import DropScoring, LoadScorer, PromptAdvanced, ScorePrompt, ScorerReady
 from effects.ports import RowsLost
 
-DRAFTER_DEADLINES = Deadlines(step=60)  # a chunk through all layers of a small model, on few cores
+DRAFTER_DEADLINES = Deadlines(step=60)  # seconds for a chunk through all layers of a small model on few cores
 
 
-def build_scorer_request(most: int, *, fast: bool) -> LoadDrafter:
-    """What crosses at once: a prompt's tokens, or its scores."""
+def build_scorer_request(most: int, *, fast: bool) -> LoadScorer:
+    """Return the request to load a scorer. At most the tokens of a prompt, or its scores, cross at once.
+
+    most: tokens of a prompt.
+    """
     limit = 4 * most + MOST_PAYLOAD
     room = min(SHARED, limit)
-    return LoadDrafter(most, fast, limit, (room, room))
+    return LoadScorer(most, fast, limit, (room, room))
 
 
 @define(eq=False)
 class RemoteWeights:
-    """Of the drafter, in its process. Asked on the lane; what they say of themselves, by anybody.
+    """The weights of a scorer in its process. They are moved on the lane. Their sizes may be read on any thread.
 
-    loaded: they are to be there. In which of the process's lives they were fetched is known, so that those of another
-    one are fetched again before anything is scored with them.
+    loaded: True if they should be on the device, else None. lives: processes that were lost so far. Weights that were
+    fetched in an earlier process are fetched again before a prompt is scored.
     """
 
     peer: Peer
@@ -50,9 +53,9 @@ class RemoteWeights:
     _memory: DraftBytes = (0, 0, 0, 0)
 
     def __attrs_post_init__(self) -> None:
-        self.peer.set_loss_listener(self._lost)
+        self.peer.set_loss_listener(self._on_lost)
 
-    def _lost(self, _: str) -> None:
+    def _on_lost(self, _: str) -> None:
         self.lives += 1
         self._memory = (0, 0, 0, 0)
 
@@ -65,15 +68,15 @@ class RemoteWeights:
         return self._memory[1]
 
     def load_back(self) -> int:
-        """Raises OSError where it cannot be had, and torch.OutOfMemoryError."""
+        """Bring the weights to the device and return their bytes. Raises OSError or torch.OutOfMemoryError."""
         done = self.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved, seconds=self.peer.deadlines.load)
         self.loaded = True
         self._fetched = self.lives
         self._memory = done.memory
         return done.bytes
 
-    def there(self) -> None:
-        """Also where the process is another one than had them. As `load_back`."""
+    def ensure_loaded(self) -> None:
+        """Bring the weights to the device if the present process does not have them. Raises as `load_back` does."""
         if self._fetched != self.lives:
             self.load_back()
 
@@ -90,13 +93,13 @@ class RemoteWeights:
                 self._memory = self.ask(Op.SEND_DRAFT_AWAY, SendAway(keep), DraftMoved).memory
 
     def ask(self, op: Op, message: WireMessage, kind: type[T], *, seconds: float = 0) -> T:
-        """Raises OSError for whatever it fails with, but for torch.OutOfMemoryError."""
-        return self.asked(op, message, kind, {}, seconds=seconds)[0]
+        """Send a request and return the answer. Every failure raises OSError or torch.OutOfMemoryError."""
+        return self.ask_tensors(op, message, kind, {}, seconds=seconds)[0]
 
-    def asked(
+    def ask_tensors(
         self, op: Op, message: WireMessage, kind: type[T], tensors: dict[str, torch.Tensor], *, seconds: float = 0
     ) -> tuple[T, dict[str, torch.Tensor]]:
-        """And copies of the tensors that came."""
+        """Send a request with tensors. Return the answer and copies of its tensors. Raises as `ask` does."""
         with self.peer.lock:
             try:
                 done, frame = self.peer.ask(op, message, kind, list(tensors.values()), seconds=seconds)
@@ -107,31 +110,31 @@ class RemoteWeights:
             except ValueError as error:  # refused: nothing has changed there
                 raise OSError(f"{self.peer.dial.name} has refused {op.name.lower()}: {error}") from error
             except RuntimeError as error:
-                raise self.useless(f"{op.name.lower()}: {error}") from error
+                raise self.give_up(f"{op.name.lower()}: {error}") from error
             try:
                 found = unpack_tensors(getattr(done, "tensors", ()), frame.payload)
             except Unacceptable as error:
-                raise self.useless(f"{op.name.lower()}: {error}") from error
+                raise self.give_up(f"{op.name.lower()}: {error}") from error
             return done, {name: tensor.clone() for name, tensor in found.views().items()}
 
-    def useless(self, why: str) -> ConnectionError:
-        """What it says is of no use any more."""
+    def give_up(self, why: str) -> ConnectionError:
+        """Disconnect, because an answer cannot be used, and return the error to raise."""
         return ConnectionError(str(self.peer.lose(ConnectionBroken(why))))
 
 
 @define(eq=False)
 class RemoteScorer:
-    """As `adapters.models.decoder.scorer.Scorer` has it."""
+    """A scorer in another process, with the interface of `adapters.models.decoder.scorer.Scorer`."""
 
     peer: Peer
-    asked: LoadDrafter
+    asked: LoadScorer
     weights: RemoteWeights = field(init=False)
-    _ready: DrafterReady = field(init=False)
+    _ready: ScorerReady = field(init=False)
     _numbers: count[int] = field(init=False, factory=count)
 
     def __attrs_post_init__(self) -> None:
-        """Raises RowsLost, or what loading failed with."""
-        self._ready = self.peer.load_drafter(self.asked)
+        """Load the scorer there. Raises RowsLost, or the daemon's failure."""
+        self._ready = self.peer.load(self.asked, ScorerReady)
         self.weights = RemoteWeights(self.peer)
 
     @property
@@ -139,20 +142,20 @@ class RemoteScorer:
         return self._ready.chunk
 
     def begin(self, tokens: tuple[int, ...]) -> RemoteScoring:
-        """Raises OSError, and torch.OutOfMemoryError."""
-        self.weights.there()
+        """Begin to score a prompt. Raises OSError or torch.OutOfMemoryError."""
+        self.weights.ensure_loaded()
         return RemoteScoring(self.weights, next(self._numbers) % (1 << 31), tokens, self.weights.lives)
 
 
 @define(eq=False)
 class RemoteScoring:
-    """One prompt. life: of the process that has what is done of it."""
+    """One prompt. life: `RemoteWeights.lives` of the process that has its state. nbytes: that it holds there."""
 
     weights: RemoteWeights
     number: int
     tokens: tuple[int, ...]
     life: int
-    nbytes: int = 0  # there
+    nbytes: int = 0
     _begun: bool = False
     _scores: list[float] | None = None
 
@@ -161,23 +164,23 @@ class RemoteScoring:
         return self._scores is not None
 
     def advance(self) -> None:
-        """Raises OSError where the process that began it is gone, and torch.OutOfMemoryError."""
+        """Score further. Raises OSError, also if the process that began is gone, or torch.OutOfMemoryError."""
         if self.life != self.weights.lives:
             raise ConnectionError(f"the process that was scoring the prompt is gone: {self.weights.peer.error}")
         tokens = {} if self._begun else {"tokens": torch.tensor(self.tokens, dtype=torch.int32)}
         self._begun = True
         message = ScorePrompt(self.number, describe_tensors(tokens))
         began = time.perf_counter_ns()
-        done, found = self.weights.asked(Op.SCORE, message, PromptAdvanced, tokens)
-        self.weights.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        done, found = self.weights.ask_tensors(Op.SCORE, message, PromptAdvanced, tokens)
+        self.weights.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self.nbytes = done.held
         if found:
             if done.tensors != (Described("scores", "F32", (len(self.tokens),)),):
-                raise self.weights.useless("it answered with other scores than were asked for")
+                raise self.weights.give_up("it answered with other scores than were asked for")
             self._scores = found["scores"].tolist()
 
     def scores(self) -> list[float]:
-        assert self._scores is not None, "the prompt is on its way"
+        assert self._scores is not None, "the prompt is not complete"
         return self._scores
 
     def drop(self) -> None:

@@ -1,8 +1,7 @@
-"""Layers in another process, as a shard: what is asked here is asked there, and names, numbers and rows are all that
-crosses.
+"""Layers in another process, as a shard: every operation is a request to the daemon that has them.
 
-A decode step is one question. Logits come with the forward they are of, and what stays of the step is told without
-waiting for an answer.
+A decode step is one exchange. Its logits come with the answer to the forward, and the commit is posted without waiting
+for an answer.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from adapters.remote.protocol.messages import (
     Element,
     Forwarded,
     Having,
+    Loaded,
     LoadLayers,
     Op,
     Settle,
@@ -41,7 +41,7 @@ from effects.ports import RowsLost
 
 
 class Ends(Protocol):
-    """Embedding and head of the whole model, in this process: for a draft, which shares them with its target."""
+    """The embedding and the head of the whole model in this process, for a draft that shares them with its target."""
 
     @property
     def embedding(self) -> Tensor: ...
@@ -51,14 +51,16 @@ class Ends(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of those that were asked for so far."""
+        """The bytes of those that were read so far."""
         ...
 
 
 @define(eq=False)
 class StepBuffers:
-    """Of one bucket, in this process, and their bytes by the names they cross with. fresh: the logits are those of the
-    hidden states. expected: what steps are answered with, by their rows, and whether they are `rows_only`.
+    """The results of forwards of one bucket, in this process.
+
+    fresh: the logits belong to the hidden states. bytes: the memory of each tensor, by its name in messages. expected:
+    the tensors of an answer, by the rows of the step and by `rows_only`.
     """
 
     hidden: Tensor
@@ -94,7 +96,7 @@ class RemoteShard:
     _buffers: dict[int, StepBuffers] = field(factory=dict[int, StepBuffers])
 
     def __attrs_post_init__(self) -> None:
-        loaded = self.peer.load(self.asked)
+        loaded = self.peer.load(self.asked, Loaded)
         self._memory = loaded.memory
         self._dtype_name = loaded.dtype
         self.spec = ShardSpec(
@@ -156,7 +158,10 @@ class RemoteShard:
 
     @contextmanager
     def settling(self, step: Step) -> Iterator[None]:
-        """Only where a forward settles something: told there, and that it has gone well, or has not."""
+        """Tell the daemon that a forward settles positional state, and afterwards whether all shards have done so.
+
+        Nothing is sent for steps that settle nothing.
+        """
         if not (step.rows_only and self.states.specs):
             yield
             return
@@ -164,23 +169,23 @@ class RemoteShard:
         try:
             yield
         except RowsLost:
-            raise  # nothing is believed any more, here or there
+            raise  # all rows and states are lost anyway, so there is nothing to restore
         except BaseException:
             self.peer.post(Op.SETTLED, StepSettled(True))
             raise
         self.peer.post(Op.SETTLED, StepSettled(False))
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        """One that fails is told with whatever is asked next, as a loss of all rows."""
+        """Keep rows of a step. The request is posted; if it fails, the next request raises a loss of all rows."""
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         self.peer.post(Op.COMMIT, Commit(encode_step(step), tuple(kept)))
 
     def synchronize(self) -> None:
-        """Every answer has been waited for, but for those of commits and of rows that are put where they go."""
+        """Do nothing: every answer was waited for. Only posted requests may still be carried out, before later ones."""
 
     def _describe_answer(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
-        """In the order that the daemon names them in."""
+        """Return the tensors of the answer to a forward, in the order of `ServedLayers.forward`."""
         asked = step.rows, step.rows_only
         if (known := buffers.expected.get(asked)) is not None:
             return known
@@ -198,7 +203,7 @@ class RemoteShard:
         began = time.perf_counter_ns()
         message = messages.RunStep(encode_step(step), describe_tensors(given))
         done, found = ask_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
-        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
+        self.peer.hops.add(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return found
 
@@ -221,7 +226,7 @@ class RemoteShard:
     # --- memory ---
 
     def memory(self) -> Mapping[str, int]:
-        """As it was told last, and what is here of it. Asked from other threads, too."""
+        """Return the daemon's last report plus the buffers here. May be called on any thread."""
         weights, kv, buffers = self._memory
         for own in tuple(self._buffers.values()):
             buffers += own.hidden.nbytes + sum(one.nbytes for one in own.aux_hidden_states.values())

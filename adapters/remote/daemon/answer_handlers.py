@@ -1,4 +1,4 @@
-"""What a daemon answers, and whom it asks for that."""
+"""The interfaces between a daemon and the thing that it serves: layers, a draft or a prompt scorer."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from adapters.remote.protocol.messages import Op, WireMessage
 
 
 @define(eq=False)
-class Answering:
-    """What an op came to, and its tensors."""
+class OpAnswer:
+    """The answer to a request: a message, and the tensors that it describes, in order."""
 
     message: WireMessage
     tensors: Mapping[str, Tensor] = field(factory=dict[str, Tensor])
 
 
-# A method of whatever has the op: it is given the arguments and the bytes of the tensors.
-Work: TypeAlias = Callable[..., Answering]
+# Carries out one op. Its arguments are the object that has the op, the request, and the tensors of the request.
+Work: TypeAlias = Callable[..., OpAnswer]
 Ops: TypeAlias = Mapping[Op, tuple[type[Any], Work]]
 
 
 class Answerer(Protocol):
-    """What a daemon has for its server: layers of a target, a draft or a drafter."""
+    """The thing that a daemon has loaded: layers of a target, a draft or a prompt scorer."""
 
     ops: ClassVar[Ops]
 
     @property
     def device(self) -> torch.device: ...
 
-    def loaded(self, *, shared: bool) -> WireMessage:
-        """What it says of itself."""
+    def describe_loaded(self, *, shared: bool) -> WireMessage:
+        """Return the answer to the request that loaded it. shared: shared memory is in use."""
         ...
 
     def close(self) -> None: ...

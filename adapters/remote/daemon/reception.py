@@ -1,7 +1,10 @@
-"""Whoever reaches a daemon's port: hellos are heard beside each other, and apart from the server that is served.
+"""The port of a daemon: handshakes with any number of connections, parallel to the server that is being served.
 
-A stranger holds one thread for `HELLO_S` at most. Of many, the oldest goes first, so however many connections say
-nothing, a server that knows the secret is through before they have made it the oldest.
+Each connection has a thread of its own until it has proven that it knows the secret, for `HELLO_S` at most. If there
+are too many, the oldest is closed. So silent connections cannot keep out a server that knows the secret: its handshake
+is done before it has become the oldest.
+
+A server that has proven itself waits in a queue until the server before it has left, for `TURN_S` at most.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from adapters.remote.protocol.keepalive import kept_alive
 from adapters.remote.protocol.messages import Op
 
 log = logging.getLogger("rekindle.shard")
-MOST_HELLOS = 64  # at once: a thread and 0.1 MB each
-TURN_S = 15.0  # for the server that is served to leave: it drains for 10 s unless told otherwise
-PAUSE_S = 0.1  # where there is no descriptor for one more connection
+MOST_HELLOS = 64  # handshakes at once: each takes a thread and 0.1 MB
+TURN_S = 15.0  # seconds for the present server to leave: by default it drains for 10 s
+PAUSE_S = 0.1  # seconds until the next try when there is no descriptor for one more connection
 
 
 @define(eq=False)
 class WaitingServer:
-    """A server that has proven to know the secret and waits for its turn, which it is given once or refused once."""
+    """A server that has proven to know the secret and waits for its turn. It is either served or refused, once."""
 
     channel: Channel
     proven: ProvenServer
@@ -36,7 +39,7 @@ class WaitingServer:
     _taken: threading.Event = field(factory=threading.Event)
 
     def claim(self) -> bool:
-        """Is it still undecided what becomes of it? Whoever asks first decides."""
+        """Claim the decision whether it is served or refused. Only the first call returns True."""
         with self._lock:
             first = not self._settled
             self._settled = True
@@ -44,13 +47,16 @@ class WaitingServer:
         return first
 
     def wait(self, seconds: float) -> bool:
-        """Did its turn come?"""
+        """Wait until the decision is claimed. Return whether that happened in time."""
         return self._taken.wait(seconds)
 
 
 @define(eq=False)
 class Reception:
-    """`next` gives one server after the other. hello_s, turn_s: seconds that a hello and the wait for a turn take."""
+    """Accepts connections; `next` returns one server after the other.
+
+    hello_s, turn_s: the most seconds of a handshake and of the wait for a turn.
+    """
 
     listening: socket.socket
     secret: bytes
@@ -66,17 +72,17 @@ class Reception:
         threading.Thread(target=self._accept, name="shard-reception", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more, and let go of strangers."""
+        """Accept no more connections, and close those that have not proven anything."""
         self._closing.set()
         with suppress(OSError):
-            self.listening.shutdown(socket.SHUT_RDWR)  # whoever waits in `accept` wakes up
+            self.listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in `accept`
         self.listening.close()
         with self._lock:
             for channel in self._strangers:
                 channel.close()
 
     def next(self) -> WaitingServer:
-        """Wait for a server that knows the secret; its turn has come."""
+        """Wait for the next server that knows the secret, and claim it."""
         while True:
             server = self._queue.get()
             if server.claim():
@@ -100,7 +106,7 @@ class Reception:
             threading.Thread(target=self._hear, args=(channel,), name="shard-hello", daemon=True).start()
 
     def _admit(self, channel: Channel) -> None:
-        """Make room for one more."""
+        """Add a connection, and close the oldest one if there are too many."""
         with self._lock:
             if len(self._strangers) >= MOST_HELLOS:
                 oldest = next(iter(self._strangers))
@@ -109,7 +115,7 @@ class Reception:
             self._strangers[channel] = None
 
     def _hear(self, channel: Channel) -> None:
-        """On a thread of the connection's own."""
+        """Carry out the handshake and the wait for a turn. Runs on the connection's own thread."""
         try:
             proven = challenge(channel, self.secret, self.hello_s)
         except ConnectionBroken as error:

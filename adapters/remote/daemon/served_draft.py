@@ -1,4 +1,4 @@
-"""The other end, where it has a draft: rows are followed and proposals picked here, and token ids are what returns."""
+"""A draft in a daemon: it follows rows of the target, picks proposals, and returns their token ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapters.device.sampling.sampler import Sampler
 from adapters.device.speculation.drafting import ProposalPicker, ProposalRequest
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
 from adapters.models.kernels.step import Step
-from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.draft_messages import (
     AskedProposals,
     CopyContext,
@@ -28,39 +28,34 @@ from adapters.remote.protocol.draft_messages import (
     SendAway,
 )
 from adapters.remote.protocol.lent_memory import LentTensors
-from adapters.remote.protocol.messages import (
-    Described,
-    Exported,
-    HeldRows,
-    ImportRows,
-    Nothing,
-    Op,
-    RowSpan,
-    Unacceptable,
-    step_of,
-)
+from adapters.remote.protocol.messages import Described, Exported, HeldRows, Nothing, Op, Unacceptable, decode_step
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
+from adapters.remote.protocol.slot_messages import ImportRows, RowSpan
 from adapters.sequence_layout import dtype_name
 from effects.job import Sampling
 
 
 @define(eq=False)
 class ServedDraft:
-    """vocab: of the target. nodes: of trees; 0: chains. weights, facts: digests of what it is."""
+    """A draft that a daemon serves.
+
+    vocab: of the target. nodes: of a proposed tree; 0 for chains. weights, facts: digests of its weights and of what
+    defines its rows.
+    """
 
     draft: CachedDraft[Any]
     vocab: int
     nodes: int
     weights: str
     facts: str
-    _told: DraftBytes | None = None
+    _reported: DraftBytes | None = None  # the last sizes that were sent to the server
     ops: ClassVar[Ops]
 
     @property
     def device(self) -> torch.device:
         return self.draft.device
 
-    def loaded(self, *, shared: bool) -> DraftReady:
+    def describe_loaded(self, *, shared: bool) -> DraftReady:
         rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
         own = self.weights, self.facts, self.draft.identity, self.draft.can_branch
@@ -71,21 +66,21 @@ class ServedDraft:
 
     def _memory(self) -> DraftBytes:
         held = self.draft.memory()
-        self._told = held["weights"], held["host"], held["kv"], held["buffers"]
-        return self._told
+        self._reported = held["weights"], held["host"], held["kv"], held["buffers"]
+        return self._reported
 
     # --- rounds ---
 
-    def round(self, asked: DraftRound, given: TensorBytes) -> Answering:
+    def round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
         if self.draft.state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.state}")
         began = time.perf_counter_ns()
-        told = self._told
+        reported = self._reported
         self._follow(asked.follow, given)
         trees = self._propose_trees(asked.asked) if asked.asked else ()
         memory = self._memory()
         took = time.perf_counter_ns() - began
-        return Answering(DraftProposed(took, tuple(trees), None if memory == told else memory))
+        return OpAnswer(DraftProposed(took, tuple(trees), None if memory == reported else memory))
 
     def _follow(self, follow: Sequence[FollowedRows], given: TensorBytes) -> None:
         rows = sum(len(one.tokens) for one in follow)
@@ -100,42 +95,42 @@ class ServedDraft:
 
     def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
         nodes = self.nodes if self.draft.can_branch else 0
-        said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
-        asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
-        self.draft.propose(asks, said)
-        return (ProposedTree(tree.tokens, tree.parents) for tree in said.trees())
+        picker = ProposalPicker([self._following(ask) for ask in asked], nodes, self.draft.block)
+        blocks = [BlockRequest(ask.slot, ask.first, ask.position, ask.token, ask.count) for ask in asked]
+        self.draft.propose(blocks, picker)
+        return (ProposedTree(tree.tokens, tree.parents) for tree in picker.trees())
 
     def _following(self, asked: AskedProposals) -> ProposalRequest:
-        """With a sampler that is the server's own as far as it is known here."""
+        """Return the request with a sampler of the server's settings, without those that do not cross."""
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, seed=asked.seed)
         sampler = Sampler(sampling, (), self.vocab, self.device)
         return ProposalRequest(sampler, asked.position, asked.token, asked.most, frozenset(asked.stops))
 
     # --- rows and weights ---
 
-    def copy(self, asked: CopyContext, _: TensorBytes) -> Answering:
+    def copy(self, asked: CopyContext, _: TensorBytes) -> OpAnswer:
         self.draft.copy_rows(asked.slot, asked.target, asked.start, asked.stop)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> OpAnswer:
         found = self.draft.rows.export(asked.slot, asked.start, asked.stop)
-        return Answering(Exported(describe_tensors(found)), found)
+        return OpAnswer(Exported(describe_tensors(found)), found)
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> OpAnswer:
         self.draft.rows.import_(asked.slot, asked.start, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
+    def fetch(self, _: Nothing, __: TensorBytes) -> OpAnswer:
         moved = self.draft.load_back()
-        return Answering(DraftMoved(moved, self._memory()))
+        return OpAnswer(DraftMoved(moved, self._memory()))
 
-    def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
+    def send_away(self, asked: SendAway, _: TensorBytes) -> OpAnswer:
         held = self.draft.memory()["weights"]
         if asked.keep:
             self.draft.offload()
         else:
             self.draft.release()
-        return Answering(DraftMoved(held, self._memory()))
+        return OpAnswer(DraftMoved(held, self._memory()))
 
 
 ServedDraft.ops = {
@@ -150,7 +145,7 @@ ServedDraft.ops = {
 
 def _steps(follow: Sequence[FollowedRows], vocab: int) -> Iterator[tuple[Step, Tensor]]:
     for one in follow:
-        step = step_of(one.step)
+        step = decode_step(one.step)
         if step.rows != len(one.tokens) or max(one.tokens, default=0) >= vocab:
             raise Unacceptable(f"{len(one.tokens)} tokens for {step.rows} rows, or one that the model does not have")
         yield step, torch.tensor(one.tokens)

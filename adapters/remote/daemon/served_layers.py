@@ -1,4 +1,4 @@
-"""The other end, where it has layers of a target: what is asked of them, asked of a `Shard` here."""
+"""Layers of a target in a daemon: every request is checked and then carried out by a `Shard` in this process."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from torch import Tensor
 from adapters.models.decoder.host_copy import Integers, bits
 from adapters.models.decoder.shard import NamedTensors, Shard
 from adapters.models.kernels.step import Step
-from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.lent_memory import LentTensors
 from adapters.remote.protocol.messages import (
     Commit,
-    CopyRows,
-    CopyState,
     Described,
     Exported,
     Forwarded,
     HeldRows,
-    ImportRows,
-    ImportRuns,
-    ImportState,
     LentRun,
     Loaded,
     Nothing,
-    OneSlot,
     Op,
-    RowSpan,
     RunStep,
     Settle,
-    SlotPlace,
     StepSettled,
     Unacceptable,
-    step_of,
+    decode_step,
     with_logits,
 )
 from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
+from adapters.remote.protocol.slot_messages import (
+    CopyRows,
+    CopyState,
+    ImportRows,
+    ImportRuns,
+    ImportState,
+    OneSlot,
+    RowSpan,
+    SlotPlace,
+)
 from adapters.sequence_layout import dtype_name, torch_dtype
 
 
 @define(eq=False)
 class ServedLayers:
-    """layers, hidden_size: of the whole model."""
+    """Layers that a daemon serves. layers, hidden_size: of the whole model."""
 
     shard: Shard
     layers: int
@@ -61,7 +63,7 @@ class ServedLayers:
     def device(self) -> torch.device:
         return self.shard.spec.device
 
-    def loaded(self, *, shared: bool) -> Loaded:
+    def describe_loaded(self, *, shared: bool) -> Loaded:
         shard = self.shard
         rows = self.shard.rows.spec
         return Loaded(
@@ -89,10 +91,10 @@ class ServedLayers:
 
     # --- steps ---
 
-    def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
-        """Logits come with the hidden states they are of: they will be asked for."""
+    def forward(self, asked: RunStep, given: TensorBytes) -> OpAnswer:
+        """Run a step. The logits of a decode step come with its hidden states, because they are needed next."""
         shard = self.shard
-        step = self._step(step_of(asked.step))
+        step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
         left = shard.forward(step, self._input(step, given) if shard.spec.layers.start else self._tokens(step, given))
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
@@ -103,28 +105,28 @@ class ServedLayers:
         shard.synchronize()
         return self._answer_step(step, found, began)
 
-    def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
+    def logits(self, asked: RunStep, given: TensorBytes) -> OpAnswer:
         if not self._last:
             raise Unacceptable("these layers have no head")
-        step = self._step(step_of(asked.step))
+        step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
         return self._answer_step(
             step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
         )
 
-    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
+    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> OpAnswer:
         took = time.perf_counter_ns() - began
         shape = (step.bucket, step.rows_only, step.branches)
         changed = shape not in self._seen  # buffers are made when they are first used
         self._seen.add(shape)
-        return Answering(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
+        return OpAnswer(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
 
     @property
     def _last(self) -> bool:
         return self.shard.spec.layers.stop == self.layers
 
     def _step(self, step: Step) -> Step:
-        """As far as no shard checks it: there is room for what is counted."""
+        """Check what a shard does not check itself: the bucket, the number of rows and the slots."""
         if step.bucket not in self.shard.spec.buckets or not 0 < step.rows <= step.bucket:
             raise Unacceptable(f"{step.rows} rows at bucket {step.bucket}; accepted: {self.shard.spec.buckets}")
         for segment in step.segments:
@@ -141,7 +143,7 @@ class ServedLayers:
             raise Unacceptable(f"place {place} is not one of {self.shard.states.places}")
 
     def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
-        """Of real rows. A GPU that looks up what is no token is of no use to anybody any more."""
+        """Return the tokens of a step. Tokens outside the vocabulary are refused: after one, a GPU cannot be used."""
         if given.tensors != (accepted := Described("tokens", "I64", (step.rows,)),):
             raise Unacceptable(f"the first layers of a model are given tokens; here {accepted}")
         tokens = given.views()["tokens"].clone()
@@ -150,7 +152,7 @@ class ServedLayers:
         return tokens
 
     def _input(self, step: Step, given: TensorBytes) -> Tensor:
-        """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
+        """Return the hidden states that a step begins with, padded to its bucket with finite values."""
         shard = self.shard
         rows = step.rows
         accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
@@ -166,25 +168,25 @@ class ServedLayers:
         bytes_of(own)[: piece.nbytes] = piece
         return own.to(shard.spec.device)
 
-    def commit(self, asked: Commit, _: TensorBytes) -> Answering:
-        self.shard.commit(self._step(step_of(asked.step)), asked.kept)
-        return Answering(Nothing())
+    def commit(self, asked: Commit, _: TensorBytes) -> OpAnswer:
+        self.shard.commit(self._step(decode_step(asked.step)), asked.kept)
+        return OpAnswer(Nothing())
 
-    def settle(self, asked: Settle, _: TensorBytes) -> Answering:
-        """What the next forward settles is put back if a later shard fails."""
-        step = self._step(step_of(asked.step))
+    def settle(self, asked: Settle, _: TensorBytes) -> OpAnswer:
+        """Begin a step that settles positional state, which `end_settling` keeps or restores."""
+        step = self._step(decode_step(asked.step))
         if self._settling is not None:  # a server that has lost its rows says nothing more of a step
             self._settle_with(RuntimeError("the server has begun another step"))
         settling = self.shard.settling(step)
         settling.__enter__()
         self._settling = settling
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def settled(self, asked: StepSettled, _: TensorBytes) -> Answering:
+    def end_settling(self, asked: StepSettled, _: TensorBytes) -> OpAnswer:
         if self._settling is None:
             raise Unacceptable("no step is being settled")
         self._settle_with(RuntimeError("a later shard failed") if asked.raised else None)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
     def _settle_with(self, error: RuntimeError | None) -> None:
         """End the step that is being settled, well or not."""
@@ -202,32 +204,32 @@ class ServedLayers:
 
     # --- rows and states ---
 
-    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> Answering:
+    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> OpAnswer:
         self._slot(asked.source, asked.target)
         self.shard.rows.copy(asked.source, asked.target, asked.count)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def copy_state(self, asked: CopyState, _: TensorBytes) -> Answering:
+    def copy_state(self, asked: CopyState, _: TensorBytes) -> OpAnswer:
         self._slot(asked.source, asked.target)
         self.shard.states.copy(asked.source, asked.target)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> OpAnswer:
         return answer_exported(self.shard.rows.export(asked.slot, asked.start, asked.stop))
 
-    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         self.shard.rows.import_(asked.slot, asked.start, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
+    def import_runs(self, asked: ImportRuns, given: LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         for run in asked.lent:
             self._put(asked.slot, run, given.borrower.run(self.shard.rows.spec, run))
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
     def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
-        """At once where both are in host memory, tensor by tensor where not."""
+        """Put lent rows into a slot: in one copy if the slot is in host memory, tensor by tensor if not."""
         shard = self.shard
         spec = self.shard.rows.spec
         if shard.spec.device.type == "cpu":
@@ -237,30 +239,30 @@ class ServedLayers:
             named = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
             shard.rows.import_(slot, run.start, dict(zip(spec.names, named, strict=True)))
 
-    def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
+    def export_state(self, asked: OneSlot, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         return answer_exported(self.shard.states.export(asked.slot))
 
-    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
+    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)
         self.shard.states.import_(asked.slot, given.views())
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.states.keep(asked.slot, asked.place)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def load_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+    def load_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
         self._place(asked.place)
         self.shard.states.load(asked.place, asked.slot)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
 
-def answer_exported(found: NamedTensors) -> Answering:
-    return Answering(Exported(describe_tensors(found)), found)
+def answer_exported(found: NamedTensors) -> OpAnswer:
+    return OpAnswer(Exported(describe_tensors(found)), found)
 
 
 ServedLayers.ops = {
@@ -268,7 +270,7 @@ ServedLayers.ops = {
     Op.LOGITS: (RunStep, ServedLayers.logits),
     Op.COMMIT: (Commit, ServedLayers.commit),
     Op.SETTLE: (Settle, ServedLayers.settle),
-    Op.SETTLED: (StepSettled, ServedLayers.settled),
+    Op.SETTLED: (StepSettled, ServedLayers.end_settling),
     Op.COPY_ROWS: (CopyRows, ServedLayers.copy_rows),
     Op.COPY_STATE: (CopyState, ServedLayers.copy_state),
     Op.EXPORT_ROWS: (RowSpan, ServedLayers.export_rows),

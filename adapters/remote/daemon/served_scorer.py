@@ -1,4 +1,4 @@
-"""The other end, where it has a drafter: tokens come, and a score for each when the prompt is through all layers."""
+"""A prompt scorer in a daemon: it gets the tokens of a prompt, and returns their scores when all layers are done."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import torch
 from attrs import define, field
 
 from adapters.models.decoder.scorer import TAIL, Scorer, Scoring
-from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.daemon.answer_handlers import OpAnswer, Ops
 from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, SendAway
 from adapters.remote.protocol.messages import Described, Nothing, Op, Unacceptable
 from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.remote.protocol.scorer_messages import (
     MOST_SCORINGS,
-    DrafterReady,
     DropScoring,
     PromptAdvanced,
     ScorePrompt,
+    ScorerReady,
 )
 
 
 @define(eq=False)
-class ServedDrafter:
+class ServedScorer:
+    """A prompt scorer that a daemon serves. One prompt advances by a chunk with each request."""
+
     scorer: Scorer
     _underway: dict[int, Scoring] = field(init=False, factory=dict)
     ops: ClassVar[Ops]
@@ -32,8 +34,8 @@ class ServedDrafter:
     def device(self) -> torch.device:
         return self.scorer.device
 
-    def loaded(self, *, shared: bool) -> DrafterReady:
-        return DrafterReady(self.scorer.chunk, self._memory(), shared)
+    def describe_loaded(self, *, shared: bool) -> ScorerReady:
+        return ScorerReady(self.scorer.chunk, self._memory(), shared)
 
     def close(self) -> None:
         self._underway.clear()
@@ -43,12 +45,12 @@ class ServedDrafter:
         buffers = sum(scoring.nbytes for scoring in self._underway.values())
         return self.scorer.weights.weights_bytes, self.scorer.weights.host_bytes, 0, buffers
 
-    def score(self, asked: ScorePrompt, given: TensorBytes) -> Answering:
-        """What fails leaves nothing of the prompt."""
+    def score(self, asked: ScorePrompt, given: TensorBytes) -> OpAnswer:
+        """Score a prompt further. An error forgets the prompt."""
         began = time.perf_counter_ns()
         scoring = self._underway.pop(asked.number, None)
         if given.tensors:
-            scoring = self._begun(given)
+            scoring = self._begin(given)
         if scoring is None:
             raise Unacceptable(f"nothing of prompt {asked.number} was scored before")
         scoring.advance()
@@ -59,9 +61,9 @@ class ServedDrafter:
             held = 0
         else:
             self._underway[asked.number] = scoring
-        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, describe_tensors(found)), found)
+        return OpAnswer(PromptAdvanced(time.perf_counter_ns() - began, held, describe_tensors(found)), found)
 
-    def _begun(self, given: TensorBytes) -> Scoring:
+    def _begin(self, given: TensorBytes) -> Scoring:
         [tokens, *others] = given.tensors
         count = tokens.shape[0] if len(tokens.shape) == 1 else 0
         vocab = self.scorer.config.vocab_size
@@ -77,27 +79,27 @@ class ServedDrafter:
             raise Unacceptable(f"a token that is not one of {vocab}")
         return self.scorer.begin(ids)
 
-    def drop(self, asked: DropScoring, _: TensorBytes) -> Answering:
+    def drop(self, asked: DropScoring, _: TensorBytes) -> OpAnswer:
         self._underway.pop(asked.number, None)
-        return Answering(Nothing())
+        return OpAnswer(Nothing())
 
-    def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
+    def fetch(self, _: Nothing, __: TensorBytes) -> OpAnswer:
         moved = self.scorer.weights.load_back()
-        return Answering(DraftMoved(moved, self._memory()))
+        return OpAnswer(DraftMoved(moved, self._memory()))
 
-    def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
+    def send_away(self, asked: SendAway, _: TensorBytes) -> OpAnswer:
         held = self.scorer.weights.weights_bytes
         self._underway.clear()
         if asked.keep:
             self.scorer.weights.offload()
         else:
             self.scorer.weights.release()
-        return Answering(DraftMoved(held, self._memory()))
+        return OpAnswer(DraftMoved(held, self._memory()))
 
 
-ServedDrafter.ops = {
-    Op.SCORE: (ScorePrompt, ServedDrafter.score),
-    Op.DROP_SCORING: (DropScoring, ServedDrafter.drop),
-    Op.FETCH_DRAFT: (Nothing, ServedDrafter.fetch),
-    Op.SEND_DRAFT_AWAY: (SendAway, ServedDrafter.send_away),
+ServedScorer.ops = {
+    Op.SCORE: (ScorePrompt, ServedScorer.score),
+    Op.DROP_SCORING: (DropScoring, ServedScorer.drop),
+    Op.FETCH_DRAFT: (Nothing, ServedScorer.fetch),
+    Op.SEND_DRAFT_AWAY: (SendAway, ServedScorer.send_away),
 }

@@ -1,7 +1,7 @@
 """One connection between a server and a shard's daemon: frames in and out, each by its deadline.
 
-Whatever goes wrong on it, a frame that is none, one that comes late, an end that is gone, ends it for good: nothing is
-sent or read any more, so nothing that came too late is ever taken for the answer to something else.
+Every fault ends the connection for good: a malformed frame, a frame that comes late, an end that is gone. Nothing is
+sent or read afterwards, so a late answer is never taken for the answer to another question.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from adapters.remote.protocol.lent_memory import Borrower, Lender
 from adapters.remote.protocol.messages import Failure, Unacceptable, decode_message
 from adapters.remote.protocol.payload_tensors import flatten_tensor
 
-BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
-AHEAD = 1 << 15  # bytes of a read at least: so most frames of a decode step are one system call
-SHORTEST = 1e-3  # seconds: none at all would mean not to wait, and what is there already is taken
+BULK = 1 << 16  # bytes; from this size on, a payload crosses faster through shared memory than over the socket
+AHEAD = 1 << 15  # bytes asked for by a short read, so that most frames of a decode step take one system call
+SHORTEST = 1e-3  # seconds, the shortest timeout: a timeout of 0 would make the socket non-blocking
 ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR | select.POLLNVAL
 FRAGMENTS = 512  # pieces of one system call; it takes no more than 1,024
 
 
 class ConnectionBroken(Exception):
-    """The connection is of no use any more, and why."""
+    """The connection cannot be used any more. The message says why."""
 
 
 class ConnectionEnded(ConnectionBroken):
-    """The other end closed it, between two frames."""
+    """The other end closed the connection between two frames."""
 
 
 @frozen(eq=False)
 class WireFrame:
-    """arguments: JSON. payload: read it before the next frame comes."""
+    """A received frame. arguments: JSON. payload: valid only until the next frame is received."""
 
     head: FrameHead
     arguments: bytes
@@ -48,7 +48,11 @@ class WireFrame:
 
 @define(eq=False)
 class Shared:
-    """Memory of both ends: what goes out, and what comes in; and what the server lends, or the daemon borrows."""
+    """Shared memory of a connection.
+
+    out, into: for payloads that this end sends and receives. lender: memory that the server lends (on the server only).
+    borrower: the same memory as the daemon reads it (on the daemon only).
+    """
 
     out: memoryview
     into: memoryview
@@ -58,28 +62,32 @@ class Shared:
 
 @define(eq=False)
 class Channel:
-    """Used by one thread at a time. limit: bytes of a payload that are accepted. why: it is of no use, if so."""
+    """One end of a connection, used by one thread at a time.
+
+    limit: the largest payload that is accepted, in bytes. why: the reason why the connection has ended; empty until
+    then.
+    """
 
     socket: socket.socket
     limit: int = frames.MOST_PAYLOAD
     shared: Shared | None = None
     why: str = ""
-    _until: float | None = None  # nothing is waited for longer, whatever deadline a frame has of its own
-    _left: int | None = None  # bytes that frames may still have, heads and all
+    _until: float | None = None  # a deadline for all frames together, beyond the deadline of each
+    _left: int | None = None  # bytes that frames may still have until `unbind`, heads included
     _buffer: memoryview = field(factory=lambda: memoryview(bytearray(frames.MOST_PAYLOAD)))
     _ahead: memoryview = field(factory=lambda: memoryview(bytearray(AHEAD)))
-    _here: memoryview = field(factory=lambda: memoryview(b""))  # of what was read ahead, what nobody has taken yet
+    _here: memoryview = field(factory=lambda: memoryview(b""))  # the part of `_ahead` that no frame has taken yet
 
     @property
     def lender(self) -> Lender | None:
         return None if self.shared is None else self.shared.lender
 
-    def bound(self, seconds: float, most_bytes: int) -> None:
-        """All that comes and goes until `unbind` takes so long, and is of so many bytes, together."""
+    def set_limits(self, seconds: float, most_bytes: int) -> None:
+        """Limit the time of all frames until `unbind`, and the bytes of all received ones, together."""
         self._until = time.monotonic() + seconds
         self._left = most_bytes
 
-    def unbind(self) -> None:
+    def clear_limits(self) -> None:
         self._until = self._left = None
 
     def send(
@@ -92,7 +100,10 @@ class Channel:
         flags: int = 0,
         seconds: float | None = None,
     ) -> None:
-        """Raises Broken."""
+        """Send one frame. Raises ConnectionBroken.
+
+        A large payload goes through shared memory, if there is some and it has room.
+        """
         pieces = flatten_tensor(tensors)
         size = sum(piece.nbytes for piece in pieces)
         if self.shared is not None and BULK <= size <= self.shared.out.nbytes:
@@ -106,12 +117,13 @@ class Channel:
         self._write([memoryview(head + arguments), *pieces], seconds)
 
     def receive(self, seconds: float, *, patient: bool = False) -> WireFrame:
-        """The next frame, whole. patient: the time counts from its first byte on.
+        """Receive one whole frame. patient: `seconds` begin with its first byte.
 
-        Raises Broken; Ended where the other end has closed the connection and left nothing half said.
+        Raises ConnectionBroken. Raises ConnectionEnded if the other end closed the connection between two frames.
         """
+        # Bytes that were read ahead must not be taken for a frame after the connection has ended.
         if self.why:
-            raise ConnectionBroken(self.why)  # whatever was read ahead
+            raise ConnectionBroken(self.why)
         until = None if patient else time.monotonic() + seconds
         data = bytearray(HEAD.size)
         self._read(memoryview(data)[:1], until, begins=True)
@@ -128,24 +140,24 @@ class Channel:
             self._read(payload, until)
             frames.check(head, data, arguments, payload)
         except Malformed as error:
-            raise self.broken(str(error)) from error
+            raise self.abort(str(error)) from error
         if head.flags & SHARED:
             if self.shared is None or head.payload > self.shared.into.nbytes:
-                raise self.broken(f"{head.payload} bytes in shared memory, which has not that much")
+                raise self.abort(f"{head.payload} bytes in shared memory, which has not that much")
             payload = self.shared.into[: head.payload]
         return WireFrame(head, bytes(arguments), payload)
 
     def answer(self, op: int, request: int, seconds: float) -> WireFrame:
-        """The frame that answers a request; any other one is a violation. Raises Broken."""
+        """Receive the frame that answers a request. Raises ConnectionBroken, also for any other frame."""
         frame = self.receive(seconds)
         head = frame.head
         if not head.flags & REPLY or (head.op, head.request) != (op, request):
-            raise self.broken(f"an answer to {head.op} ({head.request}) where {op} ({request}) was asked")
+            raise self.abort(f"an answer to {head.op} ({head.request}) where {op} ({request}) was asked")
         return frame
 
     @property
-    def ended(self) -> bool:
-        """By any thread, at once: has the other end closed the connection, or is it closed here?"""
+    def has_ended(self) -> bool:
+        """Has either end closed the connection? Does not wait. May be called on any thread."""
         looking = select.poll()
         try:
             looking.register(self.socket, ENDED)
@@ -153,8 +165,8 @@ class Channel:
             return True
         return any(happened & ENDED for _, happened in looking.poll(0))
 
-    def broken(self, why: str) -> ConnectionBroken:
-        """It is closed, for good."""
+    def abort(self, why: str) -> ConnectionBroken:
+        """Close the connection for good, and return the error to raise."""
         self.close(why)
         return ConnectionBroken(self.why)
 
@@ -162,11 +174,11 @@ class Channel:
         if not self.why:
             self.why = why
             with suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)  # whoever waits for it on another thread wakes up
+                self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the socket
             self.socket.close()
 
     def _take(self, nbytes: int) -> None:
-        """Raises Malformed for a frame that is more than may come, before anything is made room for."""
+        """Count the bytes of a frame. Raises Malformed before memory is allocated for a frame that is too large."""
         if self._left is None:
             return
         if nbytes > self._left:
@@ -185,7 +197,11 @@ class Channel:
                 pieces[at] = pieces[at][sent:]
 
     def _read(self, into: memoryview, until: float | None, *, begins: bool = False) -> None:
-        """What was read ahead, and the rest: what is short with all that has come behind it."""
+        """Fill `into`, first from the bytes that were read ahead, then from the socket.
+
+        A short rest is read together with all bytes behind it, which stay in `_ahead` for the next call.
+        begins: `into` is the beginning of a frame, so an end of the connection there is an orderly one.
+        """
         got = 0
         while True:
             taken = min(into.nbytes - got, self._here.nbytes)
@@ -198,7 +214,7 @@ class Channel:
             place = self._ahead if short else into[got:]
             count = self._run_until(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
             if not count:
-                error = self.broken("the other end has closed the connection")
+                error = self.abort("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error
             if short:
                 self._here = self._ahead[:count]
@@ -206,29 +222,30 @@ class Channel:
                 got += count
 
     def _run_until(self, work: Callable[[], int], until: float | None) -> int:
+        """Run one operation of the socket within its deadline, and return its result. Raises ConnectionBroken."""
         if self.why:
             raise ConnectionBroken(self.why)
         try:
-            ends = [one for one in (until, self._until) if one is not None]
+            ends = [end for end in (until, self._until) if end is not None]
             left = min(ends) - time.monotonic() if ends else None
             self.socket.settimeout(None if left is None else max(left, SHORTEST))
             return work()
         except TimeoutError:
-            raise self.broken("no answer in time") from None
+            raise self.abort("no answer in time") from None
         except OSError as error:
-            raise self.broken(error.strerror or str(error)) from error
+            raise self.abort(error.strerror or str(error)) from error
 
 
 def is_failure(frame: WireFrame) -> bool:
     return bool(frame.head.flags & FAILED)
 
 
-def failure(channel: Channel, frame: WireFrame) -> Exception:
-    """What the other end failed with, as it would be raised here."""
+def read_failure(channel: Channel, frame: WireFrame) -> Exception:
+    """Return the error that a failure frame describes, as it would have been raised here."""
     try:
         said = decode_message(frame.arguments, Failure)
     except Unacceptable as error:
-        return channel.broken(str(error))
+        return channel.abort(str(error))
     if said.kind == "refused":
         return ValueError(said.why)
     return torch.OutOfMemoryError(said.why) if said.kind == "out_of_memory" else RuntimeError(said.why)

@@ -1,4 +1,4 @@
-"""What is asked of a draft in another process, and what it answers."""
+"""The messages for a draft in another process: requests of the server and answers of the daemon."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from adapters.remote.protocol.messages import (
-    Big,
-    Count,
-    Element,
-    HeldRows,
-    Number,
-    RowSpan,
-    Stepped,
-    Tensors,
-    Text,
-    WireMessage,
-)
+from adapters.remote.protocol.messages import Big, Count, Element, HeldRows, Number, Stepped, Tensors, Text, WireMessage
+from adapters.remote.protocol.slot_messages import RowSpan
 
 Tokens: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
-DraftBytes: TypeAlias = tuple[Number, Number, Number, Number]  # weights, of them parked on the host, rows, buffers
+DraftBytes: TypeAlias = tuple[Number, Number, Number, Number]  # weights, offloaded weights, rows, buffers
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Nodes: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=-1, le=4096)], ...], Meta(min_length=1, max_length=4096)]
-MOST_FOLLOWED = 64  # steps of a round
+MOST_FOLLOWED = 64  # steps of the target that one round carries to the draft
 
 
 class LoadDraft(WireMessage, frozen=True):
-    """bits: of the target's matrices, as in `Prove`. nodes: of trees; 0: chains. rows: of a decode step, at most.
-    limit, shared: as in `LoadLayers`.
+    """The request to load a draft.
+
+    bits: of the target's matrices, as in `Prove`. nodes: of a proposed tree; 0 for chains. rows: the most rows of a
+    decode step. limit, shared: as in `LoadLayers`.
     """
 
     dtype: Element
@@ -44,7 +36,11 @@ class LoadDraft(WireMessage, frozen=True):
 
 
 class DraftReady(WireMessage, frozen=True):
-    """weights: their digest. facts: of its rows, digested, too. numbers: what its bits depend on, besides."""
+    """A loaded draft.
+
+    weights: digest of its weights. facts: digest of what defines its rows. numbers: identity of everything else that
+    its bits depend on. branches: whether it can propose trees.
+    """
 
     weights: Text
     facts: Text
@@ -56,20 +52,21 @@ class DraftReady(WireMessage, frozen=True):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the next one has to have, too."""
+        """The facts that must be the same after the process was started again."""
         return self.weights, self.facts, self.numbers, self.rows
 
 
 class FollowedRows(WireMessage, frozen=True):
-    """Rows that the target has computed. Their features are the payload, those of all steps one after the other."""
+    """Rows that the target has computed. Their features are in the payload, step after step."""
 
     step: Stepped
     tokens: Tokens
 
 
 class AskedProposals(WireMessage, frozen=True):
-    """`BlockRequest`, and what is picked by. most: of a tree. Penalties, biases and grammars are left out: a proposal
-    may be wrong.
+    """A `BlockRequest` with the sampling settings. most: of proposed tokens.
+
+    Penalties, biases and grammars do not cross. Without them a proposal is only less likely to be accepted.
     """
 
     slot: Count
@@ -87,7 +84,7 @@ class AskedProposals(WireMessage, frozen=True):
 
 
 class DraftRound(WireMessage, frozen=True):
-    """First these rows are followed, then these slots are proposed to: one exchange of a decode step."""
+    """One exchange of a decode step: the draft first follows these rows, then proposes to these slots."""
 
     follow: Annotated[tuple[FollowedRows, ...], Meta(max_length=MOST_FOLLOWED)]
     asked: Annotated[tuple[AskedProposals, ...], Meta(max_length=4096)]
@@ -95,12 +92,14 @@ class DraftRound(WireMessage, frozen=True):
 
 
 class ProposedTree(WireMessage, frozen=True, array_like=True):
+    """A proposed tree. parents: for each node the index of its parent; -1 for the root."""
+
     tokens: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     parents: Nodes
 
 
 class DraftProposed(WireMessage, frozen=True):
-    """ns: that it took there. memory: where it has changed."""
+    """The proposals. ns: time that the daemon spent. memory: given if it has changed."""
 
     ns: Number
     trees: Annotated[tuple[ProposedTree, ...], Meta(max_length=4096)] = ()
@@ -108,17 +107,19 @@ class DraftProposed(WireMessage, frozen=True):
 
 
 class CopyContext(RowSpan, frozen=True):
-    """Rows of a slot, into another one."""
+    """The request to copy rows of a slot into another slot."""
 
     target: Count
 
 
 class SendAway(WireMessage, frozen=True):
-    """keep: parked, else released."""
+    """The request to free device memory. keep: offload the weights to the host; otherwise release them."""
 
     keep: bool
 
 
 class DraftMoved(WireMessage, frozen=True):
+    """Moved weights. bytes: that were moved."""
+
     bytes: Number
     memory: DraftBytes

@@ -1,7 +1,7 @@
-"""Frames: what the ends of a connection to a shard say to each other, as bytes; see `docs/SHARD_PROTOCOL.md`.
+"""Frames: the bytes that a server and a daemon exchange; `docs/SHARD_PROTOCOL.md` describes them.
 
-A frame says how long it is before anything else, so whoever reads it can always find its end. What is no frame is
-Malformed, and then nobody knows where the next one begins: the connection is of no use any more.
+The head of a frame has the lengths of its parts, so a reader always finds its end. Bytes that are no frame raise
+`Malformed`. Then the beginning of the next frame cannot be found either, and the connection has to be closed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from attrs import frozen
 
 MAGIC = b"RKSH"
 VERSION = 2
-# magic, version, op, flags, request, bytes of arguments, bytes of payload, checksum of all of these, the arguments, and
-# the payload where it follows
+# magic, version, op, flags, request, bytes of arguments, bytes of payload, checksum. The checksum covers the fields
+# before it, the arguments, and the payload if it follows over the connection.
 HEAD = struct.Struct("<4sHBBIIQI")
 SUMMED = HEAD.size - 4
-MOST_ARGUMENTS = 1 << 20  # a step of 4,096 segments takes a tenth of it, a probe's outcome a hundredth
-MOST_PAYLOAD = 1 << 16  # until both ends know the model: hellos have none
-LARGEST = 1 << 36  # of any model: 64 GiB, so that nobody's arithmetic leaves 64 bits
+MOST_ARGUMENTS = 1 << 20  # bytes; a step of 4,096 segments takes a tenth of it, a probe's outcome a hundredth
+MOST_PAYLOAD = 1 << 16  # bytes, until both ends know the model; the handshake has no payload
+LARGEST = 1 << 36  # bytes of a payload for any model: 64 GiB, so that sums of sizes stay within 64 bits
 
-# flags: an answer; one that says why not; the payload is in shared memory
+# REPLY: the frame is an answer. FAILED: the answer is a failure. SHARED: the payload is in shared memory.
 REPLY = 1
 FAILED = 2
 SHARED = 4
@@ -30,12 +30,12 @@ FLAGS = REPLY | FAILED | SHARED
 
 
 class Malformed(ValueError):
-    """These bytes are no frame of ours."""
+    """Bytes that are no frame of this protocol."""
 
 
 @frozen
 class FrameHead:
-    """arguments, payload: lengths in bytes. checksum: as it was written."""
+    """The head of a frame. arguments, payload: lengths in bytes. checksum: as it was received."""
 
     op: int
     flags: int
@@ -46,18 +46,21 @@ class FrameHead:
 
     @property
     def follows(self) -> int:
-        """Bytes of the payload that come over the connection itself."""
+        """The number of payload bytes that come over the connection itself."""
         return 0 if self.flags & SHARED else self.payload
 
 
 def write_frame(head: FrameHead, arguments: bytes, payload: Iterable[memoryview] = ()) -> bytes:
-    """The head's bytes. payload: what follows over the connection, in order."""
+    """Return the head as bytes. payload: the pieces that follow over the connection, in order."""
     bare = HEAD.pack(MAGIC, VERSION, head.op, head.flags, head.request, head.arguments, head.payload, 0)
     return bare[:SUMMED] + checksum(bare, arguments, payload).to_bytes(4, "little")
 
 
 def read(data: bytes | bytearray | memoryview, most_payload: int) -> FrameHead:
-    """Raises Malformed for what is no head, or says more than is accepted: before anything is made room for."""
+    """Read a head. Raises Malformed for bytes that are no head, and for lengths that are not accepted.
+
+    It is called before memory is allocated for the arguments and the payload.
+    """
     if len(data) != HEAD.size:
         raise Malformed(f"a head of {len(data)} bytes; all have {HEAD.size}")
     magic, version, op, flags, request, arguments, payload, summed = HEAD.unpack(data)
@@ -75,12 +78,16 @@ def read(data: bytes | bytearray | memoryview, most_payload: int) -> FrameHead:
 
 
 def check(head: FrameHead, data: bytes | bytearray, arguments: bytes | bytearray, payload: memoryview) -> None:
-    """Raises Malformed where something was changed on its way. data: the head's bytes; payload: what followed."""
+    """Compare the checksum. Raises Malformed if the frame was changed on its way.
+
+    data: the head as bytes. payload: the part that came over the connection.
+    """
     if checksum(data, arguments, (payload,)) != head.checksum:
         raise Malformed("a frame whose checksum does not hold")
 
 
 def checksum(head: bytes | bytearray, arguments: bytes | bytearray, payload: Iterable[memoryview]) -> int:
+    """Return the CRC-32 of the head without its last field, the arguments and the payload."""
     found = zlib.crc32(arguments, zlib.crc32(head[:SUMMED]))
     for piece in payload:
         found = zlib.crc32(piece, found)

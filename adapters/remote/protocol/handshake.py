@@ -1,7 +1,12 @@
-"""Who is at the other end: both prove that they know the secret, without saying it; neither believes the other before.
+"""The handshake of a connection: server and daemon prove to each other that they know the secret, without sending it.
 
-The secret is in a file or the environment, and for a daemon that the server launched made by it. What crosses later is
-not encrypted: over anything but loopback, use a tunnel.
+1. The server sends `Hello` with a random number, its nonce.
+2. The daemon answers `Challenge` with a nonce of its own.
+3. The server sends `SecretProof`: a hash of the secret, the word "server", and both nonces.
+4. The daemon answers `Welcome`: a hash with the word "daemon" instead, its version, and its facts.
+
+The secret comes from a file or the environment. For a daemon that the server launches, the server makes a new one. What
+crosses later is not encrypted, so connections to other machines need a tunnel.
 """
 
 from __future__ import annotations
@@ -28,74 +33,80 @@ from adapters.remote.protocol.messages import (
 )
 
 T = TypeVar("T", bound=WireMessage)
-HELLO_S = 5.0  # for a whole hello at a port that strangers reach: three round trips
-MOST_BYTES = 1 << 16  # of a whole hello, either way; it takes a few hundred
+HELLO_S = 5.0  # seconds for a whole handshake at a port that strangers reach: three round trips
+MOST_BYTES = 1 << 16  # bytes that may arrive during a whole handshake, which takes a few hundred
 
 
-def proof_of(secret: bytes, who: str, theirs: str, ours: str) -> str:
-    """who: proves it. theirs, ours: the nonces, the server's first."""
+def make_proof(secret: bytes, prover: str, server_nonce: str, daemon_nonce: str) -> str:
+    """Return the proof of one end. prover: "server" or "daemon"."""
     key = blake2b(secret, digest_size=32, person=b"rekindle-shard").digest()
-    return blake2b(f"{who} {theirs} {ours}".encode(), digest_size=32, key=key).hexdigest()
+    return blake2b(f"{prover} {server_nonce} {daemon_nonce}".encode(), digest_size=32, key=key).hexdigest()
 
 
 def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Facts:
-    """By the server, within so many seconds altogether. Raises Broken."""
+    """Carry out the server's side of the handshake and return the daemon's facts. Raises ConnectionBroken.
+
+    seconds: for the whole handshake.
+    """
     nonce = secrets.token_hex(32)
-    channel.bound(seconds, MOST_BYTES)
+    channel.set_limits(seconds, MOST_BYTES)
     channel.send(Op.HELLO, 0, encode_message(Hello(nonce)), seconds=seconds)
-    other = _said(channel, Op.HELLO, 0, Challenge, seconds).nonce
-    channel.send(Op.PROOF, 1, encode_message(SecretProof(proof_of(secret, "server", nonce, other))), seconds=seconds)
-    welcome = _said(channel, Op.PROOF, 1, Welcome, seconds)
-    if not hmac.compare_digest(welcome.proof, proof_of(secret, "daemon", nonce, other)):
-        raise channel.broken("it does not know the secret")
+    other = _receive_answer(channel, Op.HELLO, 0, Challenge, seconds).nonce
+    channel.send(Op.PROOF, 1, encode_message(SecretProof(make_proof(secret, "server", nonce, other))), seconds=seconds)
+    welcome = _receive_answer(channel, Op.PROOF, 1, Welcome, seconds)
+    if not hmac.compare_digest(welcome.proof, make_proof(secret, "daemon", nonce, other)):
+        raise channel.abort("it does not know the secret")
     if welcome.rekindle != version:
-        raise channel.broken(f"it is Rekindle {welcome.rekindle[:40]}, and this {version}: both must be the same")
-    channel.unbind()
+        raise channel.abort(f"it is Rekindle {welcome.rekindle[:40]}, and this {version}: both must be the same")
+    channel.clear_limits()
     return welcome.facts
 
 
-def _said(channel: Channel, op: Op, request: int, kind: type[T], seconds: float) -> T:
+def _receive_answer(channel: Channel, op: Op, request: int, kind: type[T], seconds: float) -> T:
     frame = channel.answer(op, request, seconds)
     try:
         if is_failure(frame):
-            raise channel.broken(f"refused: {decode_message(frame.arguments, Failure).why}")
+            raise channel.abort(f"refused: {decode_message(frame.arguments, Failure).why}")
         return decode_message(frame.arguments, kind)
     except Unacceptable as error:
-        raise channel.broken(str(error)) from error
+        raise channel.abort(str(error)) from error
 
 
 @frozen
 class ProvenServer:
-    """Who has proven to know the secret. proof: the daemon's own, which the server waits for. request: its question."""
+    """A server that has proven to know the secret.
+
+    proof: the daemon's own proof, which the server waits for. request: the number of the frame that waits for it.
+    """
 
     proof: str
     request: int
 
 
 def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> ProvenServer:
-    """By the daemon: have the server prove that it knows the secret, and tell it nothing. Raises Broken.
+    """Make the server prove that it knows the secret. Called by the daemon. Raises ConnectionBroken.
 
-    seconds: for all of it. What is wrong is answered in the same words, whatever it is.
+    seconds: for the whole challenge. The daemon reveals nothing about itself: `welcome` does that later.
     """
-    channel.bound(seconds, MOST_BYTES)
-    frame, hello = _asked(channel, Op.HELLO, Hello, seconds)
+    channel.set_limits(seconds, MOST_BYTES)
+    frame, hello = _receive_request(channel, Op.HELLO, Hello, seconds)
     nonce = secrets.token_hex(32)
     channel.send(Op.HELLO, frame.head.request, encode_message(Challenge(nonce)), flags=REPLY, seconds=seconds)
-    frame, given = _asked(channel, Op.PROOF, SecretProof, seconds)
-    if not hmac.compare_digest(given.proof, proof_of(secret, "server", hello.nonce, nonce)):
+    frame, given = _receive_request(channel, Op.PROOF, SecretProof, seconds)
+    if not hmac.compare_digest(given.proof, make_proof(secret, "server", hello.nonce, nonce)):
         refuse(channel, Op.PROOF, frame.head.request, "the secret is another one", seconds)
-    channel.unbind()
-    return ProvenServer(proof_of(secret, "daemon", hello.nonce, nonce), frame.head.request)
+    channel.clear_limits()
+    return ProvenServer(make_proof(secret, "daemon", hello.nonce, nonce), frame.head.request)
 
 
 def welcome(channel: Channel, proven: ProvenServer, version: str, facts: Facts, seconds: float) -> None:
-    """By the daemon, to a server whose turn it is. Raises Broken."""
+    """Send the daemon's proof, version and facts to a server whose turn has come. Raises ConnectionBroken."""
     said = encode_message(Welcome(proven.proof, version, facts))
     channel.send(Op.PROOF, proven.request, said, flags=REPLY, seconds=seconds)
 
 
-def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[WireFrame, T]:
-    """Nothing else is listened to."""
+def _receive_request(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[WireFrame, T]:
+    """Receive one message of the handshake from the server. Any other frame is refused and ends the connection."""
     frame = channel.receive(seconds)
     found: T | None = None
     with suppress(Unacceptable):
@@ -106,7 +117,7 @@ def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[Wir
 
 
 def refuse(channel: Channel, op: int, request: int, why: str, seconds: float) -> NoReturn:
-    """Say so, and have nothing more to do with it."""
+    """Send a failure, close the connection, and raise ConnectionBroken."""
     channel.send(op, request, encode_message(Failure.of("refused", why)), flags=REPLY | FAILED, seconds=seconds)
     channel.close(why)
     raise ConnectionBroken(why)

@@ -1,4 +1,4 @@
-"""What a server and a daemon say before either knows the other."""
+"""The messages of the handshake."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Hello(WireMessage, frozen=True):
-    """The first word is the server's. It tells nothing but a number."""
+    """The server's first message, which contains only a random number."""
 
     nonce: Hex
 
 
 class Challenge(WireMessage, frozen=True):
+    """The daemon's answer to `Hello`, which contains only a random number."""
+
     nonce: Hex
 
 
 class SecretProof(WireMessage, frozen=True):
-    """Of the secret, for both nonces."""
+    """The server's proof that it knows the secret, made from the secret and both nonces."""
 
     proof: Hex
 
 
 class Welcome(WireMessage, frozen=True):
-    """What a daemon says of itself, to who has proven to know the secret. rekindle: its version."""
+    """The daemon's proof and description, for a server that has proven to know the secret. rekindle: its version."""
 
     proof: Hex
     rekindle: Text

@@ -1,4 +1,7 @@
-"""Memory of a server's that its daemons see: rows that lie in it are named to them, and copied once, where they go."""
+"""Memory of a server that its daemons can read: `Lender` at the server, `Borrower` at the daemon.
+
+Rows that lie in it are not sent. The server names their places, and the daemon copies them once, to where they go.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,25 @@ Mapped: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
 @define(eq=False)
 class Lender:
-    """Memory of a server's, of which its daemons see all: what lies in it is named to them, and not sent. It grows."""
+    """The memory that a server lends to its daemons. It only grows."""
 
     descriptor: int
     _size: int = 0
-    _spans: list[tuple[int, int, int]] = field(factory=list["tuple[int, int, int]"])  # addresses, place of the first
+    _spans: list[tuple[int, int, int]] = field(
+        factory=list["tuple[int, int, int]"]
+    )  # addresses, and the place of the first
     _lock: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
     def open(cls) -> Lender | None:
-        """None where the system has no such memory."""
+        """Make the memory, empty at first. Return None if the system has no such memory."""
         if (descriptor := shared_memory.make_memory()) is None:
             return None
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(descriptor)
 
     def take(self, size: int) -> Tensor:
-        """More of it: uint8. Raises MemoryError."""
+        """Add `size` bytes and return them as a uint8 tensor. Raises MemoryError."""
         whole = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         with self._lock:
             begin = self._size
@@ -55,7 +60,7 @@ class Lender:
         return found[:size]
 
     def locate(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
-        """Where they lie. Nothing, if one of them does not lie in here."""
+        """Return where these tensors lie. Return nothing if one of them does not lie in this memory."""
         found = list[Lent]()
         for alike in rows_of(tensors):
             names = tuple(name for name, _ in alike)
@@ -69,7 +74,10 @@ class Lender:
         return tuple(found)
 
     def run(self, spec: RowSpec, start: int, rows: Tensor) -> LentRun | None:
-        """The same of rows `[names, heads, rows, width]` of a kept run. None, too, if they lie as no run of `spec`."""
+        """Return where rows `[names, heads, rows, width]` of a run lie.
+
+        Return None if they do not lie in this memory, or not as a run of `spec` does.
+        """
         names, heads, count, width = rows.shape
         of_head = rows.stride(1)
         if rows.stride() != (heads * of_head, of_head, width, 1) or of_head % width:
@@ -83,45 +91,49 @@ class Lender:
         return next((at + address - begin for begin, end, at in self._spans if begin <= address < end), None)
 
     def __del__(self) -> None:
-        os.close(self.descriptor)  # what was taken stays for as long as somebody refers to it
+        os.close(self.descriptor)  # the mappings stay as long as a tensor refers to them
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
-    """Neighbours of one form that lie at one distance in one piece of memory, as all rows of a run do."""
+    """Group neighbouring tensors of one shape that lie at equal distances in one storage, as the rows of a run do."""
     found = list[list[tuple[str, Tensor]]]()
     for name, one in tensors.items():
-        if found and goes_on([each for _, each in found[-1]], one):
+        if found and continues_group([member for _, member in found[-1]], one):
             found[-1].append((name, one))
         else:
             found.append([(name, one)])
     return found
 
 
-def goes_on(row: list[Tensor], one: Tensor) -> bool:
-    last = row[-1]
-    apart = one.data_ptr() - row[-1].data_ptr()
-    alike = (last.dtype, last.shape, last.stride()) == (one.dtype, one.shape, one.stride())
-    together = last.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() and apart >= 0
-    return alike and together and (len(row) == 1 or apart == last.data_ptr() - row[-2].data_ptr())
+def continues_group(group: list[Tensor], tensor: Tensor) -> bool:
+    """Does the tensor lie behind the group as each of its members lies behind the one before it?"""
+    last = group[-1]
+    apart = tensor.data_ptr() - last.data_ptr()
+    alike = (last.dtype, last.shape, last.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    together = last.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and apart >= 0
+    return alike and together and (len(group) == 1 or apart == last.data_ptr() - group[-2].data_ptr())
 
 
 @define(eq=False)
 class Borrower:
-    """The same in a daemon, which only reads it."""
+    """The lent memory as a daemon sees it. It is only read there."""
 
     descriptor: int
     _mapped: Mapped | None = None
 
     def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
-        """Raises Unacceptable for what is not in there."""
+        """Return the lent tensors by name, without a copy. Raises Unacceptable for places outside the memory."""
         for one in lent:
             if len(one.shape) != len(one.strides) or one.place % ELEMENT_BYTES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
         memory = self._bytes(max(one.end for one in lent))
-        return {name: view for one in lent for name, view in zip(one.names, _whole(one, memory), strict=True)}
+        return {name: view for one in lent for name, view in zip(one.names, _view_lent(one, memory), strict=True)}
 
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
-        """The bits of rows `[names, heads, rows, width]` of `spec`. Raises Unacceptable for what is not in there."""
+        """Return lent rows as integers of their element size: `[names, heads, rows, width]` of `spec`, without a copy.
+
+        Raises Unacceptable for places outside the memory.
+        """
         size = ELEMENT_BYTES[spec.dtype]
         names = len(spec.names)
         heads = spec.heads
@@ -135,7 +147,7 @@ class Borrower:
         return np.ndarray(shape, f"i{size}", memory, lent.place, strides)  # type: ignore[arg-type]
 
     def _bytes(self, size: int) -> Mapped:
-        """All of it, so many at least. Raises Unacceptable."""
+        """Return the whole memory, which must have at least `size` bytes. Raises Unacceptable."""
         if self._mapped is None or len(self._mapped) < size:
             try:
                 self._mapped = self._all(size)
@@ -156,20 +168,20 @@ class Borrower:
         return found
 
 
-def _whole(one: Lent, memory: Mapped) -> Tensor:
-    """`[names, ...]`."""
-    dtype = torch_dtype(one.dtype)
-    place = one.place
-    shape = (len(one.names), *one.shape)
+def _view_lent(lent: Lent, memory: Mapped) -> Tensor:
+    """Return the tensors of one `Lent` as one view, `[names, ...]`."""
+    dtype = torch_dtype(lent.dtype)
+    place = lent.place
+    shape = (len(lent.names), *lent.shape)
     if not all(shape):
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
-    return flat.as_strided(shape, (one.apart, *one.strides))
+    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(lent.end - place) // dtype.itemsize)
+    return flat.as_strided(shape, (lent.apart, *lent.strides))
 
 
 @frozen(eq=False)
 class LentTensors:
-    """What the server has lent, where it has it. It is to be read before it is answered."""
+    """Lent tensors of a request. They must be read before the request is answered."""
 
     lent: tuple[Lent, ...]
     borrower: Borrower

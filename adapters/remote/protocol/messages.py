@@ -1,4 +1,7 @@
-"""What is asked of a shard's daemon and what it answers: JSON in which every field has one type and a bound."""
+"""The messages between a server and a shard's daemon: JSON in which every field has one type and a bound.
+
+The name of a field is part of the protocol. The name of a class is not.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ from adapters.remote.protocol.frames import LARGEST, MOST_ARGUMENTS
 from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
 
 T = TypeVar("T", bound="WireMessage")
-MOST_RUNS = 16  # of one question
-MOST_WORDS = 4000  # characters of what is said of a failure
+MOST_RUNS = 16  # runs of rows in one request
+MOST_WORDS = 4000  # characters of the text of a failure
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Big: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
-# All that 63 bits hold: seeds take every value of it, times and bytes a part.
+# Any integer of 63 bits. Seeds use the whole range; times and sizes use a part of it.
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
-Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # of a numerics probe
+Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # the JSON of a numerics probe's outcome
 Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8", "I8", "F8_E4M3"]
 Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4)]
 Bytes: TypeAlias = tuple[Number, Number, Number]  # weights, rows and states, buffers
-KeptRows: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4096)]  # of one segment, where they are a tree's
+KeptRows: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4096)]  # the kept path of one tree
 Layers: TypeAlias = tuple[Count, Count]
 FailureKind: TypeAlias = Literal["refused", "out_of_memory", "failed"]
 
@@ -64,11 +67,11 @@ class Op(IntEnum):
 
 
 class WireMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """JSON's own types only, no field that is not ours."""
+    """The base of all messages. Unknown fields are refused."""
 
 
 class Described(WireMessage, frozen=True, array_like=True):
-    """A tensor of the payload."""
+    """The name, element type and shape of a tensor in the payload."""
 
     name: Annotated[str, Meta(max_length=200)]
     dtype: Element
@@ -83,8 +86,10 @@ Tensors: TypeAlias = Annotated[tuple[Described, ...], Meta(max_length=8192)]  # 
 
 
 class Lent(WireMessage, frozen=True, array_like=True):
-    """Tensors of one form in memory that the server lends. place: of the first one's first byte. apart: elements from
-    each to the next. strides: of each, in elements.
+    """Tensors of one shape in memory that the server lends, at equal distances.
+
+    place: of the first byte of the first tensor. apart: elements from each tensor to the next. strides: of each tensor,
+    in elements.
     """
 
     names: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=8192)]
@@ -96,7 +101,7 @@ class Lent(WireMessage, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Of the last one's last byte, and one more."""
+        """The place behind the last byte of the last tensor."""
         sizes = (len(self.names), *self.shape)
         steps = (self.apart, *self.strides)
         last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
@@ -104,9 +109,9 @@ class Lent(WireMessage, frozen=True, array_like=True):
 
 
 class LentRun(WireMessage, frozen=True, array_like=True):
-    """Rows of all layers that there are, lent as they lie in a kept run: `[names, heads, room, width]` of the form that
-    rows have there, end to end, of which these are `count`. start: of the first one in its slot. place: of its first
-    byte.
+    """`count` rows of all layers, lent as they lie in a run of the store: `[names, heads, room, width]`, contiguous.
+
+    start: the position of the first row in its slot. place: of the first byte. room: rows that the run has memory for.
     """
 
     start: Count
@@ -119,7 +124,10 @@ Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
 class Facts(WireMessage, frozen=True):
-    """Who a daemon is. weights, config: of its model. boot: of the machine's start. free: bytes of memory."""
+    """The identity of a daemon.
+
+    weights, config: digests of its model. boot: identifies the machine and its last start. free: bytes of free memory.
+    """
 
     weights: Text
     config: Text
@@ -131,15 +139,17 @@ class Facts(WireMessage, frozen=True):
 
 
 class Offer(WireMessage, frozen=True, array_like=True):
-    """What a probe found, and under which key it may be believed."""
+    """The outcome of a numerics probe, and the key of everything that it depends on."""
 
     key: Text
     outcome: Outcome
 
 
 class Prove(WireMessage, frozen=True):
-    """rows: what keys and values are kept in. bits: that matrices are rounded to as they are read; 0: they are not.
-    offers: what the server found itself, on a machine that was started as `boot`.
+    """The request to prove the numerics of the daemon's device.
+
+    rows: the element type of kept keys and values. bits: that matrices are quantised to when they are read; 0: they are
+    not. offers: outcomes of the server. The daemon uses one instead of a probe if the key and `boot` are its own.
     """
 
     dtype: Element
@@ -152,7 +162,10 @@ class Prove(WireMessage, frozen=True):
 
 
 class LoadLayers(WireMessage, frozen=True):
-    """limit: bytes of a payload from now on. shared: of memory that both have, to the daemon and from it; 0: none."""
+    """The request to load layers.
+
+    limit: the largest payload from now on, in bytes. shared: bytes of shared memory to the daemon and from it; 0: none.
+    """
 
     layers: Layers
     slots: Annotated[int, Meta(ge=1, le=4096)]
@@ -166,6 +179,8 @@ class LoadLayers(WireMessage, frozen=True):
 
 
 class HeldRows(WireMessage, frozen=True):
+    """The layout of the rows of a slot, as in `RowSpec`."""
+
     names: Annotated[tuple[Text, ...], Meta(max_length=8192)]
     heads: Count
     width: Count
@@ -173,6 +188,8 @@ class HeldRows(WireMessage, frozen=True):
 
 
 class Loaded(WireMessage, frozen=True):
+    """Loaded layers. shared: shared memory is in use."""
+
     capacity: Count
     vocab: Count
     dtype: Element
@@ -185,12 +202,12 @@ class Loaded(WireMessage, frozen=True):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the next one has to have, too."""
+        """The facts that must be the same after the process was started again."""
         return self.capacity, self.vocab, self.dtype, self.rows, self.states, self.state_block
 
 
 class Stepped(WireMessage, frozen=True):
-    """`Step`, with the segments as triples."""
+    """A `Step`, with its segments as triples."""
 
     segments: Annotated[tuple[tuple[Count, Count, Count], ...], Meta(min_length=1, max_length=4096)]
     bucket: Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -198,12 +215,14 @@ class Stepped(WireMessage, frozen=True):
 
 
 class RunStep(WireMessage, frozen=True):
+    """The request to run a step. tensors: tokens for the first layers of a model, otherwise hidden states."""
+
     step: Stepped
     tensors: Tensors
 
 
 class Forwarded(WireMessage, frozen=True):
-    """ns: that it took there. memory: where it has changed."""
+    """The result of a step. ns: time that the daemon spent. memory: given if it has changed."""
 
     ns: Number
     tensors: Tensors = ()
@@ -211,56 +230,21 @@ class Forwarded(WireMessage, frozen=True):
 
 
 class Settle(WireMessage, frozen=True):
+    """The announcement of a step that settles positional state, so that a failure of a later shard can undo it."""
+
     step: Stepped
 
 
 class Commit(Settle, frozen=True):
+    """The request to keep rows of a step. kept: for each slot a number of rows, or the path of a tree."""
+
     kept: Annotated[tuple[Count | KeptRows, ...], Meta(max_length=4096)]
 
 
 class StepSettled(WireMessage, frozen=True):
+    """The end of a step that was announced by `Settle`. raised: it failed, so its state is restored."""
+
     raised: bool
-
-
-class CopyState(WireMessage, frozen=True):
-    source: Count
-    target: Count
-
-
-class CopyRows(CopyState, frozen=True):
-    count: Count
-
-
-class OneSlot(WireMessage, frozen=True):
-    slot: Count
-
-
-class RowSpan(OneSlot, frozen=True):
-    start: Count
-    stop: Count
-
-
-class ImportRows(OneSlot, frozen=True):
-    """The tensors are in the payload, or lent."""
-
-    start: Count
-    tensors: Tensors = ()
-    lent: Lents = ()
-
-
-class ImportRuns(OneSlot, frozen=True):
-    lent: Annotated[tuple[LentRun, ...], Meta(max_length=MOST_RUNS)]
-
-
-class ImportState(OneSlot, frozen=True):
-    """As `ImportRows`."""
-
-    tensors: Tensors = ()
-    lent: Lents = ()
-
-
-class SlotPlace(OneSlot, frozen=True):
-    place: Count
 
 
 class Exported(WireMessage, frozen=True):
@@ -272,24 +256,27 @@ class Nothing(WireMessage, frozen=True):
 
 
 class Failure(WireMessage, frozen=True):
-    """refused: what was asked for cannot be, and nothing has changed. failed: an exception."""
+    """A failed request. refused: it was not acceptable, and nothing has changed. failed: an exception was raised."""
 
     kind: FailureKind
     why: Text
 
     @classmethod
     def of(cls, kind: FailureKind, error: object) -> Failure:
-        """What is said of an error: short enough, and text that can be encoded, whatever a file's name has in it."""
+        """Return the failure of an error. Its text is cut, and characters that UTF-8 cannot encode are replaced."""
         words = str(error) or type(error).__name__
         return cls(kind, words[:MOST_WORDS].encode("utf-8", "replace").decode())
 
 
 class Unacceptable(ValueError):
-    """Arguments that are not what the op has, or tensors that the payload does not hold."""
+    """The arguments do not fit the op, or the payload does not hold the described tensors."""
 
 
 def encode_message(message: WireMessage) -> bytes:
-    """Raises Unacceptable for what no frame holds: the other end would call it malformed, and end the connection."""
+    """Return a message as JSON. Raises Unacceptable if it is too long for a frame.
+
+    The other end would treat a longer one as malformed and close the connection.
+    """
     found = msgspec.json.encode(message)
     if len(found) > MOST_ARGUMENTS:
         raise Unacceptable(f"{len(found)} bytes of {type(message).__name__}; accepted: at most {MOST_ARGUMENTS}")
@@ -297,7 +284,7 @@ def encode_message(message: WireMessage) -> bytes:
 
 
 def decode_message(data: bytes, kind: type[T]) -> T:
-    """Raises Refused."""
+    """Read a message of this type. Raises Unacceptable."""
     try:
         return _decoder(kind)(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -314,7 +301,7 @@ def _decoder(kind: type[T]) -> Callable[[bytes], T]:
 
 
 def with_logits(step: Step) -> bool:
-    """Do the last layers answer a step with its logits, too? Of more rows nobody asks for them at once."""
+    """Do the last layers answer a step with its logits as well? Logits are never asked for more than HEAD_ROWS rows."""
     return not step.rows_only and step.bucket <= HEAD_ROWS
 
 
@@ -322,13 +309,13 @@ def encode_step(step: Step) -> Stepped:
     return Stepped(tuple((one.slot, one.start, one.count) for one in step.segments), step.bucket, step.rows_only)
 
 
-def step_of(told: Stepped) -> Step:
-    return Step(tuple(Segment(*one) for one in told.segments), told.bucket, told.rows_only)
+def decode_step(message: Stepped) -> Step:
+    return Step(tuple(Segment(*segment) for segment in message.segments), message.bucket, message.rows_only)
 
 
 @frozen
 class Having:
-    """What a loaded shard says of itself, in our own words."""
+    """The layout of a loaded shard's rows and positional states."""
 
     rows: RowSpec
     states: tuple[TensorSpec, ...]

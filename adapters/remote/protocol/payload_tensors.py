@@ -1,5 +1,6 @@
-"""Tensors in a payload: the arguments describe them by name, element type and shape; they lie one after the other, each
-at a multiple of 64 bytes.
+"""Tensors in a payload. The arguments describe them by name, element type and shape.
+
+They lie one after the other, each at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
 
 
 def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
-    """Where each begins, and how many bytes they take together."""
+    """Return the offset of each tensor in the payload, and the size of the payload."""
     found = list[int]()
     at = 0
     for one in tensors:
@@ -33,9 +34,9 @@ def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor in host memory, where they are; it lives as long as this does.
+    """Return the bytes of a contiguous tensor in host memory, without a copy. They keep the tensor alive.
 
-    By its address: what torch and numpy would make of it on the way takes longer than what a decode step sends.
+    The address is used, because torch's and numpy's conversions take longer than the bytes of a decode step.
     """
     block = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     block.owner = tensor  # type: ignore[attr-defined]
@@ -43,7 +44,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def flatten_tensor(tensors: Iterable[Tensor]) -> list[memoryview]:
-    """The payload in pieces: each tensor's bytes, and what lies between."""
+    """Return the payload in pieces: the bytes of each tensor and the padding between them."""
     found = list[memoryview]()
     at = 0
     for one in tensors:
@@ -60,13 +61,13 @@ _GAP = memoryview(bytes(ALIGN))
 
 @frozen(eq=False)
 class TensorBytes:
-    """What a payload holds: the bytes of each tensor, where they are."""
+    """The tensors of a payload. pieces: the bytes of each, within the payload."""
 
     tensors: tuple[Described, ...]
     pieces: tuple[memoryview, ...]
 
     def views(self) -> dict[str, Tensor]:
-        """As tensors, without a copy."""
+        """Return them as tensors, without a copy."""
         found = dict[str, Tensor]()
         for one, piece in zip(self.tensors, self.pieces, strict=True):
             dtype = torch_dtype(one.dtype)
@@ -76,7 +77,7 @@ class TensorBytes:
 
 
 def unpack_tensors(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
-    """Raises Unacceptable for a payload that does not hold exactly these."""
+    """Find the tensors of a payload. Raises Unacceptable if it does not hold exactly these."""
     begins, total = places(tensors)
     if total != payload.nbytes:
         raise Unacceptable(f"tensors of {total} bytes in a payload of {payload.nbytes}")

@@ -1,4 +1,4 @@
-"""What a server expects of a daemon: which model it has, and how soon it answers."""
+"""The model that a server expects a daemon to have, and the deadlines of its answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from attrs import frozen
 
 @frozen
 class Deadlines:
-    """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
+    """Seconds that an answer may take. They are for daemons that hang; one that has died is noticed at once.
 
     prove: the probe of a model that was never served here. load: 100 GB from a slow disk. step: a chunk of a large
     model on few cores. The process that dials limits the time of a hello.
@@ -20,7 +20,7 @@ class Deadlines:
 
 @frozen
 class ExpectedModel:
-    """What a daemon has to have: the digest of the weights and of the configuration."""
+    """The digests of the weights and of the configuration that a daemon must have."""
 
     weights: str
     config: str

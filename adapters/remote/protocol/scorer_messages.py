@@ -1,4 +1,4 @@
-"""What is asked of a drafter in another process, and what it answers."""
+"""The messages for a prompt scorer in another process. The wire calls it "drafter"."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import ClassVar
 from adapters.remote.protocol.draft_messages import DraftBytes
 from adapters.remote.protocol.messages import Big, Count, Number, Tensors, WireMessage
 
-MOST_SCORINGS = 64  # prompts on their way: who is scored has a slot, and there are no more of these
+MOST_SCORINGS = 64  # prompts that are scored at once: each holds a slot of the target, and there are no more slots
 
 
-class LoadDrafter(WireMessage, frozen=True):
-    """As it was proven last; its weights are to be fetched. most: tokens of a prompt. limit, shared: as in
-    `LoadLayers`.
+class LoadScorer(WireMessage, frozen=True):
+    """The request to load a scorer, with the numerics that were proven last. `FETCH_DRAFT` brings its weights.
+
+    most: tokens of a prompt. limit, shared: as in `LoadLayers`.
     """
 
     most: Count
@@ -22,20 +23,23 @@ class LoadDrafter(WireMessage, frozen=True):
     slots: ClassVar[int] = 0
 
 
-class DrafterReady(WireMessage, frozen=True):
+class ScorerReady(WireMessage, frozen=True):
+    """A loaded scorer. chunk: rows of a chunk."""
+
     chunk: Count
     memory: DraftBytes
     shared: bool
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the next one has to have, too."""
+        """The facts that must be the same after the process was started again."""
         return (self.chunk,)
 
 
 class ScorePrompt(WireMessage, frozen=True):
-    """As much work as one chunk is through all layers. tensors: the prompt's tokens, with which it begins; else none,
-    and it goes on.
+    """The request to score a prompt further, by as much work as one chunk through all layers.
+
+    tensors: the tokens in the first request for a prompt; empty in the following ones.
     """
 
     number: Count
@@ -43,8 +47,10 @@ class ScorePrompt(WireMessage, frozen=True):
 
 
 class PromptAdvanced(WireMessage, frozen=True):
-    """ns: that it took there. held: bytes that are there of the prompt now. tensors: every token's score, once it is
-    through all layers.
+    """The progress of a prompt.
+
+    ns: time that the daemon spent. held: bytes that the daemon holds for the prompt. tensors: the score of every token
+    once all layers are done; empty before.
     """
 
     ns: Number
@@ -53,4 +59,6 @@ class PromptAdvanced(WireMessage, frozen=True):
 
 
 class DropScoring(WireMessage, frozen=True):
+    """The request to forget a prompt that is being scored."""
+
     number: Count

@@ -85,7 +85,7 @@ class Layout:
         return self.state if kind == "state" else self._get_row_spec(kind).tensor_specs(tokens)
 
     def compute_size(self, kind: Kind, tokens: int) -> int:
-        """Return the bytes of all tensors of one kind for so many tokens."""
+        """Return the bytes of all tensors of one kind for this many tokens."""
         if kind == "state":
             return sum(spec.nbytes for spec in self.state)
         return tokens * self._get_row_spec(kind).token_bytes

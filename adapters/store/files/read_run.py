@@ -245,7 +245,7 @@ def borrow_scratch(length: int) -> Iterator[memoryview]:
 
 
 def prepare_scratch(count: int) -> None:
-    """Prepare such pages for so many readers before any restore waits for them."""
+    """Prepare such pages for this many readers before any restore waits for them."""
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
     for _ in range(count - len(_free_scratch)):
@@ -265,7 +265,7 @@ def read_fully(descriptor: int, view: memoryview, at: int, least: int) -> None:
 
 
 def read_exactly(descriptor: int, at: int, length: int) -> bytearray:
-    """Read exactly so many bytes. Raises Damaged if there are fewer."""
+    """Read exactly this many bytes. Raises Damaged if there are fewer."""
     raw = bytearray(length)
     read_fully(descriptor, memoryview(raw), at, length)
     return raw

@@ -74,7 +74,7 @@ def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
 
 
 def compute_bound(content: int) -> int:
-    """Return the most bytes that zstd needs for so many (ZSTD_compressBound, and a checksum)."""
+    """Return the most bytes that zstd needs for this many (ZSTD_compressBound, and a checksum)."""
     return content + (content >> 8) + 1024
 
 

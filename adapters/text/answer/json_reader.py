@@ -35,8 +35,9 @@ END_TAG = "</tool_call>"
 
 @define(eq=False)
 class JsonReader:
-    """schema: of the outermost object, for the types of its values.
+    """Reads one value as it comes, and writes it as valid JSON.
 
+    schema: of the outermost object, for the types of its values.
     is_enclosed: the value stands in the object of a call, whose end or another member follows it.
     """
 

@@ -42,7 +42,7 @@ CLOSERS = ("</parameter>", "</function>", "</tool_call>")
 CALL_CLOSERS = frozenset(CLOSERS[1:])
 PARAMETERS = ("<parameter=", "<parameter name=")
 MAX_SEARCHES = 16  # of all text, so that a text that consists of calls does not take quadratic time
-MIN_CUT_TAG_CHARS = 3  # so many characters of a tag at the end of all text count as the tag
+MIN_CUT_TAG_CHARS = 3  # this many characters of a tag at the end of all text count as the tag
 
 
 def ignore_text(_: str) -> None:

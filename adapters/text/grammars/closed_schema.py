@@ -96,7 +96,11 @@ def iterate_joined_references(schema: Any, joined: bool) -> Iterator[str]:
 
 
 def close_part(schema: Any, place: str, open_places: frozenset[str], joined: bool) -> Any:
-    """place: where the schema is, as references name it.  joined: does it hold together with another one?"""
+    """Return a copy of a part of a schema, without keywords for people, in which objects are closed if they can be.
+
+    place: of the part, as references name it. open_places: the places that references of joined schemas lead to.
+    joined: must a value keep to this part and to another schema as well?
+    """
     if not isinstance(schema, Mapping):
         return schema
     found = dict[str, Any]()

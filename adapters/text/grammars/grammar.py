@@ -207,12 +207,12 @@ class Grammars:
                 raise ClientLeft
             yield
 
-    async def _ask_trial(self, asked: str | Mapping[str, Any], what: str) -> str:
+    async def _ask_trial(self, asked: str | Mapping[str, Any], work: str) -> str:
         """Ask the confined process. Raises GrammarRefused. what: the work, for error messages."""
         try:
             reply = await self._trial.ask(asked)
         except WorkFailed as failure:
-            raise GrammarRefused(f"{what} {failure}; send a simpler one") from None
+            raise GrammarRefused(f"{work} {failure}; send a simpler one") from None
         if reply.error:
             raise GrammarRefused(to_one_line(reply.text))
         return reply.text

@@ -24,8 +24,8 @@ def format_number(value: float | None, unit: str = "") -> str:
 
 
 def format_percentile(name: str, at: int, unit: str = "") -> Callable[[LoadFigures], str]:
-    def cell(one: LoadFigures) -> str:
-        values = getattr(one, name)
+    def cell(figures: LoadFigures) -> str:
+        values = getattr(figures, name)
         return format_number(values[at] if values else None, unit)
 
     return cell

@@ -20,12 +20,12 @@ LINE = 12  # words
 class Needle:
     """A fact: the number of a person."""
 
-    who: str
+    person: str
     number: int
 
     @property
     def line(self) -> str:
-        return f"The secret number of {self.who} is {self.number}."
+        return f"The secret number of {self.person} is {self.number}."
 
 
 @frozen
@@ -38,8 +38,8 @@ class Haystack:
     @property
     def question(self) -> str:
         if len(self.needles) == 1:
-            return f"What is the secret number of {self.needles[0].who}?"
-        whose = [f"the secret number of {needle.who}" for needle in self.needles]
+            return f"What is the secret number of {self.needles[0].person}?"
+        whose = [f"the secret number of {needle.person}" for needle in self.needles]
         return f"What is {', '.join(whose[:-1])} and {whose[-1]}?"
 
     def score_answer(self, answer: str) -> float:
@@ -51,7 +51,7 @@ class Haystack:
 
 
 def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
-    """Return a text of about so many words with a needle at each depth, from 0 (the beginning) to 1 (the end)."""
+    """Return a text of about this many words with a needle at each depth, from 0 (the beginning) to 1 (the end)."""
     lines = [
         f"{' '.join(draw.choices(WORDS, k=LINE))}.".capitalize() for _ in range(max(len(depths), round(words / LINE)))
     ]

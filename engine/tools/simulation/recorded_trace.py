@@ -43,7 +43,7 @@ class Collector:
     decode_steps: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
     token_bytes: int = 0
-    # Every load of rows came with the state of so many tokens.
+    # Every load of rows came with the state of this many tokens.
     state_tokens: int = 0
     _launched: dict[RequestId, RunPrefill | RunDecode] = field(factory=dict[RequestId, "RunPrefill | RunDecode"])
     _alone: bool = False

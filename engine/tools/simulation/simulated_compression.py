@@ -12,7 +12,7 @@ from effects.compression import WHOLE, Compression, PromptPart, select_tokens
 from effects.ids import Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed
 
-# From so many messages on, one of them is an answer.
+# From this many messages on, one of them is an answer.
 TURNS = 3
 
 

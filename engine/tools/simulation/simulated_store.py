@@ -34,7 +34,7 @@ ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
 def build_layout(costs: Costs, block_size: int) -> Layout:
-    """Return a layout with so many bytes of rows a token, and so many bytes of recurrent state."""
+    """Return a layout with this many bytes of rows a token, and this many bytes of recurrent state."""
     state = (TensorSpec("state", "U8", (costs.state_bytes,)),) if costs.state_bytes else ()
     return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"), state=state)
 

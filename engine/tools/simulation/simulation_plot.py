@@ -73,7 +73,7 @@ def list_written(run: FinishedRun, counts: Sequence[RequestTally]) -> list[float
 
 
 def draw_first(axes: Axes, counts: Sequence[RequestTally], look: dict[str, Any]) -> None:
-    """Draw the share of requests whose first token came within so many seconds."""
+    """Draw the share of requests whose first token came within this many seconds."""
     waits = sorted(max(count.first_ms, 1e-3) / 1000 for count in counts)
     axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
-from adapters.models.decoder.pipelined_chunks import current, inference
+from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -110,7 +110,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._require_weights()
         self._check_step(step)
         buffers = self._find_context_buffers(step.bucket, len(self.aux_layers))
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             given = [aux_hidden_states[layer] for layer in self.aux_layers]
             here = [states if states.device == self._device else states.to(self._device) for states in given]
             torch.cat(here, 1, out=buffers.given)
@@ -122,7 +122,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._require_weights()
         self._check_step(step)
         buffers = self._find_context_buffers(step.bucket, 1)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             buffers.given[: step.rows].copy_(features)
             buffers.batch.load(step, None)
             self._kernels.prepare_step(buffers.batch)
@@ -168,7 +168,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             total += segment.count
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= total))
         buffers = self._find_block_buffers(step.bucket)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
             self._kernels.prepare_step(buffers.batch)
@@ -185,7 +185,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         self._store_rows(loaded, buffers, context)
 
     def _store_rows(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
-        kernels, batch = self._kernels, buffers.batch
+        kernels = self._kernels
+        batch = buffers.batch
         for layer, (k_cache, v_cache) in zip(loaded.layers, self.rows.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
@@ -300,7 +301,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
-        loaded, layers = self._require_weights(), list[WholeLayer]()
+        loaded = self._require_weights()
+        layers = list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader
-from adapters.models.decoder.pipelined_chunks import current, inference
+from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.kernels.interface import Kernels
@@ -58,7 +58,7 @@ class FeatureProjection:
         self._offloadable.load_back()
 
     def _load_weights(self) -> ProjectionWeights:
-        with current(self.device):
+        with use_device(self.device):
             read = WeightReader(self.source, self.device, self.dtype)
             return ProjectionWeights(self.kernels.pack(read("fc.weight")), read("hidden_norm.weight"))
 
@@ -75,7 +75,7 @@ class FeatureProjection:
             joined = self.kernels.linear(buffers.fused, loaded.fc)
             buffers.out.copy_(self.kernels.add_norm(joined, None, loaded.norm, self.config.rms_norm_eps))
 
-        with inference(), current(self.device):
+        with use_inference_mode(), use_device(self.device):
             here = [aux_hidden_states[layer].to(self.device) for layer in self.config.aux_layers]
             torch.cat(here, 1, out=buffers.fused)
             buffers.batch.load(step, None)
@@ -88,7 +88,7 @@ class FeatureProjection:
         return self._offloadable.offload()
 
     def load_back(self) -> int:
-        """Raises as `OffloadableWeights.load_back`."""
+        """Bring the weights back and return their bytes. Raises as `OffloadableWeights.load_back` does."""
         return self._offloadable.load_back()
 
     def release(self) -> None:

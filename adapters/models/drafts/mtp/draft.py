@@ -31,7 +31,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, gate_attention, project_inputs
-from adapters.models.decoder.pipelined_chunks import current, inference
+from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
@@ -130,7 +130,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         loaded = self._require_weights()
         self._check_step(step)
         buffers = self._find_buffers(step.bucket)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             buffers.last.copy_(aux_hidden_states[self.aux_layers[0]])
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), chained=False)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
@@ -167,7 +167,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         segments = tuple(Segment(request.slot, request.position + place, 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
         buffers = self._find_buffers(step.bucket)
-        with inference(), current(self._device):
+        with use_inference_mode(), use_device(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
             before = [request.first for request in asking]
@@ -193,7 +193,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
         kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
-        kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
+        kernels = self._kernels
+        batch = buffers.batch
+        layer = loaded.layer
         [(k_cache, v_cache)] = self.rows.layers
         x = self._join_inputs(loaded, batch)
         own = project_inputs(kernels, layer.frame, x, None)

@@ -172,7 +172,7 @@ class CpuAttention:
         return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(mask, make))
 
     def is_native(self, group: int, size: int, rows: int) -> bool:
-        """Return whether the compiled library attends in steps of so many rows."""
+        """Return whether the compiled library attends in steps of this many rows."""
         how = self._find_proven(group, size)
         return how.dtype == NATIVE and (self.plan is None or not self.plan.steps or rows in how.rows)
 
@@ -193,23 +193,23 @@ class CpuAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         batch: Batch,
-        how: ServedHeads,
+        served: ServedHeads,
         seen: tuple[Tensor | None, Tensor],
     ) -> Tensor:
         own = self.kernels.native_attention
         if own is None:
             raise UnprovenProductError("a plan for attention of our own, and this installation has none")
-        if self.plan is not None and self.plan.steps and batch.bucket not in how.rows:
-            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {how.rows}")
+        if self.plan is not None and self.plan.steps and batch.bucket not in served.rows:
+            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {served.rows}")
         batch.plan.check_caches(k_cache.shape[0], k_cache.shape[2])
         return own.attend(q, batch.slots, seen, k_cache, v_cache)
 
-    def _causal_spans(self, row: int, segment: Segment, how: ServedHeads, capacity: int) -> Iterator[Span]:
+    def _causal_spans(self, row: int, segment: Segment, served: ServedHeads, capacity: int) -> Iterator[Span]:
         done = 0
-        group = how.heads.group
+        group = served.heads.group
         while done < segment.count:
             start = segment.start + done
-            count = min(count_query_rows(group, span_of(start + QUERIES, capacity), how.rows), segment.count - done)
+            count = min(count_query_rows(group, span_of(start + QUERIES, capacity), served.rows), segment.count - done)
             stop = span_of(start + count, capacity)
             yield Span(
                 Segment(segment.slot, start, count), row + done, 0, stop, self._mask_later_keys(start, count, stop)
@@ -225,7 +225,7 @@ class CpuAttention:
 
     @staticmethod
     def _block_spans(
-        row: int, segment: Segment, before: int, mask: AttentionMask, how: ServedHeads, capacity: int
+        row: int, segment: Segment, before: int, mask: AttentionMask, served: ServedHeads, capacity: int
     ) -> Iterator[Span]:
         """Cut a block into spans. A sliding window is read from the key tile on in which it starts."""
         end = segment.start + segment.count
@@ -233,7 +233,7 @@ class CpuAttention:
         first = low // TILE * TILE
         keys = span_of(end - first, capacity)
         first = min(first, capacity - keys)
-        together = count_query_rows(how.heads.group, keys, how.rows)
+        together = count_query_rows(served.heads.group, keys, served.rows)
         for done in range(0, segment.count, together):
             rows = torch.arange(segment.start + done, min(segment.start + done + together, end)).unsqueeze(1)
             masks = []
@@ -291,14 +291,14 @@ class CpuAttention:
             parts.append(found.narrow(0, 0, count * group).view(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _weigh_values(self, weights: Tensor, values: Tensor, how: ServedHeads) -> Tensor:
+    def _weigh_values(self, weights: Tensor, values: Tensor, served: ServedHeads) -> Tensor:
         """Multiply weights float32 `[M, n]` with values `[n, hd]`; the sums of `terms` keys each are added up in
         float32.
         """
-        dtype = getattr(torch, how.dtype)
-        if len(values) <= how.terms:
+        dtype = getattr(torch, served.dtype)
+        if len(values) <= served.terms:
             return self.kernels.multiply(weights.to(dtype), values.to(dtype).t())
-        terms = zip(torch.split(weights, how.terms, 1), torch.split(values, how.terms), strict=True)
+        terms = zip(torch.split(weights, served.terms, 1), torch.split(values, served.terms), strict=True)
         first, *rest = (
             self.kernels.multiply(some.to(dtype).contiguous(), those.to(dtype).t()) for some, those in terms
         )

@@ -222,7 +222,7 @@ class CpuKernels:
         return run_experts(self, x, experts, batch, self._pad_row_count)
 
     def _pad_row_count(self, rows: int) -> int:
-        """Return the smallest row count of a step that holds so many rows: products of such steps are proven."""
+        """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""
         steps = () if self._plan is None else self._plan.steps
         return next((count for count in steps if count >= rows), rows)
 

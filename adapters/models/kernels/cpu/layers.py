@@ -123,7 +123,7 @@ def build_draft_pass(
 
 
 def native_parts(weight: CpuWeight | CpuStack, rows: int) -> tuple[NativePart, ...] | None:
-    """Return a weight's parts, one below the other, for steps of so many rows; None where the library does not
+    """Return a weight's parts, one below the other, for steps of this many rows; None where the library does not
     multiply some part.
     """
     if isinstance(weight, CpuWeight):

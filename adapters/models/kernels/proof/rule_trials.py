@@ -18,28 +18,30 @@ _BEHIND = 5  # rows between a state and the row that is tried
 _RUNS = 2
 
 
-def make_rule_trial(own: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, ...]) -> Trial:
+def make_rule_trial(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, ...]) -> Trial:
     """Make a trial in which each row continues the same few rows behind the same state, as if it had a slot of its
     own.
     """
     weights = _make_weights(shape)
     inputs = _make_inputs(shape, rows)
     convolved, gates = inputs
-    state = own.make_state(shape, 1, 0, torch.float32, torch.device("cpu"))
+    state = kernels.make_state(shape, 1, 0, torch.float32, torch.device("cpu"))
     state.memory.normal_(generator=make_generator(3))
-    own.delta_rule(convolved[:_BEHIND], gates[:_BEHIND], weights, state, _make_batch(_BEHIND, Segment(0, 0, _BEHIND)))
+    kernels.delta_rule(
+        convolved[:_BEHIND], gates[:_BEHIND], weights, state, _make_batch(_BEHIND, Segment(0, 0, _BEHIND))
+    )
 
     def read(some: Tensor) -> Tensor:
         batch = _make_batch(len(some), *[Segment(0, _BEHIND, 1)] * len(some))
         rows = some[:, : shape.channels].contiguous()
         gated = some[:, shape.channels :]
-        return own.delta_rule(rows, gated, weights, state, batch).flatten(1)
+        return kernels.delta_rule(rows, gated, weights, state, batch).flatten(1)
 
     return Trial(f"delta rule of {shape.value_heads} heads", NATIVE, torch.cat(inputs, 1), threads, read)
 
 
 def measure_rule(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[int, int], decodes: int) -> float:
-    """Return the seconds of a chunk and of so many steps of one row."""
+    """Return the seconds of a chunk and of this many steps of one row."""
     weights = _make_weights(shape)
     (mixed, gates) = _make_inputs(shape, rows)
     state = kernels.make_state(shape, 1, 0, torch.float32, torch.device("cpu"))

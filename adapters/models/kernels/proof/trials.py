@@ -62,7 +62,7 @@ class Trial:
         return torch.equal(found.view(whole), expected.view(whole))
 
     def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
-        """Return how a row of a product with so many rows differs from its reference, or None."""
+        """Return how a row of a product with this many rows differs from its reference, or None."""
         torch.set_num_threads(threads)
         x = self.x
         last = len(self.x) - count
@@ -130,7 +130,7 @@ class Trial:
         return best
 
     def measure_in_step(self, count: int, threads: int) -> float:
-        """Return the seconds that a step of so many rows takes for this product."""
+        """Return the seconds that a step of this many rows takes for this product."""
         return self.measure(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
 
 
@@ -262,7 +262,7 @@ def make_batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[in
 
 
 def make_attention_trial(
-    own: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
+    attention: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
 ) -> Trial:
     """Make the trial of the library's attention with `rows` rows that all see the same keys.
 
@@ -276,7 +276,7 @@ def make_attention_trial(
     x = torch.randn(rows, group * size, generator=generator) * size**-0.25
     k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
     slots = torch.zeros(rows, dtype=torch.int64)
-    exact = own.with_output(torch.float32)
+    exact = attention.with_output(torch.float32)
     low = slots + 3
     high = slots + keys - 131
 

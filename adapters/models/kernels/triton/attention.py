@@ -317,7 +317,7 @@ def merge(
     all_peak = tl.full((1,), NOTHING, tl.float32)
     all_total = tl.zeros((1,), tl.float32)
     for group in range(0, splits, AT_ONCE):
-        # Past the last split the partial is "nothing", which folds in as exact zeros; so many loads can run at once.
+        # Past the last split the partial is "nothing", which folds in as exact zeros; this many loads can run at once.
         partials = ()
         for j in tl.static_range(AT_ONCE):
             s = group + j + tl.arange(0, 1)

@@ -40,7 +40,7 @@ def _fetch_numbers(ptr, buffer, group0, groups, first, limit, num_warps: gl.cons
 
 @gluon.constexpr_function
 def _count(columns, block, group):
-    """Return how many numbers of a row cover so many columns, where a block's groups share one or two numbers."""
+    """Return how many numbers of a row cover this many columns, where a block's groups share one or two numbers."""
     if group >= block:
         return max(1, columns // group)
     return columns // block * (1 if group * 4 >= block else 2)

@@ -105,7 +105,7 @@ def pick_rows(
 
 
 def factors_address() -> int:
-    """Return the address of `exact_exp.factors` in host memory."""
+    """Return the address of `exact_exp.exp_factors` in host memory."""
     return _factors()[1]
 
 

@@ -40,7 +40,7 @@ class LargePages:
         return found
 
     def _has_room(self, size: int) -> bool:
-        """Return whether there is room for so many bytes, after mapping a new part where needed."""
+        """Return whether there is room for this many bytes, after mapping a new part where needed."""
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return False
         if self._part is None or self._used + size > len(self._part):

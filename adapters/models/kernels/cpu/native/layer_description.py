@@ -85,7 +85,7 @@ def _describe_part(part: NativePart) -> PartOf:
 def check_parts(
     name: str, parts: tuple[NativePart, ...], outputs: int, terms: int, dtype: torch.dtype, *, gated: bool
 ) -> None:
-    """Raise ValueError where parts do not form a weight of so many outputs and terms. dtype: of rows."""
+    """Raise ValueError where parts do not form a weight of this many outputs and terms. dtype: of rows."""
     check_fixed_point(parts, dtype)
     fits = sum(part.weight.outputs for part in parts) == outputs and all(part.piece > 0 for part in parts)
     if not fits or any(part.weight.terms != terms for part in parts):

@@ -142,11 +142,11 @@ def choose_level(code: ctypes.CDLL, level: int) -> int:
     outputs = 128
     x, weight, out = ((ctypes.c_uint16 * count)() for count in (rows * terms, terms * outputs, rows * outputs))
 
-    def took(one: int) -> float:
+    def measure(tried_level: int) -> float:
         begun = perf_counter()
-        code.rekindle_product(x, 1, rows, terms, weight, None, 1, outputs, terms, out, outputs, 1, 1, one)
+        code.rekindle_product(x, 1, rows, terms, weight, None, 1, outputs, terms, out, outputs, 1, 1, tried_level)
         return perf_counter() - begun
 
-    times = [(took(PAIRS), took(PAIRS - 1)) for _ in range(TIMED)]
+    times = [(measure(PAIRS), measure(PAIRS - 1)) for _ in range(TIMED)]
     pairs, floats = map(min, zip(*times, strict=True))
     return PAIRS if pairs <= floats else PAIRS - 1
