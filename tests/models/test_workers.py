@@ -191,7 +191,7 @@ def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) 
     try:
         asked.compile_in_processes()
         assert not found  # not by this process
-        with launch.withholding():
+        with launch.withhold_launches():
             steps()
     finally:
         pretended_gpu.knobs.compilation.listener = None
