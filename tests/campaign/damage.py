@@ -9,7 +9,7 @@ from random import Random
 
 from adapters.store.files import seekable
 from adapters.store.files.seekable import Damaged
-from tests.store.test_crafted import CRAFTED, joined, parts, sparse
+from tests.store.files.test_crafted import CRAFTED, joined, parts, sparse
 
 BYTES = ("bits", "cut", "zeros", "hole", "tail twice", "part moved", "another's", "empty", "grown")
 HARMS = (

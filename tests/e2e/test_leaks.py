@@ -92,6 +92,7 @@ async def ask(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cache_misses, "MAX_MISSES", WARM

@@ -17,7 +17,7 @@ from adapters.demo import FOLDER
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import written
-from tests.http.test_turn_memory import ApiTalk, ChatTalk, MessagesTalk, ResponsesTalk
+from tests.http.history.test_turn_memory import ApiTalk, ChatTalk, MessagesTalk, ResponsesTalk
 
 BLOCK = 64
 FILE = "def area(width, height): return width * height  # number %d, of some length\\\\n" * 2

@@ -35,7 +35,7 @@ from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
-from tests.models.test_packed import LAYOUTS, random_matrix
+from tests.models.kernels.test_packed import LAYOUTS, random_matrix
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 15, 16, 17, 64, 255, 256, 257)

@@ -19,7 +19,7 @@ from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, tokens_of
-from tests.models.test_hybrid_exact import config as hybrid
+from tests.models.families.test_hybrid_exact import config as hybrid
 
 CONFIGS: dict[str, DenseConfig] = {
     "dense": Qwen3Config(512, 96, 160, 5, 4, 2, 24, 2048, 1e6, tie_word_embeddings=True),

@@ -115,6 +115,7 @@ def test_training_teaches_model_and_head(source, tokenizer):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_all_of_it_runs_small(source, tokenizer, tmp_path, monkeypatch):
     """As `make train-demo-hybrid` makes it, from a corpus and a tokenizer that lie there."""
     work, out = tmp_path / "work", tmp_path / "out"

@@ -193,6 +193,7 @@ def test_a_run_goes_on_with_the_stage_that_it_is_told(source, tokenizer, tmp_pat
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_all_of_it_runs_small_and_is_taken_up_again(source, tokenizer, tmp_path, capsys, monkeypatch):
     """Target and draft as `make train-demo` makes them, from a corpus and a tokenizer that lie there."""
     work, out = tmp_path / "work", tmp_path / "out"
