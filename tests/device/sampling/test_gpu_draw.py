@@ -137,7 +137,8 @@ def test_of_a_row_that_is_not_finite_some_token_is_drawn(value: float) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="comes with CUDA builds of torch")
 def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
     code = (
-        "from math import inf, nan; from tests.device.sampling.test_gpu_draw import BLOCK, agrees, changes, draws_some_token\n"
+        "from math import inf, nan\n"
+        "from tests.device.sampling.test_gpu_draw import BLOCK, agrees, changes, draws_some_token\n"
         f"for seed in range({INTERPRETED}): agrees(seed, 'cpu', (5, 300, BLOCK, BLOCK + 1, 5000))\n"
         "for value in (nan, inf, -inf): draws_some_token(value, 'cpu')\n"
         "for seed in range(20): changes(seed, 'cpu', (30, BLOCK, 1500)[seed % 3])"
