@@ -22,8 +22,8 @@ Numbers that share a row keep its order. A goal is a bound on our figure, or on 
 numbers the run: its command, commit and machine are under [Runs](#runs).
 
 Compare figures within a row only, since machines and hours differ. "8B shape" means random weights of such a model.
-"vLLM exact" is vLLM with `VLLM_BATCH_INVARIANT=1`. Figures without a goal and a peer are in the files alone. What was
-tried and left is under [decisions](decisions/README.md).
+"vLLM exact" is vLLM with `VLLM_BATCH_INVARIANT=1`. What was tried and left is under
+[decisions](decisions/README.md).
 """
 
 RUNS = f"""Commands begin with `{MODULE}` where no program is named. A run without a command has its file's name.

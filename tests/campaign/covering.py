@@ -42,7 +42,7 @@ from tests.e2e.server import Running
 from tests.e2e.test_families import DRAFT, FAMILIES, HIDDEN, LAYERS, VOCAB
 from tests.e2e.test_remote_shard import WORDS, listening
 from tests.models.checkpoints import save_model
-from tests.models.drafts import random_tensors, save_draft
+from tests.models.draft_models import random_tensors, save_draft
 from tests.models.ggufs import write_gguf
 
 CLIENTS, CONTEXT = 3, 1024

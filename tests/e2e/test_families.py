@@ -15,7 +15,7 @@ from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written
 from tests.models.checkpoints import LLAMA3, rope, save_model
-from tests.models.drafts import FULL, random_tensors, save_draft
+from tests.models.draft_models import FULL, random_tensors, save_draft
 from tests.models.hybrids import ROPE
 
 VOCAB, LAYERS, HIDDEN = 4096, 4, 96  # the demo's tokenizer's

@@ -46,7 +46,7 @@ from states.rates import Rates
 from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
-from tests.models.drafts import FULL, random_tensors, save_draft
+from tests.models.draft_models import FULL, random_tensors, save_draft
 
 SAMPLINGS = [
     Sampling(),

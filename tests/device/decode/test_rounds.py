@@ -29,7 +29,7 @@ from effects.job import Sampling
 from effects.residency import LoadModel, UnloadModel
 from tests.device.driver import Driver
 from tests.models.checkpoints import same_bits
-from tests.models.drafts import GEOMETRIES, TARGET, random_tensors
+from tests.models.draft_models import GEOMETRIES, TARGET, random_tensors
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY, SLOTS, VOCAB = (4, 8, 16, 32), 256, 3, 7  # so few tokens that a random draft is often right

@@ -48,7 +48,7 @@ from engine.serving.wiring import Engine, run_engine
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.settings import Settings
-from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
+from tests.models.draft_models import FULL, config_of, head_of, proven_draft, random_tensors
 from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentRows, RecurrentShard, RecurrentStates
 from tests.store.kit import settled
 

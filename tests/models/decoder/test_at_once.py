@@ -21,7 +21,7 @@ from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
-from tests.models.drafts import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
+from tests.models.draft_models import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY = (4, 16, 64, 256), 512

@@ -23,7 +23,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomDraft, RandomWeights
 from tests.models.checkpoints import proven, same_bits, tokens_of
-from tests.models.drafts import (
+from tests.models.draft_models import (
     GEOMETRIES,
     TARGET,
     Tensors,

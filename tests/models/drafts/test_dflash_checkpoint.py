@@ -20,7 +20,7 @@ from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
 from tests.models.checkpoints import same_bits
-from tests.models.drafts import (
+from tests.models.draft_models import (
     CAUSAL,
     FULL,
     GEOMETRIES,

@@ -21,7 +21,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits, save_model, shard_of, tokens_of
-from tests.models.drafts import FULL, random_tensors, save_draft, slides
+from tests.models.draft_models import FULL, random_tensors, save_draft, slides
 from tests.models.hybrids import HYBRIDS
 
 SHAPE = DFlashConfig(

@@ -33,7 +33,7 @@ from effects.ids import RequestId
 from effects.job import Sampling
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
-from tests.models.drafts import TARGET, aux_hidden_states_of, config_of, draft_of, proven_draft, random_tensors
+from tests.models.draft_models import TARGET, aux_hidden_states_of, config_of, draft_of, proven_draft, random_tensors
 from tests.remote.daemons import LIMIT, Fates, Mortal, RandomModel, Threads, peer_of
 
 CONFIG, F32, SLOTS, CAPACITY, NODES = config_of(), torch.float32, 4, 1200, 20

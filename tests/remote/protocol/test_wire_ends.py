@@ -54,7 +54,7 @@ from effects.job import Sampling
 from effects.ports import RowsLost
 from engine.settings.options import Options
 from tests.models.checkpoints import same_bits
-from tests.models.drafts import config_of
+from tests.models.draft_models import config_of
 from tests.models.splits import CONFIGS
 from tests.remote.client.test_draft import BUCKETS as DRAFT_BUCKETS
 from tests.remote.client.test_draft import REQUESTS, Elsewhere, asking, follow, made, same, story
