@@ -184,6 +184,7 @@ class Recorder:
         """Write the header and start the thread. Raises OSError if the file cannot be written."""
         self._file = open_trace(self.path, "w")
         self._file.write(json.dumps(converter().unstructure(self.header), separators=(",", ":")) + "\n")
+        self._file.flush()  # so that the trace of a server that is killed at once has a header
         self._thread.start()
 
     def record(self, envelope: Envelope, outs: tuple[Output, ...], world: World) -> None:
