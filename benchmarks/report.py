@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 
 from attrs import frozen
 
 from benchmarks.results import PROMISES, Figure, Goal, Machine, Result, read_results
 
 PAGE = Path(__file__).parents[1] / "docs" / "BENCHMARKS.md"
+COLUMNS = 100  # of prose
 MODULE = "python -m benchmarks."  # what commands begin with, so that the page leaves it out
 
 HEAD = """# Benchmarks
 
-`python -m benchmarks.report` makes this page from `benchmarks/results/*.json`. Change those files, not this page.
+`python -m benchmarks.report` makes this page from `benchmarks/results/*.json`. Change those files,
+not this page.
 
-Each table is about one promise. A row has what was measured, our figure, and what the same run measured beside it.
-Numbers that share a row keep its order. A goal is a bound on our figure, or on its ratio to a peer's. The last column
-numbers the run: its command, commit and machine are under [Runs](#runs).
+Each table is about one promise. A row has what was measured, our figure, and what the same run
+measured beside it. Numbers that share a row keep its order. A goal is a bound on our figure, or on
+its ratio to a peer's. The last column numbers the run: its command, commit and machine are under
+[Runs](#runs).
 
 Compare figures within a row only, since machines and hours differ. "8B shape" means random weights of such a model.
 "vLLM exact" is vLLM with `VLLM_BATCH_INVARIANT=1`. What was tried and left is under
@@ -56,7 +60,24 @@ def make_page(results: Sequence[Result]) -> str:
         if own:
             parts += [f"## {title}\n", *draw_table(own), ""]
     parts += ["## Runs\n", RUNS, *draw_runs(results)]
-    return "\n".join(parts)
+    return wrap_prose("\n".join(parts))
+
+
+def wrap_prose(page: str) -> str:
+    """Break the lines of a page that are too long, but for tables and code."""
+    lines = list[str]()
+    in_code = False
+    for line in page.split("\n"):
+        in_code ^= line.startswith("```")
+        text = line.lstrip(" ")
+        if in_code or text.startswith("|") or len(line) <= COLUMNS:
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(text))
+        further = indent + "  " * text.startswith(("* ", "- "))
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        lines += wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=further, **options)
+    return "\n".join(lines)
 
 
 def is_shown(figure: Figure) -> bool:

@@ -70,7 +70,7 @@ def admit_next(
         start = find_best_start(slots, free, request, requests, context.settings)
         follow = followers.choose_leader(slots, request, start.state_rows, requests, context)
         if follow is None:
-            return admit_request(slots, start, requests, context.settings)
+            return give_slot(slots, start, requests, context.settings)
         slots = evolve(slots, follows={**slots.follows, request: follow})
     return slots, None
 
@@ -115,7 +115,7 @@ def find_best_start(
     return BestStart(request, free, source, shared, spare, *starts[source])
 
 
-def admit_request(
+def give_slot(
     slots: Slots,
     start: BestStart,
     requests: Mapping[RequestId, State],

@@ -25,6 +25,7 @@ from adapters.http.request.parsed_request import ApiClient
 from adapters.http.wire.fields import Fields
 from adapters.metrics import DISK_COUNTERS, Metrics
 from adapters.text.model_text import Text
+from benchmarks.report import wrap_prose
 from effects.job import Report
 from effects.ports import Closed
 from engine.commands import app
@@ -33,14 +34,13 @@ from tests.text import small
 PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
 HEAD = """# Reference
 
-This page lists all commands, options, paths, fields of requests and metrics. `make reference` writes
-it from the code, and a test compares the two. [APIS.md](APIS.md) explains the fields of requests,
-and [OPERATIONS.md](OPERATIONS.md) the metrics.
+This page lists all commands, options, paths, fields of requests and metrics. `make reference`
+writes it from the code, and a test compares the two. [APIS.md](APIS.md) explains the fields of
+requests, and [OPERATIONS.md](OPERATIONS.md) the metrics.
 
 Every option of `rekindle serve` is also an environment variable (`--kv-cache-budget` is
-`REKINDLE_KV_CACHE_BUDGET`) and a line of the TOML file that `--config` names
-(`kv-cache-budget = 4096`). A flag on the command line wins over the variable, and the variable over
-the file.
+`REKINDLE_KV_CACHE_BUDGET`) and a line of the TOML file that `--config` names (`kv-cache-budget =
+4096`). A flag on the command line wins over the variable, and the variable over the file.
 """
 ENDPOINTS = {  # a line for each path
     "/v1/chat/completions": "OpenAI's chat",
@@ -195,7 +195,7 @@ async def page() -> str:
         await text.aclose()
     own = {route.path for route in files.make_routes()}  # of the page
     routes = [route for route in served.routes if isinstance(route, Route) and route.path not in own]
-    return "\n".join([HEAD, commands(), *endpoints(routes), "", *fields, *metrics(), ""])
+    return wrap_prose("\n".join([HEAD, commands(), *endpoints(routes), "", *fields, *metrics(), ""]))
 
 
 async def main() -> None:

@@ -66,7 +66,7 @@ IGNORED_BLOCKS = (
 )
 UNSUPPORTED_FIELDS = {
     "container": UnsupportedField("is not supported: this server runs no code"),
-    "mcp_servers": UnsupportedField("is not supported: this server calls nobody; its client may"),
+    "mcp_servers": UnsupportedField("is not supported: this server calls no other servers; its client may"),
 }
 FORMATS = (("output_config", "format"), ("output_format",))
 FIELD_NAMES = ApiFieldNames(
