@@ -32,8 +32,9 @@ LEAVING_SHARE = 0.5  # of the companions
 
 @frozen
 class Companion:
-    """A request that shares the head of a job's prompt. leave_at: it leaves once so many tokens of its prompt are there;
-    None: it stays.
+    """A request that shares the head of a job's prompt.
+
+    leave_at: it leaves once so many tokens of its prompt are there; None: it stays.
     """
 
     job: Job

@@ -29,6 +29,7 @@ from states.request_states import (
     Done,
     Drafted,
     Fetching,
+    Followed,
     Generated,
     LookingUp,
     Open,
@@ -307,10 +308,13 @@ def make_report(context: DecisionContext, state: Open) -> Report:
     slot_lease = state.slot_lease
     prompt = state.prompt
     answer = state.answer if isinstance(state, Speculating) else NOTHING
+    followed = prompt.followed or Followed(0)
     return Report(
         prompt_tokens=len(prompt.tokens),
         restored_tokens=slot_lease.restored_rows,
-        followed_tokens=min(prompt.followed_rows, slot_lease.restored_rows),
+        followed_tokens=min(followed.rows, slot_lease.restored_rows),
+        follow_wait_ns=followed.waiting_ns,
+        follow_compute_ns=followed.computing_ns,
         tier=slot_lease.tier,
         miss=prompt.miss_reason,
         completion_tokens=max(len(answer.tokens), len(prompt.heard_tokens or ())),
