@@ -189,6 +189,23 @@ def test_the_head_is_computed_once() -> None:
     assert world.slots.follows[THREE].leader == TWO
 
 
+@pytest.mark.parametrize("slots", [4, 10])
+def test_ten_that_begin_together_compute_their_head_once(slots: int) -> None:
+    """Whoever finds no slot waits for one, and finds the head there as well."""
+    ids = [RequestId(number) for number in range(1, 11)]
+    events = [submitted(request, (*HEAD, *[50 + request] * 5)) for request in ids]
+    world, _ = after(evolve(ROOMY, slots=slots), *events)
+    leaders = {follow.leader for follow in world.slots.follows.values()}
+    assert (leaders, len(world.slots.follows)) == ({ONE}, slots - 1)
+    world, outs = after(evolve(ROOMY, slots=slots), *events, (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
+    opened = [(request, effect.keep) for request, effect in effects_of(outs, OpenSlot) if isinstance(effect, OpenSlot)]
+    assert opened == [(request, 16) for request in ids[1:slots]]
+    world, outs = advance(world, ForRequest(TWO, GONE))
+    check_world(world)
+    opened = [(request, effect.keep) for request, effect in effects_of(outs, OpenSlot) if isinstance(effect, OpenSlot)]
+    assert opened == ([(ids[slots], 16)] if slots < 10 else [])
+
+
 @pytest.mark.parametrize("rates", [Rates(), Rates(prefill=(10,))], ids=["unknown", "measured"])
 def test_a_report_says_what_was_waited_for_and_at_what_price(rates: Rates) -> None:
     steps = (*START[:2], (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)), (TWO, GONE))
