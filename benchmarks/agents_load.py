@@ -68,18 +68,24 @@ class AgentsRun:
     findable: int = 0
 
     def compute_figures(self) -> dict[str, float]:
-        """Return the figures under the names that `benchmarks.peer` shows. Raises SystemExit if a request failed."""
+        """Return the figures under the names that `benchmarks.peer` shows.
+
+        Requests that failed are counted, and have no part in the times. An answer whose tokens have no text is one of
+        them. Raises SystemExit if more than a tenth failed.
+        """
         every = [sample for turn in self.turns for sample in turn]
-        if failed := [sample.error for sample in every if sample.error]:
+        failed = [sample.error for sample in every if sample.error]
+        first = sorted(sample.first for sample in self.turns[0] if sample.first is not None)
+        if not first or 10 * len(failed) > len(every):
             raise SystemExit(f"{len(failed)} of {len(every)} requests of the agents failed: {failed[0]}")
-        first = sorted(sample.first or 0.0 for sample in self.turns[0])
-        later = sorted(sample.first or 0.0 for turn in self.turns[1:] for sample in turn)
+        later = sorted(sample.first for turn in self.turns[1:] for sample in turn if sample.first is not None)
         found = sum(sample.cached or 0 for sample in every)
         figures = {
             "agents: whole run, s": self.seconds,
             "agents: tok/s": sum(sample.tokens for sample in every) / self.seconds,
             "agents: first token of the first turn p50, s": compute_percentile(first, 50),
             "agents: first token of the first turn, last, s": first[-1],
+            "agents: unanswered": len(failed),
             "agents: found, %": 100 * found / self.prompt_tokens,
             "agents: could be found, %": 100 * self.findable / self.prompt_tokens,
         }

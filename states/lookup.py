@@ -24,9 +24,9 @@ from states.phases import (
     look_up_prefix,
     make_open_slot,
     make_prefill_chunk,
-    make_report_without_slot,
     serve_prompt,
 )
+from states.reports import make_report_without_slot
 from states.request_states import (
     FINISH,
     Done,

@@ -265,7 +265,7 @@ async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread]) -> 
     death = anyio.Event()
 
     def report_death() -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+        with suppress(RuntimeError):  # the loop has ended, and with it the waiting
             loop.call_soon_threadsafe(death.set)
 
     for thread in threads:

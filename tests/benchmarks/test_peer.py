@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peer
-from benchmarks.agents_load import Workload, ask_in_turn, run_agents
+from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
 from benchmarks.peer_servers import ROOT, VLLM_ENVIRONMENT, serve_llama, serve_ours, serve_vllm
 from engine.tools.bench.bench_prompts import LoadPrompt
+from engine.tools.bench.load_client import Sample
 from tests.e2e.server import serving
 
 MODEL = Path("/models/m8b")
@@ -103,6 +104,19 @@ def test_agents_and_single_prompts_are_measured_over_http() -> None:
         assert not fresh.cached
         assert again.cached
         assert again.cached >= 200
+
+
+def test_a_few_failures_are_counted_and_many_end_the_run() -> None:
+    def sample(error: str = "") -> Sample:
+        return Sample(1.0, [] if error else [3.0, 4.0], 5.0, answer=2, error=error)
+
+    run = AgentsRun(10.0, [[sample() for _ in range(19)] + [sample("no text")]], prompt_tokens=100, findable=50)
+    found = run.compute_figures()
+    assert found["agents: unanswered"] == 1
+    assert found["agents: first token of the first turn p50, s"] == 2
+    run.turns[0] += [sample("no text")] * 2
+    with pytest.raises(SystemExit, match="3 of 22 requests of the agents failed: no text"):
+        run.compute_figures()
 
 
 def test_figures_compare_each_part_that_was_asked_for_with_the_peer() -> None:
