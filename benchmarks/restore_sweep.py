@@ -98,6 +98,9 @@ def serve(variant: Variant, words: Sequence[str]) -> None:
     rekindle()
 
 
+ALL_LOADED = Variant(share=0.0)
+
+
 @define
 class Sweep:
     """One sweep: the prompts, their cold answers, and every figure so far. words: the options of all servers."""
@@ -178,12 +181,12 @@ def draw_prompt(tokens: int, seed: int) -> list[int]:
     return [draw.randrange(100, 4000) for _ in range(tokens)]
 
 
-def list_variants(tokens: int, restored: int, given: argparse.Namespace) -> list[Variant]:
-    """List what is compared with the planner, which restored so many tokens of the prompt."""
-    chosen = 1 - restored / tokens
+def list_variants(restored: int, restorable: int, given: argparse.Namespace) -> list[Variant]:
+    """List what is compared with the planner, which restored so many of the tokens that could be restored."""
+    chosen = 1 - restored / restorable
     steps = [chosen + step * given.step for step in (-2, -1, 1, 2)]
-    shares = sorted({0.0, 1.0, *(round(share, 3) for share in steps if 0 < share < 1)})
-    variants = [Variant(share=share) for share in shares]
+    shares = sorted({1.0, *(round(share, 3) for share in steps if 0 < share < 1)})
+    variants = [Variant(), ALL_LOADED, *(Variant(share=share) for share in shares)]
     variants += [Variant(readers=int(readers)) for readers in given.readers.split(",")]
     return variants + [Variant(run_factor=factor) for factor in parse_factors(given) if factor != 1]
 
@@ -236,12 +239,13 @@ def main() -> int:
         sweep = Sweep(folder, words, prompts)
         for factor in parse_factors(given):
             sweep.write(factor)
-        variants = {
-            len(prompt): list_variants(len(prompt), sweep.measure(Variant(), prompt), given) for prompt in prompts
-        }
+        variants = dict[int, list[Variant]]()
+        for prompt in prompts:  # once before all, since forced splits lie around the planner's
+            restored, restorable = sweep.measure(Variant(), prompt), sweep.measure(ALL_LOADED, prompt)
+            variants[len(prompt)] = list_variants(restored, restorable, given)
         for run in range(given.runs):
             for prompt in prompts:
-                for variant in (*([Variant()] if run else []), *variants[len(prompt)]):
+                for variant in variants[len(prompt)][0 if run else 2 :]:
                     sweep.measure(variant, prompt)
         files = [file for (factor, _), group in sweep.files.items() if factor == 1 for file in group]
         forget(files)
