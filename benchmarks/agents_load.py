@@ -71,13 +71,15 @@ class AgentsRun:
         """Return the figures under the names that `benchmarks.peer` shows.
 
         Requests that failed are counted, and have no part in the times. An answer whose tokens have no text is one of
-        them. Raises SystemExit if more than a tenth failed.
+        them: small models give some. Raises SystemExit if more than half failed.
         """
         every = [sample for turn in self.turns for sample in turn]
         failed = [sample.error for sample in every if sample.error]
         first = sorted(sample.first for sample in self.turns[0] if sample.first is not None)
-        if not first or 10 * len(failed) > len(every):
+        if not first or 2 * len(failed) > len(every):
             raise SystemExit(f"{len(failed)} of {len(every)} requests of the agents failed: {failed[0]}")
+        if failed:
+            print(f"{len(failed)} of {len(every)} requests of the agents failed: {failed[0]}", flush=True)
         later = sorted(sample.first for turn in self.turns[1:] for sample in turn if sample.first is not None)
         found = sum(sample.cached or 0 for sample in every)
         figures = {

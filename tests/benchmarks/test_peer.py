@@ -114,8 +114,8 @@ def test_a_few_failures_are_counted_and_many_end_the_run() -> None:
     found = run.compute_figures()
     assert found["agents: unanswered"] == 1
     assert found["agents: first token of the first turn p50, s"] == 2
-    run.turns[0] += [sample("no text")] * 2
-    with pytest.raises(SystemExit, match="3 of 22 requests of the agents failed: no text"):
+    run.turns[0] += [sample("no text")] * 20
+    with pytest.raises(SystemExit, match="21 of 40 requests of the agents failed: no text"):
         run.compute_figures()
 
 
