@@ -33,7 +33,8 @@ from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import launch_prices, residency, speculation_control
-from states.lane import EffectOutcome, Lane, can_launch, drop_waiting, start_launch
+from states.lane import (Lane, can_launch, drop_waiting, start_launch)
+from states.events import EffectOutcome
 from states.launch_prices import Shape
 from states.rates import Rates, find_span
 from states.request_states import Drafted, Prefilling, Restoring, Speculating, State

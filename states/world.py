@@ -10,7 +10,8 @@ out, in order. Inside, a `Fold` lets one event play out to its end:
 
 1. An outcome is first taken off its lane, and times are learned from it (`acknowledge`).
 2. The request's transition is looked up in `states/table.py` and made (`react`). The effects that it asks for go to the
-   queue of a lane, or directly to the output (`route_effect`).
+   queue of a lane, or directly to the output (`route_effect`). The outcomes that a launch reported at once are one
+   event (`ForLaunch`), and go through these two steps one after the other (`take_outcomes`).
 3. When no derived event is pending, free lanes launch what waits for them (`launch_lanes`). This may answer an effect
    at once, which is one more pending event.
 4. When still nothing is pending, the next waiting request is admitted to a free slot (`admit_waiting`). That is an
@@ -40,6 +41,7 @@ from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
@@ -54,6 +56,7 @@ from states.events import (
     ExpertsUsed,
     External,
     ForEngine,
+    ForLaunch,
     ForModel,
     ForRequest,
     Happened,
@@ -65,7 +68,8 @@ from states.events import (
 )
 from states.experts import Residents
 from states.followers import note_awaited_rows
-from states.lane import EffectOutcome, Lane
+from states.lane import Lane
+from states.events import EffectOutcome
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome
@@ -86,6 +90,8 @@ from states.slots import Slot, Slots
 from states.table import TABLE
 
 Output: TypeAlias = EffectRequest | Launch
+NEW = New()
+STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)  # no lane has their effects
 
 
 @frozen
@@ -126,9 +132,12 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
         case ForRequest(request, Submitted()) if fold.is_queue_full():
             fold.play_event(request, Rejected(len(fold.slots.waiting)))
         case ForRequest(request, event):
-            if not isinstance(event, External | Derived):
-                fold.acknowledge(EffectOutcome(request, event))
-            fold.play_event(request, event)
+            if isinstance(event, External | Derived):
+                fold.play_event(request, event)
+            else:
+                fold.take_outcomes((EffectOutcome(request, event),))
+        case ForLaunch(outcomes):
+            fold.take_outcomes(outcomes)
         case ForEngine(SlotsLost(slot_ids)):
             fold.lose_slots(slot_ids)
         case ForEngine(ExpertsUsed(counts)):
@@ -171,21 +180,36 @@ class Fold:
         admits = free_count > following and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
         return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
-    def acknowledge(self, answer: EffectOutcome) -> None:
-        """Take an outcome off its lane and learn from it. Outcomes of the store are on no lane."""
-        for number, lane in self.lanes.items():
-            for effect_request in lane.running:
-                if effect_request.request == answer.request and type(answer.outcome) in effect_request.effect.outcomes:
-                    self.models = residency.record_move(self.models, effect_request, answer.outcome)
-                    self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
-                    # A prefill that shared the device with decode steps took longer than it would take alone.
-                    self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
-                    ends_together = bool(self.settings.block)
-                    self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
-                    return
-        if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
-            raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
-        self.learn_times(None, answer, Lane())
+    def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
+        """Take outcomes of different requests, and make their transitions, in order.
+
+        Lanes launch and slots are given once all of them are taken. Outcomes of the store are on no lane.
+        """
+        awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
+        for answer in outcomes:
+            number, effect_request = awaited.get(answer.request, (MAIN, None))
+            if effect_request is not None and type(answer.outcome) in effect_request.effect.outcomes:
+                self.acknowledge(answer, number, effect_request)
+            elif isinstance(answer.outcome, STORE_OUTCOMES):
+                self.learn_times(None, answer, Lane())
+            else:
+                raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
+            self.react(answer.request, answer.outcome)
+        self.process_pending()
+
+    def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
+        """Take an outcome off its lane and learn from it."""
+        lane = self.lanes[number]
+        match effect_request.effect:
+            case LoadModel() | UnloadModel():
+                self.models = residency.record_move(self.models, effect_request, answer.outcome)
+            case RunPrefill():
+                self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
+            case _:
+                pass
+        # A prefill that shared the device with decode steps took longer than it would take alone.
+        self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
+        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
@@ -214,16 +238,18 @@ class Fold:
 
     def process_pending(self) -> None:
         """Process events until none is pending. Lanes launch and slots are given only while none is."""
-        while self.pending:
-            self.react(*self.pending.popleft())
-            if not self.pending:
-                self.launch_lanes()
+        while True:
+            while self.pending:
+                self.react(*self.pending.popleft())
+            self.launch_lanes()
             if not self.pending:
                 self.admit_waiting()
+            if not self.pending:
+                return
 
     def react(self, request: RequestId, event: Event) -> None:
         """Make the request's transition, update what the requests share, and route the effects."""
-        before = self.requests.get(request, New())
+        before = self.requests.get(request, NEW)
         transition = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(transition.state, "computing", False):
             is_loaded = isinstance(transition.state, Restoring)
@@ -272,7 +298,7 @@ class Fold:
 
     def launch_lanes(self) -> None:
         """Launch on free lanes, and let waiting effects join or stop launches that continue alone."""
-        for number in self.lanes:
+        for number in [number for number, lane in self.lanes.items() if lane.waiting]:
             while not self.pending and lane_queue.can_launch(self.lanes[number]) and self.launch_on_lane(number):
                 pass
             if lane_queue.can_join(self.lanes[number], self.settings):
@@ -337,6 +363,8 @@ class Fold:
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""
+        if not self.slots.waiting:
+            return
         before = self.slots.follows
         context = DecisionContext(self.settings, self.rates)
         self.slots, admission = slot_admission.admit_next(self.slots, self.requests, context)

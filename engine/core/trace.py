@@ -30,7 +30,7 @@ from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
 from adapters.watched_thread import WatchedThread
-from effects.all import Effect, EffectRequest, Launch
+from effects.all import Effect, EffectRequest, Launch, Outcome
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
 from states.events import Common, Event, Happened
@@ -39,7 +39,7 @@ from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 21
+VERSION = 22
 DIGEST_EVERY = 64  # events
 # Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
 LINE_LIMIT = 32 << 20
@@ -96,7 +96,7 @@ def converter() -> Converter:
     # It does not list everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, structure_literal)
-    for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
+    for union in (Outcome, Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
 

@@ -14,7 +14,8 @@ from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, launch_choice, launch_prices
 from states import speculation_control as control
-from states.lane import EffectOutcome, Lane
+from states.lane import Lane
+from states.events import EffectOutcome
 from states.rates import Rates
 from states.request_states import Drafted, Generated, Prefilling, SlotLease, Speculating, State, Undrafted
 from states.residency import Models, Residence

@@ -17,7 +17,8 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import launch_choice, residency
 from states.events import Cancelled, Event, ForRequest, Submitted
 from states.invariants import check_world
-from states.lane import EffectOutcome, Lane
+from states.lane import Lane
+from states.events import EffectOutcome
 from states.rates import Rates
 from states.residency import (
     IDLE_PLACE,
