@@ -147,9 +147,7 @@ class Case:
 CASES = (Case(1, False), Case(4, False), Case(1, True), Case(16, True), Case(64, True))
 
 
-async def decode_steps(
-    case: Case, count: int, counters: tuple[CallCounter, CallCounter] | None = None
-) -> list[float]:
+async def decode_steps(case: Case, count: int, counters: tuple[CallCounter, CallCounter] | None = None) -> list[float]:
     """Return the microseconds between the tokens of one stream, while the requests of a case decode `count` steps.
 
     counters: of the event loop's thread and of the lane's, if calls are counted.
@@ -224,7 +222,9 @@ def main() -> int:
     figures = list[Figure]()
     for case, row in zip(CASES, rows, strict=True):
         goal = Goal(at_most=200 if case.requests <= 4 else 1000)
-        figures.append(Figure("service", "from token to token without a model", case.name, "us", row["us_a_step"], goal=goal))
+        figures.append(
+            Figure("service", "from token to token without a model", case.name, "us", row["us_a_step"], goal=goal)
+        )
         figures.append(Figure("service", "calls for a token without a model", case.name, "calls", row["calls_a_token"]))
     publish(given, "engine_overhead", {"rows": rows, "steps": given.steps}, figures, "cpu")
     return 0

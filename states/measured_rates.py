@@ -11,8 +11,8 @@ from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control
-from states.lane import (Lane, count_further_steps, is_launch_leader, is_typical_time)
 from states.events import EffectOutcome
+from states.lane import Lane, count_further_steps, is_launch_leader, is_typical_time
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
 from states.request_states import Compressing, Restoring, State

@@ -52,6 +52,7 @@ from states.events import (
     Admitted,
     Cancelled,
     Derived,
+    EffectOutcome,
     Event,
     ExpertsUsed,
     External,
@@ -69,7 +70,6 @@ from states.events import (
 from states.experts import Residents
 from states.followers import note_awaited_rows
 from states.lane import Lane
-from states.events import EffectOutcome
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome
@@ -207,8 +207,9 @@ class Fold:
                 self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
             case _:
                 pass
-        # A prefill that shared the device with decode steps took longer than it would take alone.
-        self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
+        # What shared the device with a launch of the other lane took longer than it would take alone.
+        is_shared = lane.shares_device or (number == MAIN and PROMPTS in self.lanes and self.lanes[PROMPTS].running)
+        self.learn_times(None if is_shared else effect_request.effect, answer, lane)
         self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
@@ -275,7 +276,12 @@ class Fold:
     def update_pace(self, elapsed: TimerElapsed | None) -> None:
         """Decide the pace of background work again if what it rests on has changed."""
         has_prefill_backlog = PROMPTS in self.lanes and bool(self.lanes[PROMPTS].waiting)
-        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), has_prefill_backlog)
+        interval_ns = 0
+        if has_prefill_backlog:
+            interval_ns = pacing.choose_step_interval(self.settings, self.rates, self.lanes[MAIN].running)
+        demand = pacing.follow_queues(
+            self.demand, bool(self.requests), bool(self.slots.waiting), has_prefill_backlog, interval_ns
+        )
         if demand is not self.pacing.demand or elapsed is not None:
             self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)
             self.outputs += effects

@@ -21,7 +21,7 @@ from engine.core.cache_misses import explain_miss
 from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
-from engine.core.status import RequestHistory, kv_pages, list_running, show_rates, slot_status
+from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, show_rates, slot_status
 from engine.settings.live_figures import LiveFigures
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
@@ -170,6 +170,7 @@ class Submissions:
                 **live.build_json(),
                 "kv_pages": kv_pages(world),
                 "rates_ns": show_rates(world.rates),
+                "decode_pace": describe_pace(world),
                 "runtime": {
                     "draft_residency": residency.describe_residency(
                         world.models, world.settings, count_model_bytes(live)

@@ -96,7 +96,14 @@ def converter() -> Converter:
     # It does not list everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, structure_literal)
-    for union in (Outcome, Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
+    for union in (
+        Outcome,
+        Event,
+        Common,
+        Happened,
+        Effect,
+        Record,
+    ):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
 

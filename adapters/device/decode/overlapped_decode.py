@@ -101,7 +101,7 @@ class OverlappedDecode:
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
-    _is_paced: bool = field(init=False, default=False)
+    _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
     _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
@@ -109,9 +109,12 @@ class OverlappedDecode:
     def __attrs_post_init__(self) -> None:
         self._pacer = build_step_pacer(self.shard.spec.device)
 
-    def set_pace(self, *, evenly: bool) -> None:
-        """Begin or end the even pace of steps. Called on the event loop; it holds from the next step on."""
-        self._is_paced = evenly
+    def set_pace(self, *, evenly: bool, interval_ns: int = 0) -> None:
+        """Begin, change or end the even pace of steps. Called on the event loop; it holds from the next step on.
+
+        interval_ns: as in `StepPacer.beat`.
+        """
+        self._pace_ns = interval_ns if evenly else None
 
     def can_run(self, asks: Sequence[EffectRequest]) -> bool:
         """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
@@ -228,14 +231,14 @@ class OverlappedDecode:
         """
         offsets = [int(index < unread) for index in range(len(rows))]
         segments = tuple(
-            Segment(row.slot, row.state.valid + offset, 1)
-            for row, offset in zip(rows, offsets, strict=True)
+            Segment(row.slot, row.state.valid + offset, 1) for row, offset in zip(rows, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, tokens)
         logits = self.shard.logits(step, forward.hidden)
-        if unread and self._is_paced:
-            self._pacer.beat()
+        pace_ns = self._pace_ns
+        if unread and pace_ns is not None:
+            self._pacer.beat(pace_ns)
         else:
             self._pacer.stop()
         picking = None

@@ -41,7 +41,6 @@ from effects.ids import DeviceFailed, RequestId
 from effects.ports import DeliverOutcomes, LaunchFailed, RequestOutcome, SubmitLaunch
 from effects.prefill import PrefillAdvanced
 
-
 REPEATED = (Decoded, PrefillAdvanced)  # outcomes that a launch may have several of for one request
 
 
