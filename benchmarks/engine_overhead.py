@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 from types import FrameType
@@ -82,25 +83,25 @@ class StatelessLayers:
 class NoModel:
     """A shard that computes nothing: the same hidden states and logits for everything.
 
-    awaited: None, or a queue into which streams put an item for each token. Then a step of `requests` rows begins once
-    the tokens of the step before the last one have been read.
+    awaited: None, or a queue into which streams put an item for each token. Then a step begins once streams have read
+    the tokens of all steps that were reported to the event loop before.
     """
 
     spec: ShardSpec = SPEC
-    requests: int = 1
     awaited: SimpleQueue[None] | None = None
     rows: NoRows = field(factory=NoRows)
     states: StatelessLayers = StatelessLayers()
-    _steps: int = 0
+    _unread: deque[int] = field(factory=deque[int])  # rows of each decode step whose tokens are not waited for yet
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(MOST_REQUESTS, VOCABULARY))
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         assert len(inputs) == step.rows
-        if self.awaited is not None and len(step.segments) == step.rows == self.requests:
-            self._steps += 1
-            for _ in range(self.requests if self._steps > 2 else 0):
-                self.awaited.get()
+        if self.awaited is not None and len(step.segments) == step.rows:  # a prefill has one segment of several rows
+            if len(self._unread) == 1 + self.spec.runs_ahead:
+                for _ in range(self._unread.popleft()):
+                    self.awaited.get()
+            self._unread.append(step.rows)
         return Forward(self._hidden[: step.bucket], {})
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
@@ -160,7 +161,7 @@ async def decode_steps(case: Case, count: int, counters: tuple[CallCounter, Call
     """
     lane = DeviceLane("cpu")
     awaited = SimpleQueue[None]() if counters else None
-    shard = NoModel(evolve(SPEC, runs_ahead=case.overlapped), case.requests, awaited)
+    shard = NoModel(evolve(SPEC, runs_ahead=case.overlapped), awaited)
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     gaps = list[float]()
 

@@ -37,6 +37,7 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect, EffectRequest, Launch
+from effects.decode import Decoded
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
@@ -207,9 +208,15 @@ class Fold:
                 self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
             case _:
                 pass
-        # What shared the device with a launch of the other lane took longer than it would take alone.
-        is_shared = lane.shares_device or (number == MAIN and PROMPTS in self.lanes and self.lanes[PROMPTS].running)
-        self.learn_times(None if is_shared else effect_request.effect, answer, lane)
+        # Every member of a plain decode step reports the same time, so one of them teaches as much as all.
+        if (
+            self.settings.block
+            or not isinstance(answer.outcome, Decoded)
+            or lane_queue.is_launch_leader(lane, answer.request)
+        ):
+            # What shared the device with a launch of the other lane took longer than it would take alone.
+            is_shared = lane.shares_device or (number == MAIN and PROMPTS in self.lanes and self.lanes[PROMPTS].running)
+            self.learn_times(None if is_shared else effect_request.effect, answer, lane)
         self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:

@@ -242,7 +242,7 @@ class OverlappedDecode:
         else:
             self._pacer.stop()
         picking = None
-        if all([row.state.sampler.picks_independently for row in rows[:unread]]):
+        if all(row.state.sampler.picks_independently for row in rows[:unread]):
             picking = self._start_picking(logits, rows, offsets)
         return InFlightStep(rows, step, forward, logits, picking)
 

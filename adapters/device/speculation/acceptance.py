@@ -27,7 +27,7 @@ class StepMember:
         """The draws of its rows: each picks the token after one that is fed, given the proposals that lead there."""
         first = self.state.valid + 1
         sampler = self.state.sampler
-        if not self.tree.size:
+        if len(self.tree.tokens) == 1:
             return [Draw(sampler, first)]
         return [Draw(sampler, first + len(path), path) for path in self.tree.paths()]
 
@@ -51,7 +51,7 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
     The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
     past a token that ends the answer. first: the row of node 0 in the step.
     """
-    if not member.tree.size:
+    if len(member.tree.tokens) == 1:
         picked = picked_at(first)
         if isinstance(picked, Pick):
             return Acceptance((0,), (picked.token,), () if picked.logprob is None else (picked.logprob,), 0)
