@@ -43,8 +43,9 @@ VERSION = 22
 DIGEST_EVERY = 64  # events
 # Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
 LINE_LIMIT = 32 << 20
-# Lists and objects in one line. A launch of 64 decode steps with 20 alternatives each has some 1,500.
-MOST_PARTS = 1 << 14
+# Lists and objects in one line. What 64 requests have of 16 steps at once, with 20 alternatives for each token, has
+# some 23,000: an event loop that falls behind takes several steps as one event.
+MOST_PARTS = 1 << 16
 # Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, which
 # is 32 MiB, without the prompts, which the requests share. One in DIGEST_EVERY brings its world along, which is mostly
 # the tokens of the slots, a MiB where they are long: 256 MiB in all. A disk slower than that ends the trace.
