@@ -50,6 +50,19 @@ def learn_from_outcome(
             return known_rates
 
 
+def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_beside: bool) -> bool:
+    """Does an outcome teach anything about times? answer: of a launch on this lane.
+
+    What shared the device with a launch of another lane took longer than it would take alone. Every member of a plain
+    decode step reports the same time, so the leader teaches as much as all of them; only drafts differ by member.
+
+    is_beside: these are decode steps, and a prompt is computed on the prompt lane.
+    """
+    if lane.shares_device or (is_beside and not settings.block):
+        return False
+    return bool(settings.block) or not isinstance(answer.outcome, Decoded) or is_launch_leader(lane, answer.request)
+
+
 def learn_from_decode(
     known_rates: Rates, propose: int, decoded: Decoded, lane: Lane, settings: Settings, *, leads: bool
 ) -> Rates:

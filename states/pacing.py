@@ -41,17 +41,18 @@ saver stops behind the run that it copies. The first token comes: 10 ms later th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
 from effects.all import Effect, EffectRequest
-from effects.ids import ENGINE, RequestId
+from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.timer import StartTimer, TimerName
 from states import launch_prices
 from states.events import TimerElapsed
+from states.lane import Lane
 from states.launch_choice import get_decode_effects, get_launch_shape
 from states.machine import IllegalEvent
 from states.rates import Rates
@@ -67,7 +68,7 @@ from states.request_states import (
     State,
     Unparking,
 )
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 
 MS = 1_000_000  # nanoseconds
 DELAYS_NS: dict[TimerName, int] = {
@@ -167,9 +168,17 @@ def follow_transition(demand: Demand, request: RequestId, before: State, after: 
 
 
 def follow_queues(
-    demand: Demand, is_serving: bool, is_slot_requested: bool, has_prefill_backlog: bool, step_interval_ns: int
+    demand: Demand,
+    is_serving: bool,
+    is_slot_requested: bool,
+    lanes: Mapping[LaneId, Lane],
+    context: DecisionContext,
 ) -> Demand:
-    """Return the demand with these values: the same object if none has changed, since this runs for every step."""
+    """Return the demand after an event: the same object if no queue has changed, since this runs for every step."""
+    has_prefill_backlog = PROMPTS in lanes and bool(lanes[PROMPTS].waiting)
+    step_interval_ns = 0
+    if has_prefill_backlog:
+        step_interval_ns = choose_step_interval(context.settings, context.rates, lanes[MAIN].running)
     if (
         is_serving == demand.is_serving
         and is_slot_requested == demand.is_slot_requested

@@ -37,7 +37,6 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect, EffectRequest, Launch
-from effects.decode import Decoded
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
@@ -46,7 +45,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, pacing, page_growth, policy, rates, residency, slot_admission, slots, speculation_control
+from states import experts, pacing, policy, rates, residency, slot_admission, slots, speculation_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
 from states.events import (
@@ -73,18 +72,11 @@ from states.followers import note_awaited_rows
 from states.lane import Lane
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
-from states.measured_rates import learn_from_outcome
+from states.measured_rates import learn_from_outcome, teaches_times
 from states.pacing import Pacing
+from states.page_growth import grow_waiting_steps, mark_short_of_pages
 from states.rates import Rates
-from states.request_states import (
-    Done,
-    New,
-    Recovering,
-    Restoring,
-    State,
-    Waiting,
-    Yielding,
-)
+from states.request_states import Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.residency import Models, Residence
 from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
@@ -182,10 +174,7 @@ class Fold:
         return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
     def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
-        """Take outcomes of different requests, and make their transitions, in order.
-
-        Lanes launch and slots are given once all of them are taken. Outcomes of the store are on no lane.
-        """
+        """Take outcomes of different requests in order. Lanes launch, and slots are given, once all of them are taken."""
         awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
         for answer in outcomes:
             number, effect_request = awaited.get(answer.request, (MAIN, None))
@@ -208,15 +197,9 @@ class Fold:
                 self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
             case _:
                 pass
-        # Every member of a plain decode step reports the same time, so one of them teaches as much as all.
-        if (
-            self.settings.block
-            or not isinstance(answer.outcome, Decoded)
-            or lane_queue.is_launch_leader(lane, answer.request)
-        ):
-            # What shared the device with a launch of the other lane took longer than it would take alone.
-            is_shared = lane.shares_device or (number == MAIN and PROMPTS in self.lanes and self.lanes[PROMPTS].running)
-            self.learn_times(None if is_shared else effect_request.effect, answer, lane)
+        is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
+        if teaches_times(answer, lane, self.settings, is_beside=is_beside):
+            self.learn_times(effect_request.effect, answer, lane)
         self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
@@ -282,13 +265,8 @@ class Fold:
 
     def update_pace(self, elapsed: TimerElapsed | None) -> None:
         """Decide the pace of background work again if what it rests on has changed."""
-        has_prefill_backlog = PROMPTS in self.lanes and bool(self.lanes[PROMPTS].waiting)
-        interval_ns = 0
-        if has_prefill_backlog:
-            interval_ns = pacing.choose_step_interval(self.settings, self.rates, self.lanes[MAIN].running)
-        demand = pacing.follow_queues(
-            self.demand, bool(self.requests), bool(self.slots.waiting), has_prefill_backlog, interval_ns
-        )
+        context = DecisionContext(self.settings, self.rates)
+        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), self.lanes, context)
         if demand is not self.pacing.demand or elapsed is not None:
             self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)
             self.outputs += effects
@@ -322,7 +300,7 @@ class Fold:
 
     def launch_on_lane(self, number: LaneId) -> bool:
         """Choose what a free lane does, and put it out. False: it has nothing to do."""
-        ready, held = self.grow_pages(self.lanes[number])
+        self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         lane, self.models, chosen = choose_launch(ready, self.models, self.settings, self.requests, self.rates)
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
@@ -347,32 +325,12 @@ class Fold:
 
     def join_launch(self, number: LaneId) -> None:
         """Let waiting decode steps join the running launch. None joins while one of them waits for pages."""
-        ready, held = self.grow_pages(self.lanes[number])
+        self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
         self.lanes[number] = lane_queue.join_waiting(ready)
         self.outputs.append(Launch(ready.waiting, number, joins=True))
-
-    def grow_pages(self, lane: Lane) -> tuple[Lane, tuple[EffectRequest, ...]]:
-        """Give waiting decode steps the pages that they need. Also returns those for which there are none now."""
-        if not self.settings.pages:
-            return lane, ()
-        ready = list[EffectRequest]()
-        held = list[EffectRequest]()
-        for effect_request in lane.waiting:
-            self.slots, grown = page_growth.grow_for_decode_step(
-                self.slots, effect_request, self.requests, self.settings
-            )
-            if grown is None:
-                held.append(effect_request)
-            else:
-                ready.append(grown)
-        if held:
-            # A step that waits for pages waits until another request ends, and a launch that continues alone would not
-            # stop then. So the others take one step each.
-            ready = [page_growth.limit_steps(one, 1) for one in ready]
-        return lane_queue.with_effect_requests(lane, tuple(ready), lane.running), tuple(held)
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""
@@ -387,4 +345,4 @@ class Fold:
         if admission is not None:
             self.pending.append(admission)
         elif self.settings.pages:
-            self.slots = page_growth.mark_short_of_pages(self.slots, self.requests, self.settings)
+            self.slots = mark_short_of_pages(self.slots, self.requests, self.settings)
