@@ -174,7 +174,7 @@ class Fold:
         return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
     def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
-        """Take outcomes of different requests in order. Lanes launch, and slots are given, once all of them are taken."""
+        """Take outcomes of different requests in order. Lanes launch and slots are given once all are taken."""
         awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
         for answer in outcomes:
             number, effect_request = awaited.get(answer.request, (MAIN, None))
