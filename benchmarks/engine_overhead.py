@@ -134,7 +134,7 @@ class CallCounter:
 
 
 @frozen
-class Case:
+class DecodeCase:
     """A number of requests that decode together, as on a GPU (`overlapped`) or as on a CPU."""
 
     requests: int
@@ -146,15 +146,17 @@ class Case:
         return f"{self.requests} request{'s' * (self.requests > 1)}{way}"
 
 
-CASES = (Case(1, False), Case(4, False), Case(1, True), Case(16, True), Case(64, True))
-SHOWN = (Case(1, False), Case(64, True))  # the cases that the page of benchmarks shows
+CASES = (DecodeCase(1, False), DecodeCase(4, False), DecodeCase(1, True), DecodeCase(16, True), DecodeCase(64, True))
+SHOWN = (DecodeCase(1, False), DecodeCase(64, True))  # the cases that the page of benchmarks shows
 
 
-def goal_of(case: Case) -> Goal:
+def goal_of(case: DecodeCase) -> Goal:
     return Goal(at_most=200 if case.requests <= 4 else 1000)
 
 
-async def decode_steps(case: Case, count: int, counters: tuple[CallCounter, CallCounter] | None = None) -> list[float]:
+async def decode_steps(
+    case: DecodeCase, count: int, counters: tuple[CallCounter, CallCounter] | None = None
+) -> list[float]:
     """Return the microseconds between the tokens of one stream, while the requests of a case decode `count` steps.
 
     counters: of the event loop's thread and of the lane's, if calls are counted.
@@ -188,7 +190,7 @@ async def decode_steps(case: Case, count: int, counters: tuple[CallCounter, Call
     return gaps
 
 
-def count_calls(case: Case) -> tuple[float, float]:
+def count_calls(case: DecodeCase) -> tuple[float, float]:
     """Return the calls of functions in a step: on the event loop's thread, and on the lane's.
 
     Two runs are compared that differ by COUNTED_STEPS steps, so that their beginnings and ends do not count.
@@ -203,7 +205,7 @@ def count_calls(case: Case) -> tuple[float, float]:
     return (longer_loop - loop) / COUNTED_STEPS, (longer_lane - lane) / COUNTED_STEPS
 
 
-def measure(case: Case, count: int) -> dict[str, Any]:
+def measure(case: DecodeCase, count: int) -> dict[str, Any]:
     """Return the row of a case."""
     began = time.process_time()
     gaps = sorted(anyio.run(decode_steps, case, count))
