@@ -29,7 +29,7 @@ def some_jobs() -> list[Job]:
         own = tuple(rng.choices(range(100, 4000), k=rng.randrange(8, 60)))
         penalty = 1.2 if number % 8 == 5 else 1.0
         sampling = Sampling(temperature=0.8 * (number % 2), seed=number, repetition_penalty=penalty)
-        jobs.append(Job((*head, *own) if number % 4 == 0 else own, rng.randrange(6, 14), sampling))
+        jobs.append(Job((*head, *own) if number % 4 == 0 else own, rng.randrange(50, 60), sampling))
     return jobs
 
 
