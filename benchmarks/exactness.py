@@ -3,7 +3,7 @@ a draft that stays or one that comes and goes, as chains and as trees, beside re
 executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
-[--only cold,trees,followers,...] [--logprobs 8] [--digests] [--skip 0] [--seed 0]`
+[--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]`
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
 compared with answers that are computed cold, alone and without a draft: their tokens, with `--logprobs` the
@@ -218,7 +218,7 @@ class Comparison:
         return found
 
     async def batched(self) -> list[Answered]:
-        return await together(self.target, self.jobs)
+        return await together(self.target, self.jobs, at_once=self.target.settings.slots)
 
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
@@ -351,7 +351,7 @@ def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     ways = {
         "cold": ("cold and alone", compared.cold),
-        "batched": ("batched by four", compared.batched),
+        "batched": (f"batched by {compared.target.settings.slots}", compared.batched),
         "continued": ("continued in a slot", compared.continued),
         "trees": (f"trees of {TREE}", compared.trees),
         "scoped": ("request-scoped draft", compared.scoped),
@@ -373,7 +373,9 @@ async def again(compared: Comparison, options: Options) -> dict[str, Any]:
     header = Header(VERSION, __version__, target.settings, target.identity, options.redacted_values())
     recorder = Recorder(trace, header)
     recorder.start()
-    await compared.run("batched by four, recorded", partial(together, target, compared.jobs, recorder=recorder))
+    at_once = target.settings.slots
+    work = partial(together, target, compared.jobs, at_once=at_once, recorder=recorder)
+    await compared.run(f"batched by {at_once}, recorded", work)
     run, tokens = await execute(trace, options.model.model)
     print(f"executed again: {run.events} events, {tokens} tokens, 0 differing")
     return {"executed": {"events": run.events, "tokens": tokens}}
@@ -384,6 +386,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--skip", type=int, default=0, help="prompts: so that several processes can share the work")
     parser.add_argument("--seed", type=int, default=0, help="of the requests that share heads with these and leave")
+    parser.add_argument("--slots", type=int, default=4, help="requests of a batch")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--draft", default="auto")
@@ -397,7 +400,7 @@ def main() -> int:
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
     kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
-    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
+    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
     return 1 if anyio.run(measure, options, given) else 0
 
 

@@ -105,8 +105,39 @@ class ForRequest:
 
 
 @frozen
+class EffectOutcome:
+    """The outcome of an effect, and the request that awaits it."""
+
+    request: RequestId
+    outcome: Outcome
+
+
+@frozen
+class ForLaunch:
+    """The outcomes that a launch reported at once, each of another request, in the order of its members."""
+
+    outcomes: tuple[EffectOutcome, ...]
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse two outcomes of one request: the second one could not be awaited before the first one is folded."""
+        if len({one.request for one in self.outcomes}) < len(self.outcomes):
+            raise ValueError("two outcomes of one request are two events")
+
+
+@frozen
 class ForEngine:
     event: Common
 
 
-Happened: TypeAlias = ForRequest | ForEngine | ForModel
+Happened: TypeAlias = ForRequest | ForLaunch | ForEngine | ForModel
+
+
+def list_request_events(happened: Happened) -> tuple[tuple[RequestId, Event], ...]:
+    """Return what happened to requests, in order. What happens to the engine or to a model happens to none."""
+    match happened:
+        case ForRequest(request, event):
+            return ((request, event),)
+        case ForLaunch(outcomes):
+            return tuple((one.request, one.outcome) for one in outcomes)
+        case _:
+            return ()

@@ -9,7 +9,8 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. Where the numerics allow it, the
    next rows of one prompt go with them in the same forward (`choose_mixed_chunk`).
 3. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
-   most, and decode steps delay a prefill by one launch at most.
+   most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step behind it would come
+   later than `Settings.latency_target_ns` (`choose_turn_rows`).
 4. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
 5. When nothing else waits, decode steps may continue alone for as many steps as no decision could change.
 6. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
@@ -33,11 +34,13 @@ from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import launch_prices, residency, speculation_control
-from states.lane import EffectOutcome, Lane, can_launch, drop_waiting, start_launch
+from states.events import EffectOutcome
+from states.lane import Lane, can_launch, drop_waiting, start_launch
 from states.launch_prices import Shape
-from states.rates import Rates, find_span
+from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import Drafted, Prefilling, Restoring, Speculating, State
 from states.residency import Models
+from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.speculation_control import Plan, SpeculationControl
 
@@ -50,6 +53,7 @@ PROMPT_ROWS_PER_STEP = 8  # a mixed forward has at least this many prompt rows f
 # Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
 # fewer steps delay the first tokens. Eight sessions with a head of 4,000 on two cores: the last of these 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
+TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
 MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
 
 
@@ -82,7 +86,7 @@ def choose_launch(
         return start_launch(lane, batch, plan, step_count), models, Launch(batch)
     assert other is not None
     takes_turns = decode_steps or (settings.beside_rows and len(others) > 1)
-    launched = shorten_prefill(other, settings.chunk) if takes_turns else other
+    launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if takes_turns else other
     chunk_count = count_chunks(launched, settings) if settings.beside_rows else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
@@ -131,6 +135,29 @@ def choose_mixed_chunk(
     forward_rows = max(usual, least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
     return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
+
+
+def choose_turn_rows(
+    decode_steps: Sequence[EffectRequest], other: EffectRequest, settings: Settings, rates: Rates
+) -> int:
+    """Return the most rows of a prefill that takes its turn with these decode steps.
+
+    Rows and the step behind them take no longer than the latency target, as far as their times are known. But a narrow
+    forward takes more time for each row, so the prefill has at least one part in TURN_PARTS of a chunk. Without steps,
+    or where the bits of a row would depend on the rows of its chunk, it has a whole chunk.
+    """
+    rows = settings.chunk
+    effect = other.effect
+    if not (decode_steps and settings.latency_target_ns and settings.keep_decoded and isinstance(effect, RunPrefill)):
+        return rows
+    shape = get_launch_shape(decode_steps)
+    step_ns = launch_prices.find_plain_time(rates.decode, shape.span, shape.members)
+    least = max(settings.block_size, settings.chunk // TURN_PARTS)
+    while rows >= 2 * least and (
+        step_ns + estimate_prefill_time(rates, effect.start, effect.start + rows) > settings.latency_target_ns
+    ):
+        rows //= 2
+    return round_down_to_block(settings, rows)
 
 
 def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:

@@ -41,6 +41,9 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
     drafter: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one
+    # Nanoseconds from one token of an answer to the next one that are acceptable while prompts wait; 0: prompts get no
+    # more of the device than steps leave them.
+    latency_target_ns: int = 0
     span: int = 1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
     experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
     expert_places: int = 0  # experts that the device has at once
@@ -59,6 +62,7 @@ class Settings:
                 self.drafter_lane,
                 self.state_places,
                 self.state_tokens,
+                self.latency_target_ns,
             ),
             *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
         )

@@ -124,8 +124,8 @@ class DeviceExecutor:
             )
 
     def pace_steps(self, _: RequestId, effect: PaceSteps) -> None:
-        """Begin or end the even pace of decode steps. It holds from the next step that is launched."""
-        self.decoding.overlapped.set_pace(evenly=effect.evenly)
+        """Begin, change or end the even pace of decode steps. It holds from the next step that is launched."""
+        self.decoding.overlapped.set_pace(evenly=effect.evenly, interval_ns=effect.interval_ns)
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Open the slot in its turn. If that fails, every later effect on the slot for this request fails and says why.

@@ -54,6 +54,19 @@ def kv_pages(world: World) -> dict[str, int]:
     return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short_of_pages)}
 
 
+def describe_pace(world: World) -> dict[str, Any]:
+    """Return what /props shows of the pace of decode steps: the latency target, and what steps keep now.
+
+    is_even: prompts wait, so steps keep an even pace. interval_ms: from one step to the next one, at least.
+    """
+    demand = world.pacing.demand
+    return {
+        "latency_target_ms": world.settings.latency_target_ns / 1e6,
+        "is_even": demand.has_prefill_backlog,
+        "interval_ms": demand.step_interval_ns / 1e6,
+    }
+
+
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
     """Return the status of live requests, up to MOST_RUNNING: first those that have a slot, then those that wait."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))

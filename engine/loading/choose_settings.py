@@ -96,6 +96,7 @@ def choose_settings(
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}) if has_buckets else 0,
         beside_rows=concurrent_rows,
+        latency_target_ns=options.runtime.latency_target * 1_000_000,
         block=block,
         tree=tree,
         no_trees=no_trees,

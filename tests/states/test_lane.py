@@ -14,7 +14,8 @@ from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, launch_choice, launch_prices
 from states import speculation_control as control
-from states.lane import EffectOutcome, Lane
+from states.events import EffectOutcome
+from states.lane import Lane
 from states.rates import Rates
 from states.request_states import Drafted, Generated, Prefilling, SlotLease, Speculating, State, Undrafted
 from states.residency import Models, Residence
@@ -79,6 +80,28 @@ def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> Non
     assert launched(many, chunk(2)) == (many,)
     (one,) = launch_choice.choose_launch(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
     assert one == EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
+
+
+@pytest.mark.parametrize(
+    ("target", "rates", "changes", "rows"),
+    [
+        (0, Rates(prefill=(10,)), {}, 256),
+        (2000, Rates(), {}, 256),  # nothing is known
+        (3000, Rates(prefill=(10,)), {}, 256),
+        (2000, Rates(prefill=(10,)), {}, 128),
+        (2000, Rates(prefill=(10,), decode=((0, 1, 0, 900, 0),)), {}, 64),
+        (1, Rates(prefill=(10,)), {}, 64),  # a part in four of a chunk at least
+        (1, Rates(prefill=(10,)), {"block_size": 128}, 128),
+        (1, Rates(prefill=(10,)), {"keep_decoded": False, "block_size": 256}, 256),  # bits depend on the chunk
+    ],
+)
+def test_a_prefill_between_decode_steps_is_as_short_as_the_latency_target_asks(
+    target: int, rates: Rates, changes: Any, rows: int
+) -> None:
+    settings = evolve(evolve(PLAIN, chunk=256, block_size=64, latency_target_ns=target), **changes)
+    lane_ = Lane((a_decode(ONE), a_prompt(TWO, 0, 1000)), last_was_decode=True)
+    chosen = launch_choice.choose_launch(lane_, NOBODY, settings, {}, rates)[2]
+    assert chosen == Launch((a_prompt(TWO, 0, rows),))
 
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:

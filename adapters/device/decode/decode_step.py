@@ -167,14 +167,14 @@ class DecodeRunner:
 
     # --- one step ---
 
-    def _step_natively(self, ask: EffectRequest) -> Outcome | None:
+    def _step_natively(self, native: NativeDecodeStep, ask: EffectRequest) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
         state = self.find_ready_slot(ask.request, effect)
-        if self.native is None or effect.checkpoint or isinstance(state, DeviceFailed):
+        if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        taken = self.native.step(effect.slot, state, effect.propose, self.proposer)
+        taken = native.step(effect.slot, state, effect.propose, self.proposer)
         if taken is None:
             return None
         if not taken.tokens:
@@ -182,7 +182,7 @@ class DecodeRunner:
         state.commit(taken.tokens)
         if not taken.followed and self.proposer is not None:
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
-            self.follow(step, self.native.forward_of(step.bucket), (1,), (state,))
+            self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started_ns, taken.accepted)
 
     def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
@@ -191,8 +191,10 @@ class DecodeRunner:
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
         missing where the piece was not computed: no request was left to decode.
         """
-        if piece is None and len(asks) == 1 and (outcome := self._step_natively(asks[0])) is not None:
-            return (outcome,)
+        if self.native is not None and piece is None and len(asks) == 1:
+            outcome = self._step_natively(self.native, asks[0])
+            if outcome is not None:
+                return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `asks`, state, most proposals
         for index, ask in enumerate(asks):
