@@ -25,6 +25,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
+from adapters.transfer.copy_rows import StateMover
 from adapters.transfer.saver import AT_ONCE
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
@@ -448,6 +449,27 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
     for request, at in ((1, 8), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
     assert not bench.store.memory_tier.index.entries
+
+
+async def test_the_lane_goes_on_while_a_checkpoint_is_on_its_way_to_host_memory(
+    bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = StateMover.write
+
+    def write_late(mover: StateMover, *given: object) -> None:
+        assert may_write.wait(10)
+        write(mover, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StateMover, "write", write_late)
+    bench.open(1, 0)
+    await bench.prefill(1, 0, checkpoints=(32,))  # its later chunks move the state of the slot
+    assert bench.store.lacks_checkpoint(PROMPT[:32])
+    may_write.set()
+    assert isinstance(await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:72])), SnapshotSaved)
+    assert not bench.store.lacks_checkpoint(PROMPT[:32]), "an answered snapshot has its checkpoints"
+    assert await bench.restored(2, 1, PROMPT[:40]) == rows(32)
+    assert await bench.goes_on(2, 1, 32, PROMPT[:40]) == await bench.cold(PROMPT[:40])
 
 
 async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(

@@ -129,19 +129,20 @@ class RecurrentCache:
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
         bases = [self._base(one.slot, one.start) for one in step.segments]
-        saved = [
-            (tensor[one.slot], tensor[one.slot].clone())
+        places = [
+            tensor[one.slot]
             for one, base in zip(step.segments, bases, strict=True)
             if one.start
             for layer in self.layers
             for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
             if len(tensor)
         ]
+        saved = [torch.empty_like(place) for place in places]
+        copy_together(saved, places)
         try:
             yield
         except BaseException:
-            for place, before in saved:
-                place.copy_(before)
+            copy_together(places, saved)
             for one, base in zip(step.segments, bases, strict=True):
                 self._standing[one.slot] = Standing(base, one.start - base)
             raise
@@ -162,10 +163,8 @@ class RecurrentCache:
 
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
-        for layer in self.layers:
-            for tensor in astuple(layer, recurse=False):
-                if len(tensor):
-                    tensor[target].copy_(tensor[source])
+        tensors = [tensor for layer in self.layers for tensor in astuple(layer, recurse=False) if len(tensor)]
+        copy_together([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])
         self._standing[target] = self._standing[source]
 
     def keep(self, slot: int, place: int) -> None:
@@ -182,20 +181,18 @@ class RecurrentCache:
         return self.slots + place
 
     def _move(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer.memory[target].copy_(layer.memory[source])
-            layer.conv[target].copy_(layer.conv[source])
+        copy_together(self._tensors(target), self._tensors(source))
 
     def _tensors(self, slot: int) -> list[Tensor]:
         """Return the tensors of a slot's state in the order of `specs`."""
         return [tensor[slot] for layer in self.layers for tensor in (layer.conv, layer.memory)]
 
     def export(self, slot: int) -> NamedTensors:
-        """Return copies of the slot's state on the host."""
-        return {
-            spec.name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-            for spec, tensor in zip(self.specs, self._tensors(slot), strict=True)
-        }
+        """Return copies of the slot's state on its device."""
+        own = self._tensors(slot)
+        copies = [torch.empty_like(tensor) for tensor in own]
+        copy_together(copies, own)
+        return {spec.name: tensor for spec, tensor in zip(self.specs, copies, strict=True)}
 
     def import_(self, slot: int, state: NamedTensors) -> None:
         """Write a state that `export` returned. Raises ValueError for another name, shape or dtype."""
@@ -207,10 +204,24 @@ class RecurrentCache:
             dtype = torch_dtype(spec.dtype)
             if tensor.shape != spec.shape or tensor.dtype != dtype:
                 raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
-        for spec, place in zip(self.specs, self._tensors(slot), strict=True):
-            place.copy_(state[spec.name])
+        given = [state[spec.name] for spec in self.specs]
+        copy_together(self._tensors(slot), given)
+        for tensor in given:
+            if tensor.is_cuda:  # it may have been made on another stream, which must not use its memory again too soon
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._standing[slot] = Standing(None)
 
     def close(self) -> None:
         """Give the memory back."""
         self.layers.clear()
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into the target of the same number. On one device, tensors of a dtype share few launches."""
+    groups = dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]]()
+    for target, source in zip(targets, sources, strict=True):
+        left, right = groups.setdefault((source.dtype, source.device), ([], []))
+        left.append(target)
+        right.append(source)
+    for left, right in groups.values():
+        torch._foreach_copy_(left, right)

@@ -185,13 +185,17 @@ class PositionalStates(Protocol):
         ...
 
     def export(self, slot: int) -> NamedTensors:
-        """Return the slot's state on the host: the one at the last multiple of `block` in its settled rows."""
+        """Return copies of the slot's state: the one at the last multiple of `block` in its settled rows.
+
+        On a GPU of this process the copies are on that GPU, behind everything that its stream was given, and nobody
+        waits for them. The states of other shards are in host memory.
+        """
         ...
 
     def import_(self, slot: int, state: NamedTensors) -> None:
-        """Write a state that `export` returned. The start of the slot's next forward tells where it stands.
+        """Write a state that `export` returned, in host memory or on the device of the slot, where it is quicker.
 
-        ValueError for another name, shape or dtype.
+        The start of the slot's next forward tells where the state stands. ValueError for another name, shape or dtype.
         """
         ...
 
