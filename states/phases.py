@@ -159,20 +159,23 @@ def start_prefill(
 def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """Return the effect that computes the next rows of `[valid_rows, target)`.
 
-    It is one chunk, or several at once where the settings allow it, and it ends where positional state is kept. When
-    it is several, a last chunk that would be too narrow for the prompt lane is left to the next effect.
+    It is one chunk, or several at once where the settings allow it, and it ends in the block behind a row at which
+    positional state is kept: the slot has that state until it has the whole block. When it is several, a last chunk
+    that would be too narrow for the prompt lane is left to the next effect.
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
     row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
     stop = min(start + row_limit, target)
+    mark = scope.find_next_mark(settings, slot_lease, prompt)
+    if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
+        stop = mark.at
     narrow_rows = (stop - start) % settings.chunk
     if stop - start > settings.chunk and narrow_rows <= settings.beside_rows:
         stop -= narrow_rows
-    mark = scope.find_next_mark(settings, slot_lease, prompt)
-    if mark is not None and mark.at <= stop:
-        return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
-    return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
+    is_marked = mark is not None and mark.at == scope.find_state_row(settings, stop)
+    keeps_beyond_device = mark is not None and is_marked and mark.beyond_device
+    return RunPrefill(slot_lease.slot, start, stop, checkpoint=keeps_beyond_device, logprobs=logprobs)
 
 
 def make_decode_step(

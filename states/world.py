@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import TypeAlias
 
 from attrs import evolve, field, frozen
@@ -177,7 +178,9 @@ class Fold:
             for effect_request in lane.running:
                 if effect_request.request == answer.request and type(answer.outcome) in effect_request.effect.outcomes:
                     self.models = residency.record_move(self.models, effect_request, answer.outcome)
-                    self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
+                    self.slots = slots.record_checkpoint(
+                        self.slots, effect_request, answer.outcome, self.requests, self.settings
+                    )
                     # A prefill that shared the device with decode steps took longer than it would take alone.
                     self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
                     ends_together = bool(self.settings.block)
@@ -288,10 +291,12 @@ class Fold:
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(launched):
-                if self.settings.state_places and isinstance(launched[0].effect, RunPrefill):
-                    self.slots, launched = slots.assign_checkpoint_place(
-                        self.slots, launched[0], self.requests, self.settings
+                if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
+                    running = chain.from_iterable(one.running for one in self.lanes.values())
+                    self.slots, prefill = slots.assign_checkpoint_place(
+                        self.slots, launched[-1], running, self.requests, self.settings
                     )
+                    launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
                 if self.settings.block and lane.last_was_decode:
                     self.rates = speculation_control.record_launch(self.rates, lane.plan)

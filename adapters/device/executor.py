@@ -137,7 +137,7 @@ class DeviceExecutor:
             if lost := slots_lost_by(error, effect.slot):
                 self.events.deliver(SlotRowsLost(lost))
 
-        self._lanes.open(effect.slot, partial(self._open, request, effect), on_done)
+        self._lanes.open(effect.slot, partial(self._open, request, effect), on_done, effect.place)
 
     def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
         """Carry out a launch in its turn.
@@ -212,7 +212,7 @@ class DeviceExecutor:
             # Whatever the reason is, the rows of this slot are not those that it was opened with.
             self._slots.put(effect.slot, opening_failure(effect, error))
             raise
-        copied = bool(effect.pages) or (effect.keep > 0 and effect.source != effect.slot)
+        copied = bool(effect.pages) or effect.place is not None or (effect.keep > 0 and effect.source != effect.slot)
         return copied or not self.decoding.overlapped.is_done_with(effect.slot)
 
     def _build_slot(self, request: RequestId, effect: OpenSlot) -> SlotState:
@@ -278,8 +278,11 @@ class DeviceExecutor:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
+            [(request, effect)] = [(ask.request, ask.effect) for ask in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)
+            if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
+                self._checkpoints.keep_after_chunk(request, effect, piece.state)
         # If the piece went with the decode steps, its outcome is there already.
         outcomes = (*outcomes, *(self._carry_out_one(ask, steps) for ask in asks[len(outcomes) :]))
         self._report_used_experts()
@@ -313,6 +316,7 @@ class DeviceExecutor:
         misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
         if misfit is not None:
             return misfit
+        state.wait_for_import()
         self._checkpoints.keep_before_prefill(request, effect)
         state.rows_ahead = 0
         if effect.logprobs >= 0:
@@ -335,8 +339,8 @@ class DeviceExecutor:
         # Without waiting, the host would acknowledge rows that the device has yet to compute.
         self._shard.synchronize()
         took_ns = time.perf_counter_ns() - started_ns
-        if stop == effect.stop:
-            self._checkpoints.keep_after_chunk(request, effect, state)
+        if stop == effect.stop and self._checkpoints.keep_after_chunk(request, effect, state):
+            self._shard.synchronize()  # the decode steps' lane, which comes next, has another stream
         return PrefillAdvanced(stop, took_ns)
 
     def _report_used_experts(self) -> None:

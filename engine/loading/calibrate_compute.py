@@ -75,12 +75,12 @@ def choose_mixed_rows(devices: Set[str]) -> int:
 def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
     """Return the number of rows above which a prefill runs at the same time as decode steps. 0: no prefill does.
 
-    That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
-    those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
-    ones; without a wider bucket no prefill is that wide.
+    That needs one GPU of this process that has the whole model, without a draft. buckets: those that were proven.
+    Without the bucket of that many rows, narrower forwards would run with the buffers of wider ones; without a wider
+    bucket no prefill is that wide.
     """
     here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
-    return NARROW if here and shard.spec.runs_ahead and not drafted and not shard.states.specs else 0
+    return NARROW if here and shard.spec.runs_ahead and not drafted else 0
 
 
 def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:

@@ -20,6 +20,7 @@ from states.request_states import Undrafted
 from states.scope import (
     CheckpointMark,
     find_next_mark,
+    find_state_row,
     has_passed_mark,
     select_rows_to_keep,
     should_keep_held_state,
@@ -135,14 +136,14 @@ def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...]
 
 
 def marks(settings: Settings, flat: Flat) -> list[int]:
-    """All positions at which prefill stops to keep the state beyond the device, if every chunk succeeds."""
+    """All positions whose state prefill keeps beyond the device, if every chunk succeeds."""
     found = []
     target = len(flat.prompt) - 1
     while flat.valid < target:
         part = make_prefill_chunk(settings, *flat.early, target)
         assert flat.valid == part.start < part.stop <= target
         assert part.stop - part.start <= settings.chunk
-        found += [part.stop] if part.checkpoint else []
+        found += [find_state_row(settings, part.stop)] if part.checkpoint else []
         flat = evolve(flat, valid=part.stop)
     return found
 

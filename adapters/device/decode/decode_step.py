@@ -207,6 +207,8 @@ class DecodeRunner:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
         is_settling = False
+        if piece is not None:
+            piece.state.rows_ahead = 0  # they are overwritten
         try:
             members = make_members(self.proposer, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)

@@ -229,7 +229,7 @@ class Process:
 
     def on_prefilled(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
         if chunk.checkpoint:
-            self.checkpoint(request, chunk.stop)
+            self.checkpoint(request, round_down_to_block(self.settings, chunk.stop))
         self.feed(request, PrefillAdvanced(chunk.stop, took))
 
     def checkpoint(self, request: RequestId, at: int) -> None:

@@ -25,6 +25,7 @@ from adapters.models.kernels.delta_interface import (
     DeltaWeights,
     make_raw_state,
 )
+from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.kernels.triton import delta, delta_rows
 from adapters.models.kernels.triton_launch import launch
@@ -37,14 +38,15 @@ AT_ONCE = 8  # heads of a program that works on single rows
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
 
 
-@frozen(eq=False)
+@define(eq=False)
 class ChunkPlan:
     """The chunks of a step. chunks: int32 `[limit, 8]`. runs: int32 `[segments + 1, 2]`, the last one for padded
-    rows.
+    rows. is_stale: the step's chunks are not computed yet.
     """
 
     chunks: Tensor
     runs: Tensor
+    is_stale: bool = True
 
 
 @frozen(eq=False)
@@ -58,16 +60,19 @@ class FactorScratch:
 
 @define(eq=False)
 class CudaDelta:
-    """Implements `DeltaKernels` for one CUDA device."""
+    """Implements `DeltaKernels` for one CUDA device.
+
+    Two lanes may use it at once, one for each side of NARROW: what belongs to a step is kept by its bucket, and memory
+    for factors by the side.
+    """
 
     device: torch.device
     pdl: bool | None
-    running: str = ""
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name
     _plans: dict[int, ChunkPlan] = field(init=False, factory=dict)
-    _stale: bool = field(init=False, default=True)
+    _bodies: dict[int, str] = field(init=False, factory=dict)  # by bucket, the one that runs or is recorded
     _factors: dict[tuple[int, ...], FactorScratch] = field(init=False, factory=dict)
 
     def make_state(
@@ -129,7 +134,7 @@ class CudaDelta:
         limit = len(plan.chunks)
         segments = len(plan.runs) - 1
         inputs, parts = PIECES[convolved.dtype]
-        scratch = self._scratch(limit, shape, parts)
+        scratch = self._scratch(limit, shape, parts, wide=len(convolved) > NARROW)
         sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts}
         scale = shape.key_size**-0.5
         wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
@@ -250,10 +255,10 @@ class CudaDelta:
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
 
-    def _scratch(self, limit: int, shape: DeltaShape, parts: int) -> FactorScratch:
-        key = (triton.next_power_of_2(limit), shape.value_heads, parts, shape.key_size)
+    def _scratch(self, limit: int, shape: DeltaShape, parts: int, *, wide: bool) -> FactorScratch:
+        room = triton.next_power_of_2(limit), shape.value_heads
+        key = (*room, parts, shape.key_size, wide)
         if key not in self._factors:
-            room = key[:2]
             kind = torch.bfloat16
             self._factors[key] = FactorScratch(
                 torch.empty(*room, parts, CHUNK, CHUNK, dtype=kind, device=self.device),
@@ -271,18 +276,18 @@ class CudaDelta:
                 torch.zeros(limit, FIELDS, dtype=torch.int32, device=self.device),
                 torch.zeros(segments + 1, 2, dtype=torch.int32, device=self.device),
             )
-            self._stale = True
-        if self._stale:
+        if self._plans[batch.bucket].is_stale:
             self.plan_chunks(batch)
-        self.planned_bodies.add(self.running)
+        self.planned_bodies.add(self._bodies[batch.bucket])
         return self._plans[batch.bucket]
 
     def begin_body(self, name: str, batch: StateBatch) -> None:
         """Prepare for a body that runs or is recorded: plan its chunks first, if it is known to need them."""
-        self._stale = True
-        self.running = name
-        if name in self.planned_bodies and batch.bucket in self._plans:
-            self.plan_chunks(batch)
+        self._bodies[batch.bucket] = name
+        if (plan := self._plans.get(batch.bucket)) is not None:
+            plan.is_stale = True
+            if name in self.planned_bodies:
+                self.plan_chunks(batch)
 
     def plan_chunks(self, batch: StateBatch) -> None:
         """Compute the step's chunks on the device."""
@@ -303,7 +308,7 @@ class CudaDelta:
             RUNS=triton.next_power_of_2(len(plan.runs)),
             num_warps=4,
         )
-        self._stale = False
+        plan.is_stale = False
 
 
 def _head_constants(shape: DeltaShape) -> dict[str, int]:
