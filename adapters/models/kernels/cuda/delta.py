@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adapters.models.kernels.cuda.attention import launch_options
 from adapters.models.kernels.delta_interface import (
+    BLOCK,
     CHUNK,
     RING,
     TAPS,
@@ -34,6 +35,7 @@ SIZES = (16, 32, 64, 128)
 FIELDS = 8  # numbers of a chunk in the plan
 TILE = 64  # values of a head in one program
 AT_ONCE = 8  # heads of a program that works on single rows
+CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
 # Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
 
@@ -88,10 +90,11 @@ class CudaDelta:
         """Convolve in the model's dtype. Query and key heads are divided by their length already."""
         shape = weights.shape
         out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+        rows = CONVOLVED_ROWS if len(mixed) > NARROW and len(mixed) % CONVOLVED_ROWS == 0 else 1
         programs = triton.cdiv(2 * shape.key_heads, AT_ONCE) + triton.cdiv(shape.value_heads, AT_ONCE)
         launch(
             delta_rows.convolve,
-            (len(mixed), programs),
+            (len(mixed) // rows, programs),
             mixed,
             weights.taps,
             state.inputs,
@@ -103,6 +106,7 @@ class CudaDelta:
             out,
             mixed.stride(0),
             AT_ONCE=AT_ONCE,
+            ROWS=rows,
             SETTLES=batch.settles,
             **_head_constants(shape),
             **self._options(4),
@@ -135,7 +139,8 @@ class CudaDelta:
         segments = len(plan.runs) - 1
         inputs, parts = PIECES[convolved.dtype]
         scratch = self._scratch(limit, shape, parts, wide=len(convolved) > NARROW)
-        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts}
+        read = CHUNK if settles else BLOCK
+        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts, "READ": read}
         scale = shape.key_size**-0.5
         wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
         launch(

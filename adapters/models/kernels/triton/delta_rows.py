@@ -63,9 +63,18 @@ def plan_chunks(
 
 
 @triton.jit
+def _load_taps(taps_ptr, channel, known):
+    """Load the four taps of some channels."""
+    taps = ()
+    for n in tl.static_range(4):
+        taps = taps + (tl.load(taps_ptr + channel * 4 + n, known, 0.0),)  # noqa: RUF005 - Triton knows no other way
+    return taps
+
+
+@triton.jit
 def _convolve_channels(
     mixed_ptr,
-    taps_ptr,
+    taps,
     inputs_ptr,
     conv_ptr,
     slots_ptr,
@@ -94,7 +103,7 @@ def _convolve_channels(
         edge = conv_ptr + (slot * 3 + at - base + 3) * CHANNELS
         source = tl.where(same, mixed_ptr + (row - back) * stride, tl.where(at >= base, ring, edge))
         x = tl.load(source + channel, known & (at >= 0), 0.0)
-        acc += x.to(tl.float32) * tl.load(taps_ptr + channel * 4 + n, known, 0.0)
+        acc += x.to(tl.float32) * taps[n]
         if (n == 3) and (not SETTLES):
             tl.store(ring + channel, x, known)
     return acc / (1.0 + tl.exp(-acc))
@@ -117,10 +126,11 @@ def convolve(
     DK: tl.constexpr,
     DV: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
     SETTLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolve one row, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
+    """Convolve ROWS rows, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
 
     mixed, out: `[bucket, q | k | v]`. inputs: `[slots, 128, channels]`. conv: `[slots, 3, channels]`. kept: `[slots,
     128, k | v]`. Where the step settles nothing is kept here, because rings may still be read.
@@ -129,39 +139,51 @@ def convolve(
         gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    slot = tl.load(slots_ptr + row)
-    base = tl.load(bases_ptr + row)
-    if PDL:
-        gdc_wait()
-    if position >= 0:
-        key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
-        to = out_ptr + row * channels
-        keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
-        if tl.program_id(1) < key_programs:
-            head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-            known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
-            channel = head * DK + tl.arange(0, DK)[None, :]
-            x = _convolve_channels(
-                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                row, slot, position, base, stride, channel, known, channels, SETTLES,
-            )  # fmt: skip
-            x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
-            tl.store(to + channel, x, known)
-            if not SETTLES:
-                tl.store(keep + channel, x, known & (head >= KEY_HEADS))
-        else:  # names of their own: heads of values may have another size
-            value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-            of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
-            place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
-            value = _convolve_channels(
-                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                row, slot, position, base, stride, place, of_value, channels, SETTLES,
-            ).to(dtype)  # fmt: skip
-            tl.store(to + place, value, of_value)
-            if not SETTLES:
-                tl.store(keep + place, value, of_value)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
+    if tl.program_id(1) < key_programs:
+        head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+        known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
+        channel = head * DK + tl.arange(0, DK)[None, :]
+        taps = _load_taps(taps_ptr, channel, known)
+        if PDL:
+            gdc_wait()
+        for number in range(ROWS):
+            row = first + number
+            position = tl.load(positions_ptr + row)
+            if position >= 0:
+                slot = tl.load(slots_ptr + row)
+                base = tl.load(bases_ptr + row)
+                x = _convolve_channels(
+                    mixed_ptr, taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                    row, slot, position, base, stride, channel, known, channels, SETTLES,
+                )  # fmt: skip
+                x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
+                tl.store(out_ptr + row * channels + channel, x, known)
+                if not SETTLES:
+                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(keep + channel, x, known & (head >= KEY_HEADS))
+    else:  # names of their own: heads of values may have another size
+        value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+        of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
+        place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
+        value_taps = _load_taps(taps_ptr, place, of_value)
+        if PDL:
+            gdc_wait()
+        for number in range(ROWS):
+            row = first + number
+            position = tl.load(positions_ptr + row)
+            if position >= 0:
+                slot = tl.load(slots_ptr + row)
+                base = tl.load(bases_ptr + row)
+                value = _convolve_channels(
+                    mixed_ptr, value_taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                    row, slot, position, base, stride, place, of_value, channels, SETTLES,
+                ).to(dtype)  # fmt: skip
+                tl.store(out_ptr + row * channels + place, value, of_value)
+                if not SETTLES:
+                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(keep + place, value, of_value)
 
 
 @triton.jit
