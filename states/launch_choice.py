@@ -115,7 +115,7 @@ def choose_mixed_chunk(
     """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. With positional
-    state they are at most a block, because a step that decodes moves a state by one block at most. The two take turns
+    state they are at most a block, unless the device settles a prompt's rows apart from decode rows. The two take turns
     in three cases. Mixing is off, because the bits of a row would depend on the other rows of its forward. Or the state
     that the slot has must be kept before it moves. Or logprobs of the prompt are asked for.
     """
@@ -125,7 +125,7 @@ def choose_mixed_chunk(
     least = launch_prices.round_up_to_bucket(PROMPT_ROWS_PER_STEP * len(decode_steps))
     forward_rows = max(settings.mixed_rows, least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
-    if settings.stateful:
+    if settings.stateful and not settings.settles_apart:
         prompt_rows = min(prompt_rows, settings.block_size)
     return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
 

@@ -57,7 +57,7 @@ from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
-from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -218,7 +218,7 @@ class DecodeRunner:
             if not is_out_of_memory(error):
                 raise
             if piece is not None:
-                if not is_settling:
+                if not is_settling and piece.rows <= UNSETTLED:
                     # The decode steps alone may find the memory that they did not find together with the piece.
                     return (*self.step(asks), out_of_memory_failure(error))
                 outcomes.append(self.fail_half_settled(piece.slot, error))

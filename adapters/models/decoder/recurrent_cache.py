@@ -10,8 +10,8 @@ from attrs import astuple, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.delta_interface import CHUNK, TAPS, UNSETTLED, DeltaKernels, DeltaShape, DeltaState
-from adapters.models.kernels.step import Step
+from adapters.models.kernels.delta_interface import CHUNK, TAPS, DeltaKernels, DeltaShape, DeltaState
+from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec, dtype_name, torch_dtype
 
 _NOTHING = nullcontext()
@@ -67,6 +67,10 @@ class RecurrentCache:
         self._kept = [Standing(None)] * places
 
     @property
+    def settles_apart(self) -> bool:
+        return self._kernels is not None and self._kernels.settles_apart
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
 
@@ -83,7 +87,7 @@ class RecurrentCache:
             raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
         bases = tuple(self._base(segment.slot, segment.start) for segment in step.segments)
         for segment in step.segments:
-            if segment.count > UNSETTLED and not step.rows_only:
+            if segment.count > UNSETTLED and not step.rows_only and not self.settles_apart:
                 rows = f"{segment.count} rows of slot {segment.slot}"
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
         for segment, base in zip(step.segments, bases, strict=True):
@@ -108,30 +112,31 @@ class RecurrentCache:
         return base
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context for a forward. A step of rows only moves the states as it runs.
+        """Return a context for a forward. Segments that settle move their states as it runs.
 
-        If the forward raises, the states are put back; otherwise all of its rows are settled.
+        If the forward raises, the states are put back; otherwise all rows of these segments are settled.
         """
-        return self._settling(step) if step.rows_only and self.layers else _NOTHING
+        return self._settling(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context that puts the states back if a step of rows only fails in it, here or in a later shard."""
-        return self._restoring(step) if step.rows_only and self.layers else _NOTHING
+        """Return a context that puts back what was settled if the step fails in it, here or in a later shard."""
+        return self._restoring(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     @contextmanager
     def _settling(self, step: Step) -> Iterator[None]:
         with self._restoring(step):
             yield
-        for one in step.segments:
+        for one in filter(step.settles, step.segments):
             stop = one.start + one.count
             self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
-        bases = [self._base(one.slot, one.start) for one in step.segments]
+        segments = [*filter(step.settles, step.segments)]
+        bases = [self._base(one.slot, one.start) for one in segments]
         places = [
             tensor[one.slot]
-            for one, base in zip(step.segments, bases, strict=True)
+            for one, base in zip(segments, bases, strict=True)
             if one.start
             for layer in self.layers
             for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
@@ -143,7 +148,7 @@ class RecurrentCache:
             yield
         except BaseException:
             copy_together(places, saved)
-            for one, base in zip(step.segments, bases, strict=True):
+            for one, base in zip(segments, bases, strict=True):
                 self._standing[one.slot] = Standing(base, one.start - base)
             raise
 
@@ -151,6 +156,8 @@ class RecurrentCache:
         if self._kernels is None or not self.layers:
             return
         for segment, keep in zip(step.segments, kept, strict=True):
+            if step.settles(segment):
+                continue
             base = self._base(segment.slot, segment.start)
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
             if rows >= CHUNK:

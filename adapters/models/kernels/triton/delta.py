@@ -223,6 +223,7 @@ def _parts(at, size, PARTS: tl.constexpr):
 def scan(
     chunks_ptr,
     runs_ptr,
+    settled_ptr,
     convolved_ptr,
     kept_ptr,
     kept_gates_ptr,
@@ -247,8 +248,9 @@ def scan(
 ):
     """Process the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
 
-    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the step settles. What later steps need of the gates is
-    kept. The programs behind the last possible segment clear the padded rows.
+    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the segment settles. SETTLES: 0 if no segment does, 1 if all
+    do, 2 if settled, int64 `[bucket]`, tells it of each row. What later steps need of the gates is kept. The programs
+    behind the last possible segment clear the padded rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -270,6 +272,9 @@ def scan(
         keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
         values = KEY_HEADS * DK + head * DV + v
         row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
+        settles = tl.full((), SETTLES, tl.int32)
+        if SETTLES == 2:
+            settles = tl.load(settled_ptr + row0).to(tl.int32)
         memory = memory_ptr + (slot * HEADS + head) * DK * DV
         state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
         for item in range(first, stop):
@@ -285,7 +290,7 @@ def scan(
             here = (tl.zeros((), tl.int64) + item) * HEADS + head
             g = tl.load(lines_ptr + here * 3 * CHUNK + i)
             beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-            if not SETTLES or old + count < CHUNK:
+            if (settles == 0) | (old + count < CHUNK):
                 keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
                 gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
                 tl.store(gates, beta, keep)
@@ -310,5 +315,5 @@ def scan(
                 last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
                 at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
                 state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
-        if SETTLES:
+        if settles != 0:
             tl.store(memory + d[:, None] * DV + v, state)
