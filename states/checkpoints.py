@@ -6,7 +6,7 @@ needs one, the block store's rule decides which has to go: the one that saves th
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
@@ -72,12 +72,10 @@ def rate_checkpoint(places: Places, checkpoint: StateCheckpoint, turn: int) -> i
     return 1000 * (checkpoint.at - max(earlier, default=0)) // (1 + turn - checkpoint.last_turn)
 
 
-def choose_place(
-    places: Places, slot: SlotId, at: int, turn: int, promised: Set[PlaceId] = frozenset()
-) -> PlaceId | None:
+def choose_place(places: Places, slot: SlotId, at: int, turn: int) -> PlaceId | None:
     """Choose a place for one more checkpoint: an empty one, or that of the checkpoint that is worth least.
 
-    None: the new checkpoint would be worth least itself. promised: places that running launches will fill.
+    None: the new checkpoint would be worth least itself.
     """
     candidates = (*places, StateCheckpoint(slot, at, turn))
 
@@ -85,5 +83,5 @@ def choose_place(
         checkpoint = candidates[number]
         return checkpoint.at and rate_checkpoint(candidates, checkpoint, turn), number
 
-    least = min((number for number in range(len(candidates)) if number not in promised), key=rank)
+    least = min(range(len(candidates)), key=rank)
     return PlaceId(least) if least < len(places) else None

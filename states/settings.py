@@ -66,8 +66,10 @@ class Settings:
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if self.shares_pages and self.stateful:
             raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
-        if self.beside_rows and self.block:
-            raise ValueError("a draft's context, which goes with a prompt's rows, is the decode steps' lane's")
+        if self.beside_rows and (self.stateful or self.block):
+            raise ValueError(
+                "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
+            )
         if self.span > 1 and self.chunk <= self.beside_rows:
             raise ValueError(f"several chunks of {self.chunk} rows: so few are on the decode steps' lane")
         if 0 < self.pages * self.page < self.max_context:

@@ -17,7 +17,7 @@ earlier rows are in places that all slots share (`states/checkpoints.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from attrs import evolve, field, frozen
 
@@ -181,7 +181,6 @@ def complete_open_slot(slots: Slots, opening: OpenSlot) -> tuple[Slots, OpenSlot
 def assign_checkpoint_place(
     slots: Slots,
     effect_request: EffectRequest,
-    running: Iterable[EffectRequest],
     requests: Mapping[RequestId, State],
     settings: Settings,
 ) -> tuple[Slots, EffectRequest]:
@@ -189,8 +188,7 @@ def assign_checkpoint_place(
 
     The place stays empty until the chunk is computed. None is assigned where that state is not one that is kept, or
     where every checkpoint that is kept is worth more. None is assigned either where a place has that state already,
-    which happens when rows are computed again because another prompt is served than before. running: the effects of
-    all lanes, whose places are promised.
+    which happens when rows are computed again because another prompt is served than before.
     """
     effect = effect_request.effect
     state = requests[effect_request.request]
@@ -200,9 +198,7 @@ def assign_checkpoint_place(
         return slots, effect_request
     if any((place.slot, place.at) == (effect.slot, mark.at) for place in slots.places):
         return slots, effect_request
-    effects = (one.effect for one in running)
-    promised = {one.place for one in effects if isinstance(one, RunPrefill) and one.place is not None}
-    place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.turn, promised)
+    place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.turn)
     if place is None:
         return slots, effect_request
     emptied = checkpoints.replace_place(slots.places, place, checkpoints.EMPTY)

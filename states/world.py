@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from itertools import chain
 from typing import TypeAlias
 
 from attrs import evolve, field, frozen
@@ -292,9 +291,8 @@ class Fold:
         match chosen:
             case Launch(launched):
                 if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
-                    running = chain.from_iterable(one.running for one in self.lanes.values())
                     self.slots, prefill = slots.assign_checkpoint_place(
-                        self.slots, launched[-1], running, self.requests, self.settings
+                        self.slots, launched[-1], self.requests, self.settings
                     )
                     launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)

@@ -137,7 +137,7 @@ class DeviceExecutor:
             if lost := slots_lost_by(error, effect.slot):
                 self.events.deliver(SlotRowsLost(lost))
 
-        self._lanes.open(effect.slot, partial(self._open, request, effect), on_done, effect.place)
+        self._lanes.open(effect.slot, partial(self._open, request, effect), on_done)
 
     def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
         """Carry out a launch in its turn.
@@ -212,7 +212,7 @@ class DeviceExecutor:
             # Whatever the reason is, the rows of this slot are not those that it was opened with.
             self._slots.put(effect.slot, opening_failure(effect, error))
             raise
-        copied = bool(effect.pages) or effect.place is not None or (effect.keep > 0 and effect.source != effect.slot)
+        copied = bool(effect.pages) or (effect.keep > 0 and effect.source != effect.slot)
         return copied or not self.decoding.overlapped.is_done_with(effect.slot)
 
     def _build_slot(self, request: RequestId, effect: OpenSlot) -> SlotState:
@@ -316,7 +316,6 @@ class DeviceExecutor:
         misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
         if misfit is not None:
             return misfit
-        state.wait_for_import()
         self._checkpoints.keep_before_prefill(request, effect)
         state.rows_ahead = 0
         if effect.logprobs >= 0:
@@ -339,8 +338,8 @@ class DeviceExecutor:
         # Without waiting, the host would acknowledge rows that the device has yet to compute.
         self._shard.synchronize()
         took_ns = time.perf_counter_ns() - started_ns
-        if stop == effect.stop and self._checkpoints.keep_after_chunk(request, effect, state):
-            self._shard.synchronize()  # the decode steps' lane, which comes next, has another stream
+        if stop == effect.stop:
+            self._checkpoints.keep_after_chunk(request, effect, state)
         return PrefillAdvanced(stop, took_ns)
 
     def _report_used_experts(self) -> None:

@@ -43,7 +43,6 @@ import torch
 from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.prompt_lane import record_event
 from adapters.device.slots.slots import SlotState
 from adapters.store.files.file_format import Kind
 from adapters.store.files.seekable import Damaged
@@ -254,7 +253,6 @@ class Restorer:
         for move in checkpoints:
             if (failure := self._import_state(state, now, move)) is not None:
                 return failure
-            state.imported = record_event(self.lane.device)
             state.resume(now.effect.stop)
         for move in ready:
             if move.kind == "rows" and not checkpoints:

@@ -212,7 +212,7 @@ class Simulator:
                 ((0, 1, 0, 20, 0), (0, 1, 4, 50, 20)),
             )
         )
-        chunk, beside_rows = block_size * rng.choice((1, 2, 4)), 0 if block else rng.choice((0, 1, 2, 5))
+        chunk, beside_rows = block_size * rng.choice((1, 2, 4)), 0 if stateful or block else rng.choice((0, 1, 2, 5))
         return Settings(
             slots=slots,
             max_context=80,

@@ -158,7 +158,7 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
     flat = some(STATEFUL, valid=16)
     stop, ask = a(Prefilling, flat), EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
     before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 8, 1), StateCheckpoint(HERE, 4, 9)))
-    after, launched = slots.assign_checkpoint_place(before, ask, (), {ONE: stop}, STATEFUL)
+    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: stop}, STATEFUL)
     assert launched == EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, place=PlaceId(0)))
     assert after.places == (EMPTY, StateCheckpoint(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
     for state, fills in (
@@ -171,21 +171,11 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
     assert slots.record_checkpoint(after, launched, DeviceFailed("out_of_memory", ""), {ONE: stop}, STATEFUL) == after
     elsewhere = EffectRequest(ONE, RunPrefill(HERE, 12, 16))
     assert slots.assign_checkpoint_place(
-        before, elsewhere, (), {ONE: a(Prefilling, some(STATEFUL, valid=12))}, STATEFUL
+        before, elsewhere, {ONE: a(Prefilling, some(STATEFUL, valid=12))}, STATEFUL
     ) == (
         before,
         elsewhere,
     )
-
-
-def test_a_place_that_a_running_prefill_will_fill_is_not_given_again() -> None:
-    flat = some(STATEFUL, valid=16)
-    ask = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
-    running = EffectRequest(TWO, RunPrefill(SECOND, 0, 8, place=PlaceId(0)))
-    before = evolve(a_house(Slot((), ONE)), places=(EMPTY, StateCheckpoint(HERE, 4, 9)))
-    _, launched = slots.assign_checkpoint_place(before, ask, (running,), {ONE: a(Prefilling, flat)}, STATEFUL)
-    assert isinstance(launched.effect, RunPrefill)
-    assert launched.effect.place == PlaceId(1)
 
 
 def test_a_chunk_keeps_the_state_that_the_slot_has_within_it() -> None:
@@ -193,7 +183,7 @@ def test_a_chunk_keeps_the_state_that_the_slot_has_within_it() -> None:
     flat = some(STATEFUL, valid=16)
     ask = EffectRequest(ONE, RunPrefill(HERE, 16, 22, checkpoint=True))
     before = evolve(a_house(Slot((), ONE)), places=(EMPTY,))
-    after, launched = slots.assign_checkpoint_place(before, ask, (), {ONE: a(Prefilling, flat)}, STATEFUL)
+    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, flat)}, STATEFUL)
     now = slots.record_checkpoint(after, launched, PrefillAdvanced(22), {ONE: a(Prefilling, flat)}, STATEFUL)
     assert now.places == (StateCheckpoint(HERE, 20, 9),)
 
@@ -202,7 +192,7 @@ def test_a_state_that_is_computed_again_is_kept_once() -> None:
     """A compressed prompt may begin as the one before did, and go on from nowhere."""
     before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 20, 1), EMPTY))
     ask = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
-    assert slots.assign_checkpoint_place(before, ask, (), {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (
+    assert slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (
         before,
         ask,
     )

@@ -27,7 +27,7 @@ from states.scope import (
 )
 from states.sequences import count_common_tokens, count_continuable_rows
 from states.settings import Settings
-from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
+from tests.states.builders import HERE, PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 
 FULL, AUTO = Scope("full"), Scope("auto", 30)
 LONG = evolve(STORE, min_tokens=9)
@@ -146,6 +146,15 @@ def marks(settings: Settings, flat: Flat) -> list[int]:
         found += [find_state_row(settings, part.stop)] if part.checkpoint else []
         flat = evolve(flat, valid=part.stop)
     return found
+
+
+def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
+    """The slot has the state at 96 until it has row 100, so a chunk that ends at 99 leaves it."""
+    settings, flat = stateful()
+    assert make_prefill_chunk(settings, *evolve(flat, valid=92).early, 99) == RunPrefill(HERE, 92, 99, checkpoint=True)
+    whole_blocks = evolve(settings, keep_decoded=False)
+    found = make_prefill_chunk(whole_blocks, *evolve(flat, valid=92).early, 99)
+    assert found == RunPrefill(HERE, 92, 96, checkpoint=True), "a state is where a prefill has stopped"
 
 
 @pytest.mark.parametrize(

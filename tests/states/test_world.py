@@ -377,10 +377,10 @@ def test_which_forwards_have_a_lane_of_their_own(effect: Effect, lane: LaneId) -
     assert choose_lane(PLAIN, effect) == MAIN
 
 
-def test_a_draft_that_has_to_keep_in_step_leaves_one_lane() -> None:
+@pytest.mark.parametrize("other", [{"stateful": True}, {"block": 4}], ids=str)
+def test_what_has_more_than_rows_to_keep_in_step_has_one_lane(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is the decode steps' lane's"):
-        evolve(PLAIN, beside_rows=128, block=4)
-    assert evolve(PLAIN, beside_rows=128, stateful=True).beside_rows, "a state moves with its own prompt only"
+        evolve(PLAIN, beside_rows=128, **other)
 
 
 def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> None:

@@ -218,7 +218,8 @@ class DecodeRunner:
             if not is_out_of_memory(error):
                 raise
             if piece is not None:
-                if not is_settling and piece.rows <= UNSETTLED:
+                settles_at_once = bool(self.shard.states.specs) and piece.rows > UNSETTLED
+                if not is_settling and not settles_at_once:
                     # The decode steps alone may find the memory that they did not find together with the piece.
                     return (*self.step(asks), out_of_memory_failure(error))
                 outcomes.append(self.fail_half_settled(piece.slot, error))

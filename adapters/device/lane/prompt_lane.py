@@ -2,8 +2,7 @@
 
 Only the second lane works on the slot of a prompt launch while that is carried out. But the first lane opens the slot,
 and it may still be busy with earlier work. So a launch waits until its slot is open. On a GPU it also waits for an
-event that the first lane recorded behind the copies of that opening. The same holds for the place in which a launch
-keeps positional state: it waits until the openings that go on from what was there are done.
+event that the first lane recorded behind the copies of that opening.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from attrs import define, field
 from adapters.device.lane.lane import DeviceLane
 from adapters.watched_thread import WatchedThread
 from effects.all import Launch
-from effects.ids import PROMPTS, PlaceId, SlotId
+from effects.ids import PROMPTS, SlotId
 from effects.prefill import RunPrefill
 
 log = logging.getLogger("rekindle.device")
@@ -37,7 +36,6 @@ class ExecutorLanes:
     main: DeviceLane
     prompts: DeviceLane | None = None
     _openings: dict[SlotId, Opening] = field(init=False, factory=dict[SlotId, Opening])
-    _loads: dict[PlaceId, Opening] = field(init=False, factory=dict[PlaceId, Opening])  # the last one from each place
     _told: torch.cuda.Event | None = field(init=False, default=None)  # behind the last opening that needed one
 
     @property
@@ -52,10 +50,9 @@ class ExecutorLanes:
         """Should the launch on the prompt lane end, because other work waits there? Asked by any thread."""
         return self.prompts is not None and self.prompts.has_waiting_work
 
-    def open(self, slot: SlotId, opening: Callable[[], bool], done: OpeningDone, place: PlaceId | None = None) -> None:
+    def open(self, slot: SlotId, opening: Callable[[], bool], done: OpeningDone) -> None:
         """Open a slot on the first lane; `done` is called on the event loop.
 
-        place: where the opening finds the positional state of the slot. No later launch keeps another one there before.
         opening: opens the slot, and returns whether a prompt launch has to wait for all that the device was given until
         then. Otherwise it waits for earlier openings only, and not for the step that the first lane is running.
         """
@@ -76,17 +73,14 @@ class ExecutorLanes:
 
         self.main.submit(open_and_announce, on_opened)
         self._openings[slot] = opened
-        if place is not None:
-            self._loads[place] = opened
 
     def launch(self, launch: Launch, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         """Post the work of a launch to its lane. `failed` is called on that lane with what it raised."""
         if (lane := self.lane_of(launch)) is self.main:
             lane.post(work, failed, between_steps=launch.joins)
             return
-        prefills = [ask.effect for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
-        openings = [self._openings[one.slot] for one in prefills if one.slot in self._openings]
-        openings += [self._loads.pop(one.place) for one in prefills if one.place in self._loads]
+        slots = [ask.effect.slot for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
+        openings = [self._openings[slot] for slot in slots if slot in self._openings]
         device = lane.device
 
         def work_behind_openings() -> None:

@@ -55,15 +55,14 @@ class StateCheckpoints:
             if source != effect.slot:
                 self.shard.states.copy(source, effect.slot)
 
-    def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> bool:
-        """Keep the state that a prefill chunk leaves, where the effect asks for it. Return whether it does."""
+    def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
+        """Keep the state that a prefill chunk leaves, where the effect asks for it."""
         at = self.latest_kept_row(effect.stop)
         if effect.place is not None:
             self._places[effect.place] = state.tokens[:at]
             self.shard.states.keep(effect.slot, effect.place)
         if effect.checkpoint and self.keep_beyond_device is not None:
             self.keep_beyond_device(request, effect.slot, at)
-        return effect.checkpoint or effect.place is not None
 
     def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
         """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-import torch
 from attrs import define, field
 
 from adapters.device.sampling.sampler import Sampler
@@ -34,7 +33,6 @@ class SlotState:
         more rows of keys and values.
     salt: whose rows these are; requests of another salt do not share them.
     refusal: why nothing is done in this slot for the request, although its rows are there.
-    imported: behind the copy of a restored positional state into the slot, for work on other streams; None on the CPU.
     """
 
     request: RequestId
@@ -47,14 +45,7 @@ class SlotState:
     rows_ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
-    imported: torch.cuda.Event | None = None
     _lock: Lock = field(init=False, factory=Lock)
-
-    def wait_for_import(self) -> None:
-        """Let what this lane launches from now on wait for the slot's restored state."""
-        if self.imported is not None:
-            torch.cuda.current_stream().wait_event(self.imported)
-            self.imported = None
 
     @property
     def draft_rows(self) -> Span:

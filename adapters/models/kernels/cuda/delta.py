@@ -41,15 +41,14 @@ CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
 
 
-@define(eq=False)
+@frozen(eq=False)
 class ChunkPlan:
     """The chunks of a step. chunks: int32 `[limit, 8]`. runs: int32 `[segments + 1, 2]`, the last one for padded
-    rows. is_stale: the step's chunks are not computed yet.
+    rows.
     """
 
     chunks: Tensor
     runs: Tensor
-    is_stale: bool = True
 
 
 @frozen(eq=False)
@@ -63,20 +62,17 @@ class FactorScratch:
 
 @define(eq=False)
 class CudaDelta:
-    """Implements `DeltaKernels` for one CUDA device.
-
-    Two lanes may use it at once, one for each side of NARROW: what belongs to a step is kept by its bucket, and memory
-    for factors by the side.
-    """
+    """Implements `DeltaKernels` for one CUDA device."""
 
     device: torch.device
     pdl: bool | None
+    running: str = ""
     settles_apart: bool = field(init=False, default=True)
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name
     _plans: dict[int, ChunkPlan] = field(init=False, factory=dict)
-    _bodies: dict[int, str] = field(init=False, factory=dict)  # by bucket, the one that runs or is recorded
+    _stale: bool = field(init=False, default=True)
     _factors: dict[tuple[int, ...], FactorScratch] = field(init=False, factory=dict)
 
     def make_state(
@@ -143,7 +139,7 @@ class CudaDelta:
         limit = len(plan.chunks)
         segments = len(plan.runs) - 1
         inputs, parts = PIECES[convolved.dtype]
-        scratch = self._scratch(limit, shape, parts, wide=len(convolved) > NARROW)
+        scratch = self._scratch(limit, shape, parts)
         read = CHUNK if settles == ALL else BLOCK
         sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts, "READ": read}
         scale = shape.key_size**-0.5
@@ -269,10 +265,10 @@ class CudaDelta:
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
 
-    def _scratch(self, limit: int, shape: DeltaShape, parts: int, *, wide: bool) -> FactorScratch:
-        room = triton.next_power_of_2(limit), shape.value_heads
-        key = (*room, parts, shape.key_size, wide)
+    def _scratch(self, limit: int, shape: DeltaShape, parts: int) -> FactorScratch:
+        key = (triton.next_power_of_2(limit), shape.value_heads, parts, shape.key_size)
         if key not in self._factors:
+            room = key[:2]
             kind = torch.bfloat16
             self._factors[key] = FactorScratch(
                 torch.empty(*room, parts, CHUNK, CHUNK, dtype=kind, device=self.device),
@@ -290,18 +286,18 @@ class CudaDelta:
                 torch.zeros(limit, FIELDS, dtype=torch.int32, device=self.device),
                 torch.zeros(segments + 1, 2, dtype=torch.int32, device=self.device),
             )
-        if self._plans[batch.bucket].is_stale:
+            self._stale = True
+        if self._stale:
             self.plan_chunks(batch)
-        self.planned_bodies.add(self._bodies[batch.bucket])
+        self.planned_bodies.add(self.running)
         return self._plans[batch.bucket]
 
     def begin_body(self, name: str, batch: StateBatch) -> None:
         """Prepare for a body that runs or is recorded: plan its chunks first, if it is known to need them."""
-        self._bodies[batch.bucket] = name
-        if (plan := self._plans.get(batch.bucket)) is not None:
-            plan.is_stale = True
-            if name in self.planned_bodies:
-                self.plan_chunks(batch)
+        self._stale = True
+        self.running = name
+        if name in self.planned_bodies and batch.bucket in self._plans:
+            self.plan_chunks(batch)
 
     def plan_chunks(self, batch: StateBatch) -> None:
         """Compute the step's chunks on the device."""
@@ -322,7 +318,7 @@ class CudaDelta:
             RUNS=triton.next_power_of_2(len(plan.runs)),
             num_warps=4,
         )
-        plan.is_stale = False
+        self._stale = False
 
 
 def _head_constants(shape: DeltaShape) -> dict[str, int]:
