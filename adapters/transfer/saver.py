@@ -217,7 +217,7 @@ class Saver:
             buffer = self.store.memory.allocate(self.store.layout.compute_size("state", 0))
             self.state.write(exported, buffer.data, marks)
             self.store.keep_checkpoint(tokens, buffer, salt)
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - without it, rows are computed again
             self._warn_of_lost_checkpoint(request, len(tokens), error)
         finally:
             self._coming.discard(key)
