@@ -174,14 +174,12 @@ class Fold:
     def acknowledge(self, answer: EffectOutcome) -> None:
         """Take an outcome off its lane and learn from it. Outcomes of the store are on no lane."""
         for number, lane in self.lanes.items():
-            for effect_request in lane.running:
-                if effect_request.request == answer.request and type(answer.outcome) in effect_request.effect.outcomes:
-                    self.models = residency.record_move(self.models, effect_request, answer.outcome)
-                    self.slots = slots.record_checkpoint(
-                        self.slots, effect_request, answer.outcome, self.requests, self.settings
-                    )
+            for ask in lane.running:
+                if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
+                    self.models = residency.record_move(self.models, ask, answer.outcome)
+                    self.slots = slots.record_checkpoint(self.slots, ask, answer.outcome, self.requests, self.settings)
                     # A prefill that shared the device with decode steps took longer than it would take alone.
-                    self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
+                    self.learn_times(None if lane.shares_device else ask.effect, answer, lane)
                     ends_together = bool(self.settings.block)
                     self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
                     return
@@ -291,9 +289,8 @@ class Fold:
         match chosen:
             case Launch(launched):
                 if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
-                    self.slots, prefill = slots.assign_checkpoint_place(
-                        self.slots, launched[-1], self.requests, self.settings
-                    )
+                    given = self.slots, launched[-1], self.requests, self.settings
+                    self.slots, prefill = slots.assign_checkpoint_place(*given)
                     launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
                 if self.settings.block and lane.last_was_decode:

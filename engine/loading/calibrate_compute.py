@@ -50,7 +50,7 @@ FAR = {"cpu": 2048, "cuda": 16384}
 # On a CPU a row takes about as long in any forward. With 64 of 256 rows, streams wait for a quarter of a chunk.
 MIXED_ROWS = 64
 # A decode step of a large model reads all weights. So do 512 rows of a prompt, which take 50 ms for 27B on an H200:
-# decode rows beside them cost nearly nothing, and wait no longer than that.
+# decode rows in the same forward cost nearly nothing, and wait no longer than that.
 MIXED_ROWS_GPU = 512
 
 

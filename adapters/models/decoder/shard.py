@@ -192,8 +192,8 @@ class PositionalStates(Protocol):
     def export(self, slot: int) -> NamedTensors:
         """Return copies of the slot's state: the one at the last multiple of `block` in its settled rows.
 
-        On a GPU of this process the copies are on that GPU, behind everything that its stream was given, and nobody
-        waits for them. The states of other shards are in host memory.
+        On a GPU of this process the copies are on that GPU, behind everything that its stream was given. They may not be
+        there yet when this returns. The states of other shards are in host memory.
         """
         ...
 
@@ -244,7 +244,7 @@ class Shard(Protocol):
 
         A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
         if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step. A shard
-        refuses them by name if it cannot do so beside rows that may be rolled back (`PositionalStates.settles_apart`).
+        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.settles_apart`).
         It also refuses trees, since each node would need a state of its own.
 
         If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.

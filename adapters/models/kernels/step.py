@@ -55,7 +55,7 @@ class Step:
     def settles(self, segment: Segment) -> bool:
         """Do all rows of this segment stay, so that recurrent layers move their state as the step runs?
 
-        In a step that decodes, that is so for the rows of a prompt beside its decode rows, if they are many.
+        In a step that decodes, that is so for the rows of a prompt that go with it, if they are many.
         """
         return self.rows_only or segment.count > UNSETTLED
 

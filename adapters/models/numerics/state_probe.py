@@ -135,7 +135,7 @@ class StateBench:
             self.broken[bucket] = f"bucket {bucket}: rows of a recurrent layer differ next to those of other slots"
 
     def _check_mixed(self, bucket: int, whole: Settled, start: int) -> None:
-        """Check rows of a prompt that settle beside single rows of two slots that may be rolled back."""
+        """Check rows of a prompt that settle in a step with single rows of two slots that may be rolled back."""
         count = min(bucket - 2, len(whole.hidden))
         firsts = {0: start + 5, 2: start + BLOCK_SIZE + 6}
         if count <= BLOCK_SIZE + 6:

@@ -210,7 +210,7 @@ class CudaDelta:
 
     def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
         """Run a settled step of no rows over a whole chunk that is in the rings."""
-        # In pinned memory, so that nobody waits for the steps before. Nothing is new, so no row settles.
+        # In pinned memory, so that the host does not wait for earlier steps. Nothing is new, so no row settles.
         numbers = torch.tensor([0, 0, slot, base, CHUNK, 0, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
