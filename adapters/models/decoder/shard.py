@@ -192,8 +192,8 @@ class PositionalStates(Protocol):
     def export(self, slot: int) -> NamedTensors:
         """Return copies of the slot's state: the one at the last multiple of `block` in its settled rows.
 
-        On a GPU of this process the copies are on that GPU, behind everything that its stream was given. So they may not
-        be there yet when this returns. The states of other shards are in host memory.
+        On a GPU of this process the copies are on that GPU, behind everything that its stream was given. The host does
+        not wait for them. The states of other shards are in host memory.
         """
         ...
 
