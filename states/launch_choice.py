@@ -123,17 +123,20 @@ def choose_mixed_chunk(
     """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
-    wider if several prompts wait (prompt_count). The two take turns in three cases. Mixing is off, because the bits of
-    a row would depend on the other rows of its forward. Or the model has positional state, which a forward keeps behind
-    one row only. Or logprobs of the prompt are asked for.
+    wider if several prompts wait (prompt_count). With positional state the rows are at most a block, unless the device
+    settles them apart from decode rows; the forward of such a device is wide enough. The two take turns in three cases.
+    Mixing is off, because the bits of a row would depend on the other rows of its forward. Or the state that the slot
+    has must be kept before it moves. Or logprobs of the prompt are asked for.
     """
     effect = other.effect
-    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or settings.stateful or effect.logprobs >= 0:
+    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.held or effect.logprobs >= 0:
         return None
     least = launch_prices.round_up_to_bucket(PROMPT_ROWS_PER_STEP * len(decode_steps))
-    usual = settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if prompt_count > 1 else 1)
-    forward_rows = max(usual, least)
+    is_wider = prompt_count > 1 and not settings.settles_apart
+    forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
+    if settings.stateful and not settings.settles_apart:
+        prompt_rows = min(prompt_rows, settings.block_size)
     return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
 
 

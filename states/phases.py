@@ -158,20 +158,20 @@ def start_prefill(
 def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """Return the effect that computes the next rows of `[valid_rows, target)`.
 
-    It is one chunk, or several at once where the settings allow it, and it ends where positional state is kept. When
-    it is several, a last chunk that would be too narrow for the prompt lane is left to the next effect.
+    It is one chunk, or several at once where the settings allow it. It ends within the block behind a row at which
+    positional state is kept. A last chunk that would be too narrow for the prompt lane is left to the next effect.
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
     row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
     stop = min(start + row_limit, target)
-    narrow_rows = (stop - start) % settings.chunk
-    if stop - start > settings.chunk and narrow_rows <= settings.beside_rows:
-        stop -= narrow_rows
     mark = scope.find_next_mark(settings, slot_lease, prompt)
-    if mark is not None and mark.at <= stop:
-        return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
-    return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
+    if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
+        stop = mark.at
+    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.beside_rows:
+        stop -= (stop - start) % settings.chunk
+    keeps = mark is not None and mark.beyond_device and mark.at == scope.find_state_row(settings, stop)
+    return RunPrefill(slot_lease.slot, start, stop, checkpoint=keeps, logprobs=logprobs)
 
 
 def make_decode_step(

@@ -194,7 +194,9 @@ class Fold:
             case LoadModel() | UnloadModel():
                 self.models = residency.record_move(self.models, effect_request, answer.outcome)
             case RunPrefill():
-                self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
+                self.slots = slots.record_checkpoint(
+                    self.slots, effect_request, answer.outcome, self.requests, self.settings
+                )
             case _:
                 pass
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
@@ -305,10 +307,10 @@ class Fold:
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(launched):
-                if self.settings.state_places and isinstance(launched[0].effect, RunPrefill):
-                    self.slots, launched = slots.assign_checkpoint_place(
-                        self.slots, launched[0], self.requests, self.settings
-                    )
+                if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
+                    given = self.slots, launched[-1], self.requests, self.settings
+                    self.slots, prefill = slots.assign_checkpoint_place(*given)
+                    launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
                 if self.settings.block and lane.last_was_decode:
                     self.rates = speculation_control.record_launch(self.rates, lane.plan)

@@ -278,8 +278,11 @@ class DeviceExecutor:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
+            [(request, effect)] = [(ask.request, ask.effect) for ask in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)
+            if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
+                self._checkpoints.keep_after_chunk(request, effect, piece.state)
         # If the piece went with the decode steps, its outcome is there already.
         outcomes = (*outcomes, *(self._carry_out_one(ask, steps) for ask in asks[len(outcomes) :]))
         self._report_used_experts()

@@ -109,7 +109,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
         "min_tokens",
         "latency_target_ns",
     )
-    state = ("interval", "cold_max", "state_places")
+    state = ("interval", "cold_max", "state_places", "settles_apart")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 

@@ -448,8 +448,9 @@ class Simulator:
             case Launch(asks, lane, joins):
                 assert joins or not self.launched.get(lane), "two launches at once"
                 self.launched[lane] = self.launched.get(lane, set()) | {ask.request for ask in asks}
-                if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
-                    self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
+                prefill = asks[-1].effect  # behind decode steps, if there are any
+                if isinstance(prefill, RunPrefill) and prefill.place is not None:
+                    self.places[prefill.place] = self.clients[asks[-1].request].job.salt
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())

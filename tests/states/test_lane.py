@@ -140,6 +140,12 @@ def test_most_of_a_mixed_forward_is_the_prompts(decoding: int, rows: int) -> Non
     assert chosen == Launch((*company, a_prompt(1, 0, rows - len(company))))
 
 
+def test_a_prompt_with_positional_state_gives_a_mixed_forward_a_block_at_most() -> None:
+    company = [a_decode(number) for number in range(2, 9)]
+    stateful = evolve(MIXED, stateful=True, block_size=32)
+    assert choose(a_prompt(1, 0, 64), *company, settings=stateful)[2] == Launch((*company, a_prompt(1, 0, 32)))
+
+
 def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
     """So fewer steps of those who decode delay the first tokens. 64 rows, a chunk, are the most."""
     prompts = (a_prompt(1, 0, 64), a_prompt(2, 0, 64))
@@ -148,6 +154,8 @@ def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
     almost_all = evolve(MIXED, mixed_rows=48)
     assert choose(*prompts, a_decode(3), settings=almost_all)[2] == Launch((a_decode(3), widest))
     usual = a_prompt(1, 0, MIXED.mixed_rows - 1)
+    apart = evolve(MIXED, stateful=True, settles_apart=True)
+    assert choose(*prompts, a_decode(3), settings=apart)[2] == Launch((a_decode(3), usual)), "a GPU's is wide enough"
     away = {"draft": Residence("parked")}
     chosen = choose(prompts[0], unpark(4), a_decode(3), models=away, settings=MIXED)[2]
     assert chosen == Launch((a_decode(3), usual)), "a model that comes and goes is no prompt"
@@ -161,12 +169,12 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ("asked", "settings"),
     [
         (a_prompt(1, 0, 8), evolve(MIXED, mixed_rows=0)),
-        (a_prompt(1, 0, 8), evolve(MIXED, stateful=True)),
+        (a_prompt(1, 0, 8, held=True), evolve(MIXED, stateful=True)),
         (a_prompt(1, 0, 8), evolve(MIXED, chunk=4, batch_rows=4)),  # a forward is full of decode steps
         (a_prompt(1, 0, 8, logprobs=0), MIXED),
         (unpark(1), MIXED),
     ],
-    ids=["turned off", "stateful", "narrow", "logprobs", "no prompt"],
+    ids=["turned off", "a state to keep first", "narrow", "logprobs", "no prompt"],
 )
 def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectRequest, settings: Any) -> None:
     company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}

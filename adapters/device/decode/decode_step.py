@@ -57,7 +57,7 @@ from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
-from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -209,6 +209,8 @@ class DecodeRunner:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
         is_settling = False
+        if piece is not None:
+            piece.state.rows_ahead = 0  # they are overwritten
         try:
             members = make_members(self.proposer, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)
@@ -217,19 +219,37 @@ class DecodeRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if piece is not None:
-                if not is_settling:
-                    # The decode steps alone may find the memory that they did not find together with the piece.
-                    return (*self.step(asks), out_of_memory_failure(error))
-                outcomes.append(self.fail_half_settled(piece.slot, error))
-            for slot, (index, _, _) in taken.items():
-                outcomes[index] = self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
-            return tuple(outcomes)
+            failures = self._fail_step(taken, error, piece, is_settling=is_settling)
+            if failures is None:
+                # The decode steps alone may find the memory that they did not find together with the piece.
+                return (*self.step(asks), out_of_memory_failure(error))
+            for index, failure in failures.items():
+                outcomes[index] = failure
+            return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         for member, found in zip(members, verified.found, strict=True):
             outcomes[member.index] = decode_outcome(member, found, took_ns)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
+
+    def _fail_step(
+        self,
+        taken: Mapping[int, tuple[int, SlotState, int]],
+        error: Exception,
+        piece: PromptPiece | None,
+        *,
+        is_settling: bool,
+    ) -> dict[int, DeviceFailed] | None:
+        """Return the failure of each decode step for which memory was missing, by its index.
+
+        Return None if nothing was changed yet and the steps can be taken again without the piece.
+        """
+        if piece is not None and not is_settling and not (self.shard.states.specs and piece.rows > UNSETTLED):
+            return None
+        return {
+            index: self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
+            for slot, (index, _, _) in taken.items()
+        }
 
     def find_ready_slot(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
         """Return the slot's state if this decode step can be taken there now, else the failure that says why not."""
