@@ -120,7 +120,9 @@ class HeldAnswer:
             return
         self.has_begun = True
         self.answer_id = self._id
-        await self.send({"type": "http.response.start", "status": self._status, "headers": list(self._headers)})
+        # Ray Serve adds a header of this name with an id of its own, and a response has one such header.
+        headers = [(name, value) for name, value in self._headers if name != ID_HEADER]
+        await self.send({"type": "http.response.start", "status": self._status, "headers": headers})
 
     def _rename(self, body: bytes) -> bytes:
         """Return a part of the body with the answer's id as the client knows it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
+from attrs import define, field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.http.edge_options import EdgeOptions
@@ -32,27 +34,45 @@ class IngressReplica:
     def __init__(self, values: Mapping[str, Any], replicas: Any) -> None:
         options = prepare_options(parse_values(values))
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
-        self.options = options
-        self.picker = ReplicaPicker(replicas)
-        self.text = begin_text(options.model).result()
-        self.guard: ASGIApp | None = None
+        self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application. Ray Serve calls this after the constructor."""
-        return self._answer
+        return self.gate
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+
+@define(eq=False)
+class IngressGate:
+    """The application of an ingress, which is built for the first request: by then there is a replica."""
+
+    options: Options
+    text: Text
+    picker: ReplicaPicker
+    guard: Guard | None = field(default=None, init=False)
+    _building: anyio.Lock = field(factory=anyio.Lock, init=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await answer_lifespan(receive, send)
             return
-        if self.guard is None:
-            await self.text.check()
-            self.guard = build_guard(self.options, self.text, self.picker, await self._find_paths())
-        await self.guard(scope, receive, send)
+        guard = self.guard or await self._build()
+        await guard(scope, receive, send)
 
-    async def _find_paths(self) -> frozenset[str]:
-        """Return the paths that the fleet answers: those of any replica, and our own. Waits for a replica."""
-        replica = await self.picker.choose(None)
-        return frozenset({*replica.facts.paths, *files.load_files(), FLEET})
+    async def _build(self) -> Guard:
+        async with self._building:
+            if self.guard is None:
+                await self.text.check()
+                replica = await self.picker.choose(None)
+                paths = frozenset({*replica.facts.paths, *files.load_files(), FLEET})
+                self.guard = build_guard(self.options, self.text, self.picker, paths)
+            return self.guard
+
+
+async def answer_lifespan(receive: Receive, send: Send) -> None:
+    """Tell the server that the application has started, and that it has ended."""
+    for phase in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{phase}.complete"})
 
 
 def build_guard(options: Options, text: Text, picker: ReplicaPicker, paths: frozenset[str]) -> Guard:
