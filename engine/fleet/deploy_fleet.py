@@ -25,10 +25,10 @@ def run_local_fleet(options: Options, replicas: int) -> int:
     """Run a fleet on this machine until a signal comes. Returns the exit status."""
     began = time.monotonic()
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     print(f"starting: a Ray of its own with {replicas} replicas", file=sys.stderr, flush=True)
     with run_local_ray(options):
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set handlers of its own
+            signal.signal(number, lambda *_: stop.set())
         deploy({**list_arguments(options, replicas), "is_local": True})
         announce(options, replicas, time.monotonic() - began)
         stop.wait()

@@ -46,7 +46,11 @@ class EngineReplica:
         self.server: ServerProcess = start_server(build_replica_words(options, get_node_ip_address(), folder))
         self.server.watch(end_actor)
         self.client = httpx2.Client(base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False)
-        self.facts = evolve(read_facts(self.client, self.server.url), folder="" if folder is None else str(folder))
+        self.facts = evolve(
+            read_facts(self.client, self.server.url),
+            folder="" if folder is None else str(folder),
+            pid=self.server.process.pid,
+        )
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the facts, which Ray Serve hands to every router. Called once."""

@@ -15,7 +15,7 @@ class ReplicaFacts:
 
     url: of its HTTP server, within the cluster. identity, block_size: from them and the tokens follow its block keys.
     model_id, max_ctx, vocab: as its HTTP server has them. slots: sequences at once. paths: that its server answers.
-    folder: of its prefix cache, on its own machine; empty if there is none.
+    folder: that it has claimed for its prefix cache; empty if there is none. pid: of its server. Both are of its machine.
     """
 
     url: str
@@ -27,6 +27,7 @@ class ReplicaFacts:
     slots: int
     paths: tuple[str, ...]
     folder: str = ""
+    pid: int = 0
 
     @staticmethod
     def from_answers(url: str, props: Mapping[str, Any], about: Mapping[str, Any], listed: Mapping[str, Any]) -> ReplicaFacts:
