@@ -185,7 +185,7 @@ async def replay_turn(client: httpx.AsyncClient, turn: Turn, outcome: Outcome) -
 
 
 async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, outcome: Outcome) -> None:
-    """Kill replicas and update the options, evenly over the turns."""
+    """Kill replicas and update the options, evenly over the turns. update: the words of the command that does it."""
     steps = deque(["kill"] * given.kills)
     for place in range(given.updates):
         steps.insert((place + 1) * len(steps) // (given.updates + 1), "update")
@@ -199,7 +199,8 @@ async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, ou
                 await wait_for_others(client, {killed}, 2)
             else:
                 before = {one["id"] for one in await list_replicas(client)}
-                await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], cwd=ROOT)
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
+                await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
                 await wait_for_others(client, before, 2)
             print(f"{step} after {outcome.answered} turns; two replicas again after {time.monotonic() - began:.1f} s")
 

@@ -61,4 +61,4 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=INGRESS_GRACE_S,
     )
-    return ingresses.bind(values, engines.bind(values))
+    return ingresses.bind(values, engines.bind(values, is_local=is_local))

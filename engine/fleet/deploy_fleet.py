@@ -14,7 +14,7 @@ from ray import serve
 
 from engine.fleet.application import NAME, build_fleet
 from engine.fleet.fleet_options import list_arguments
-from engine.fleet.local_ray import run_local_ray
+from engine.fleet.local_ray import MARK, run_local_ray
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
@@ -41,9 +41,10 @@ def deploy_to_cluster(options: Options, replicas: int, address: str) -> int:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
-        raise UserError(f"--address {address}: {error}") from error
+        hint = "set RAY_AUTH_MODE=token if the cluster checks tokens, as a local fleet does"
+        raise UserError(f"--address {address}: {error}; {hint}") from error
     try:
-        is_local = len(ray.nodes()) == 1
+        is_local = MARK in ray.cluster_resources()
         deploy({**list_arguments(options, replicas), "is_local": is_local})
     finally:
         ray.shutdown()

@@ -31,19 +31,24 @@ from engine.settings.config_file import parse_values
 from engine.settings.options import Options
 
 log = logging.getLogger("rekindle.fleet")
+LOOPBACK = "127.0.0.1"
 ASK_S = 10.0  # for an answer about the server
 LATE_S = 5.0  # after the grace period, for the server to end
 
 
 class EngineReplica:
-    """One replica. values: the options of its server that differ from the defaults, by flat name."""
+    """One replica. values: the options of its server that differ from the defaults, by flat name.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    is_local: the whole fleet is on this machine, so the server listens on loopback only.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, is_local: bool) -> None:
         options = parse_values(values)
         self.grace_s = options.http.grace
         self.claim: PrivateFolder | None = claim_folder(options.cache)
         folder = None if self.claim is None else self.claim.path
-        self.server: ServerProcess = start_server(build_replica_words(options, get_node_ip_address(), folder))
+        host = LOOPBACK if is_local else get_node_ip_address()
+        self.server: ServerProcess = start_server(build_replica_words(options, host, folder))
         self.server.watch(end_actor)
         self.client = httpx2.Client(base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False)
         self.facts = evolve(

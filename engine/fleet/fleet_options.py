@@ -48,18 +48,18 @@ def to_plain(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
-def build_replica_words(options: Options, node_ip: str, folder: Path | None) -> list[str]:
+def build_replica_words(options: Options, host: str, folder: Path | None) -> list[str]:
     """Return the words with which a replica's server is started.
 
-    It listens on a free port of its node, and answers to the names of the fleet. folder: that the replica has claimed.
+    It listens on a free port of `host`, and answers to the names of the fleet. folder: that the replica has claimed.
     """
     names = (*options.http.allow_host, options.http.host)
-    changed = evolve_options(options, host=node_ip, port=0, allow_host=names)
+    changed = evolve_options(options, host=host, port=0, allow_host=names)
     if folder is not None:
         changed = evolve_options(changed, kv_cache_dir=folder / "kv")
     values = collect_changed_values(changed)
     model = values.pop("model", "demo")
-    return ["serve", model, *list_words({**values, "port": 0, "host": node_ip})]
+    return ["serve", model, *list_words({**values, "port": 0, "host": host})]
 
 
 def read_gpus(options: Options, *, has_gpu: bool) -> int:

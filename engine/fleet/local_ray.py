@@ -11,7 +11,7 @@ from ray import serve
 
 from engine.settings.options import Options
 
-LOOPBACK = "127.0.0.1"
+MARK = "rekindle_local"  # a resource that only such a Ray has
 OBJECT_STORE_BYTES = 80 << 20  # about the least that Ray accepts: no request passes through its object store
 # What Ray Serve reads from the environment of each of its processes.
 ENVIRONMENT = {
@@ -31,8 +31,8 @@ def run_local_ray(options: Options) -> Iterator[None]:
         os.environ.setdefault(name, value)
     ray.init(
         address="local",
-        _node_ip_address=LOOPBACK,  # replicas listen there, and Ray's own processes are reached there
         num_cpus=os.cpu_count(),
+        resources={MARK: 1},
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
