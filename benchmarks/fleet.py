@@ -2,8 +2,9 @@
 
 `python -m benchmarks.fleet [--turns 200] [--kills 3] [--updates 1] [--sessions 8]`. A single server answers all turns
 first, one session after another; each turn contains the answers before it. Then a fleet of two replicas on this machine
-answers the same requests, several sessions at a time. Meanwhile replicas are killed with SIGKILL, by turns the server
-and its actor, and the options are updated. Every answer is compared token by token. Half of the answers are streams.
+answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile busy replicas are killed with
+SIGKILL, by turns the server and its actor, and the options are updated. Every answer is compared token by token. Half of
+the answers are streams.
 
 `python -m benchmarks.fleet --overhead` measures what the fleet adds to a request: the same request goes by turns to a
 server of its own and to the fleet.
@@ -42,8 +43,7 @@ WORDS = "cache prefix replica router token session tensor kernel stream answer p
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
-CONCURRENT = 3  # sessions at a time
-SETTLE_S = 60.0  # for a replica to come back
+SETTLE_S = 180.0  # for a replica to come back
 
 
 @frozen
@@ -153,14 +153,14 @@ async def record_sessions(url: str, sessions: int, turns: int) -> list[list[Turn
     return recorded
 
 
-async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], outcome: Outcome) -> None:
-    """Ask the fleet for all turns. Each session waits for its answers."""
-    limiter = anyio.CapacityLimiter(CONCURRENT)
+async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], pause_s: float, outcome: Outcome) -> None:
+    """Ask the fleet for all turns. Each session waits for its answers, and then on average for `pause_s`."""
+    dice = random.Random(51)
 
     async def replay(client: httpx.AsyncClient, own: Sequence[Turn]) -> None:
-        async with limiter:
-            for turn in own:
-                await replay_turn(client, turn, outcome)
+        for turn in own:
+            await anyio.sleep(dice.uniform(0, 2 * pause_s))
+            await replay_turn(client, turn, outcome)
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client, anyio.create_task_group() as tasks:
         for own in recorded:
@@ -196,12 +196,12 @@ async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, ou
             began = time.monotonic()
             if step == "kill":
                 killed = await kill_replica(client, with_actor=number % 2 == 0)
-                await wait_for_others(client, {killed}, 2)
+                await wait_for_others(client, {killed})
             else:
                 before = {one["id"] for one in await list_replicas(client)}
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
                 await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
-                await wait_for_others(client, before, 2)
+                await wait_for_others(client, before)
             print(f"{step} after {outcome.answered} turns; two replicas again after {time.monotonic() - began:.1f} s")
 
 
@@ -211,8 +211,9 @@ async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 
 async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
-    """Kill the busiest replica with SIGKILL: its actor, or its server alone. Return its id."""
-    victim = max(await list_replicas(client), key=lambda one: one["in_flight"])
+    """Kill the busiest replica with SIGKILL while it answers: its actor, or its server alone. Return its id."""
+    while not (victim := max(await list_replicas(client), key=lambda one: one["in_flight"]))["in_flight"]:
+        await anyio.sleep(0.02)
     pid = victim["pid"]
     if with_actor:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -220,10 +221,10 @@ async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
     return str(victim["id"])
 
 
-async def wait_for_others(client: httpx.AsyncClient, gone: set[str], count: int) -> None:
-    """Wait until so many replicas are ready besides those that are gone."""
-    with anyio.fail_after(2 * SETTLE_S):
-        while len({one["id"] for one in await list_replicas(client)} - gone) < count - (len(gone) == 1):
+async def wait_for_others(client: httpx.AsyncClient, gone: set[str]) -> None:
+    """Wait until two replicas are ready besides those that are gone."""
+    with anyio.fail_after(SETTLE_S):
+        while len({one["id"] for one in await list_replicas(client)} - gone) < 2:
             await anyio.sleep(0.5)
 
 
@@ -245,6 +246,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds before a turn, on average")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--port", type=int, default=8470)
@@ -280,7 +282,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         update = [*several, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(disturb, url, update, given, outcome)
-            await replay_sessions(url, recorded, outcome)
+            await replay_sessions(url, recorded, given.pause, outcome)
 
     with run_program(several, kept / "fleet.log") as (url, address):
         anyio.run(run, url, address)

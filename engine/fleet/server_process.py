@@ -83,8 +83,8 @@ def start_server(words: Sequence[str]) -> ServerProcess:
     ready = READY.match(process.stdout.readline())
     if ready is None:
         process.kill()
-        process.wait()
         reader.join()
+        process.communicate()
         refusals = [line.removeprefix("rekindle: ") for line in last_lines if line.startswith("rekindle: ")]
         raise UserError((refusals or [*last_lines] or ["the server ended without a message"])[-1])
     Thread(target=process.stdout.read, name="server-output", daemon=True).start()
