@@ -2,9 +2,9 @@
 
 `python -m benchmarks.fleet [--turns 200] [--kills 3] [--updates 1] [--sessions 8]`. A single server answers all turns
 first, one session after another; each turn contains the answers before it. Then a fleet of two replicas on this machine
-answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile busy replicas are killed with
-SIGKILL, by turns the server and its actor, and the options are updated. Every answer is compared token by token. Half of
-the answers are streams.
+answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile busy replicas are killed
+with SIGKILL, by turns the server and its actor, and the options are updated. Every answer is compared token by token.
+Half of the answers are streams.
 
 `python -m benchmarks.fleet --overhead` measures what the fleet adds to a request: the same request goes by turns to a
 server of its own and to the fleet.
@@ -39,7 +39,7 @@ from benchmarks.tables import median, print_table
 
 ROOT = Path(__file__).parents[1]
 READY = re.compile(r"ready  (http://\S+)  .*?(?:ray=(\S+)  )?in ")
-WORDS = "cache prefix replica router token session tensor kernel stream answer prompt block store tier slot".split()
+WORDS = ("cache", "prefix", "replica", "router", "token", "session", "tensor", "kernel", "stream", "answer", "prompt")
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
@@ -191,7 +191,7 @@ async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, ou
         steps.insert((place + 1) * len(steps) // (given.updates + 1), "update")
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for number, step in enumerate(steps, 1):
-            while outcome.answered < number * given.turns // (len(steps) + 1):
+            while outcome.answered < number * given.turns // (len(steps) + 1):  # noqa: ASYNC110 - one place asks
                 await anyio.sleep(0.05)
             began = time.monotonic()
             if step == "kill":
@@ -212,19 +212,24 @@ async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
     """Kill the busiest replica with SIGKILL while it answers: its actor, or its server alone. Return its id."""
-    while not (victim := max(await list_replicas(client), key=lambda one: one["in_flight"]))["in_flight"]:
+    while True:
+        victim = max(await list_replicas(client), key=lambda one: one["in_flight"])
+        if victim["in_flight"]:
+            break
         await anyio.sleep(0.02)
-    pid = victim["pid"]
-    if with_actor:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(pid, signal.SIGKILL)
+    os.kill(find_parent(victim["pid"]) if with_actor else victim["pid"], signal.SIGKILL)
     return str(victim["id"])
+
+
+def find_parent(pid: int) -> int:
+    """Return the process that started another one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def wait_for_others(client: httpx.AsyncClient, gone: set[str]) -> None:
     """Wait until two replicas are ready besides those that are gone."""
     with anyio.fail_after(SETTLE_S):
-        while len({one["id"] for one in await list_replicas(client)} - gone) < 2:
+        while len({one["id"] for one in await list_replicas(client)} - gone) < 2:  # noqa: ASYNC110 - it asks over HTTP
             await anyio.sleep(0.5)
 
 
@@ -234,11 +239,11 @@ def measure_overhead(plain: str, fleet: str, runs: int) -> tuple[float, float]:
     spent: dict[str, list[float]] = {plain: [], fleet: []}
     with httpx.Client(timeout=60) as client:
         for run in range(runs):
-            for url in spent:
+            for url, times in spent.items():
                 began = time.perf_counter()
                 client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
                 if run >= runs // 10:
-                    spent[url].append(1000 * (time.perf_counter() - began))
+                    times.append(1000 * (time.perf_counter() - began))
     return median(spent[plain]), median(spent[fleet])
 
 
@@ -268,7 +273,9 @@ def publish_overhead(given: argparse.Namespace, single: list[str], several: list
     with run_program(single, kept / "single.log") as (plain, _), run_program(several, kept / "fleet.log") as (fleet, _):
         alone, routed = measure_overhead(plain, fleet, given.runs)
     print_table("median of a request of one token, ms", [{"server": alone, "fleet": routed, "added": routed - alone}])
-    added = Figure("service", "Fleet: time that it adds to a request", "median", "ms", routed - alone, goal=Goal(at_most=3.0))
+    added = Figure(
+        "service", "Fleet: time that it adds to a request", "median", "ms", routed - alone, goal=Goal(at_most=3.0)
+    )
     raw = {"server_ms": alone, "fleet_ms": routed, "runs": given.runs}
     publish(given, "fleet_overhead", raw, [added], device="cpu")
 

@@ -134,7 +134,10 @@ def keep_request_headers(asked: AskedRequest) -> Sequence[tuple[bytes, bytes]]:
 def keep_response_headers(response: aiohttp.ClientResponse, replica: Replica) -> RawHeaders:
     """Return the headers that a client gets, with the replica's id."""
     kept = [(name.lower(), value) for name, value in response.raw_headers]
-    return [*((name, value) for name, value in kept if name not in RESPONSE_HEADERS), (REPLICA_HEADER, replica.id.encode())]
+    return [
+        *((name, value) for name, value in kept if name not in RESPONSE_HEADERS),
+        (REPLICA_HEADER, replica.id.encode()),
+    ]
 
 
 def describe_error(error: BaseException) -> str:

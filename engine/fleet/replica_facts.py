@@ -30,7 +30,9 @@ class ReplicaFacts:
     pid: int = 0
 
     @staticmethod
-    def from_answers(url: str, props: Mapping[str, Any], about: Mapping[str, Any], listed: Mapping[str, Any]) -> ReplicaFacts:
+    def from_answers(
+        url: str, props: Mapping[str, Any], about: Mapping[str, Any], listed: Mapping[str, Any]
+    ) -> ReplicaFacts:
         """Return the facts from the answers to `/props`, `/` and `/v1/models`."""
         model = listed["data"][0]
         return ReplicaFacts(

@@ -7,7 +7,6 @@ are numbered, and a replica takes the first free number. A replica that replaces
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 
 from adapters.store.files.private_folder import FolderInUse, FolderUnusable, PrivateFolder
 from engine.settings.paths import find_user_folder
@@ -28,5 +27,3 @@ def claim_folder(cache: CacheOptions) -> PrivateFolder | None:
         except FolderUnusable as error:
             raise UserError(f"--kv-cache-dir {error}") from error
     raise AssertionError("a number is free")
-
-

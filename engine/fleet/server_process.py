@@ -60,7 +60,9 @@ class ServerProcess:
 
 def build_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server: without options, which come as words, and without Ray's number of threads."""
-    return {name: value for name, value in environment.items() if not name.startswith("REKINDLE_") and name != RAY_THREADS}
+    return {
+        name: value for name, value in environment.items() if not name.startswith("REKINDLE_") and name != RAY_THREADS
+    }
 
 
 def start_server(words: Sequence[str]) -> ServerProcess:

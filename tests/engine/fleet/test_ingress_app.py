@@ -70,9 +70,9 @@ async def test_a_replica_that_is_gone_fails_no_request(fleet: FakeFleet, streams
     fleet.lose_first()
     answer = await fleet.client.post(CHAT, json=chat(max_tokens=4, stream=streams))
     assert (answer.status_code, answer.headers["x-rekindle-replica"]) == (200, "b")
-    assert 'rekindle_fleet_repeats_total{replica="ingress",reason="lost"} 1.0' in (
-        await fleet.client.get("/metrics")
-    ).text
+    assert (
+        'rekindle_fleet_repeats_total{replica="ingress",reason="lost"} 1.0' in (await fleet.client.get("/metrics")).text
+    )
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -203,7 +203,10 @@ async def test_health_props_and_metrics_name_each_replica(fleet: FakeFleet) -> N
     fleet.second.door.state = "draining"
     assert (await fleet.client.get("/health")).status_code == 503
     listed = (await fleet.client.get("/fleet")).json()["data"]
-    assert [(one["id"], one["state"], one["total_slots"]) for one in listed] == [("a", "draining", 4), ("b", "draining", 4)]
+    assert [(one["id"], one["state"], one["total_slots"]) for one in listed] == [
+        ("a", "draining", 4),
+        ("b", "draining", 4),
+    ]
     metrics = (await fleet.client.get("/metrics")).text
     assert metrics.count("# TYPE rekindle_http_responses_total counter") == 1
     assert 'rekindle_http_responses_total{replica="a",' in metrics
