@@ -1,4 +1,4 @@
-"""Starts and stops the server of a replica as a child process (`replica_server.py`).
+"""Starts and stops the server of a replica as a child process (`engine/replica_server.py`).
 
 A process of its own keeps the server as it is without Ray: its threads, its collector, its signals and its exit are the
 same, and Ray's threads never hold the interpreter between two decode steps.
@@ -70,7 +70,7 @@ def start_server(words: Sequence[str]) -> ServerProcess:
 
     The lines of its log go to this process's own standard error.
     """
-    command = [sys.executable, "-P", "-m", "engine.fleet.replica_server"]
+    command = [sys.executable, "-P", "-m", "engine.replica_server"]
     environment = build_environment(os.environ)
     process = subprocess.Popen(  # noqa: S603 - this program, and a list
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -32,7 +32,7 @@ NOBODY = "http://127.0.0.1:1"
 
 @define(eq=False)
 class FakeHandle:
-    """A handle of a deployment: it chooses the first replica that need not be avoided, and remembers what it was told."""
+    """A handle of a deployment. It chooses the first replica that need not be avoided. told: by its callers."""
 
     replicas: dict[str, ReplicaFacts]
     told: list[dict[str, Any]] = field(factory=list)
@@ -40,7 +40,7 @@ class FakeHandle:
     @asynccontextmanager
     async def choose_replica(self, **told: Any) -> AsyncIterator[SimpleNamespace]:
         self.told.append(told)
-        while not self.replicas:
+        while not self.replicas:  # noqa: ASYNC110 - tests change them
             await anyio.sleep(0.01)
         name = next((one for one in self.replicas if one not in told["avoid"]), next(iter(self.replicas)))
         yield SimpleNamespace(replica_id=name, replica_metadata=self.replicas[name].to_metadata())

@@ -38,7 +38,7 @@ def test_a_replica_listens_on_its_node_and_answers_to_the_name_of_the_fleet() ->
 def test_the_file_for_serve_deploy_has_the_options_that_were_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "demo-hybrid", "--yaml", "--replicas", "3", "--alias", "one", "--port", "81"]) == 0
     file = yaml.safe_load(capsys.readouterr().out)
-    assert file["http_options"] == {"host": "0.0.0.0", "port": 81}
+    assert file["http_options"] == {"host": "0.0.0.0", "port": 81}  # noqa: S104 - as the file has it
     (application,) = file["applications"]
     assert application["import_path"] == "engine.fleet.application:build_fleet"
     assert application["args"] == {"replicas": 3, "options": {"model": "demo-hybrid", "alias": ["one"], "port": 81}}

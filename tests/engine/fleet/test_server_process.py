@@ -18,7 +18,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 def test_a_server_ends_with_the_actor_that_started_it() -> None:
     """The actor's end of standard input closes when the actor dies, however it dies."""
-    code = "import engine.fleet.replica_server as one; one.main = lambda words: __import__('time').sleep(60); one.run()"
+    code = "import engine.replica_server as one; one.main = lambda words: __import__('time').sleep(60); one.run()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.write(b'["serve"]\n')
