@@ -30,8 +30,9 @@ from adapters.http.wire.read_body import read_bytes
 from adapters.metrics import Metrics
 from engine.fleet.fleet_status import FleetStatus
 from engine.fleet.held_answer import HeldAnswer, ReplicaLost
+from engine.fleet.merge_metrics import make_repeat_counter
 from engine.fleet.prompt_keys import APIS, PromptReader
-from engine.fleet.relay import REPLICA_HEADER, AskedRequest, Refusal, Relay
+from engine.fleet.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 from engine.fleet.response_holders import ResponseHolders
 
@@ -51,7 +52,7 @@ class IngressApp:
     reader: PromptReader
     options: EdgeOptions
     metrics: Metrics
-    relay: Relay = field(factory=Relay)
+    relay: ReplicaClient = field(factory=ReplicaClient)
     budget: BodyBudget = field(init=False)
     holders: ResponseHolders = field(init=False)
     status: FleetStatus = field(init=False)
@@ -61,12 +62,7 @@ class IngressApp:
         self.budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
         self.holders = ResponseHolders(self.picker, self.relay)
         self.status = FleetStatus(self.picker, self.relay, self.metrics)
-        self._repeats = Counter(
-            "rekindle_fleet_repeats",
-            "Requests that were sent to another replica before their client had a token",
-            ["reason"],
-            registry=self.metrics.registry,
-        )
+        self._repeats = make_repeat_counter(self.metrics.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -147,7 +143,7 @@ class IngressApp:
                     await self._give_up(answer, scope, unavailable(f"The replica was lost: {error}"[:200], 1))
                     return
                 self._repeats.labels("lost").inc()
-            except Refusal as refusal:
+            except ReplicaRefused as refusal:
                 stops = SHUTTING_DOWN.encode() in refusal.body
                 if asked.pinned or (not stops and await self._is_last(avoid)):
                     await send_refusal(refusal, answer)
@@ -176,7 +172,7 @@ class IngressApp:
         await answer.send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
-async def send_refusal(refusal: Refusal, answer: HeldAnswer) -> None:
+async def send_refusal(refusal: ReplicaRefused, answer: HeldAnswer) -> None:
     """Send the client the refusal of the last replica that was asked."""
     await answer.begin(refusal.status, refusal.headers)
     await answer.add(refusal.body)
