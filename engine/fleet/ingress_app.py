@@ -23,7 +23,7 @@ from adapters.http.answer.access_log import CALLER, NOTE
 from adapters.http.answer.answer_shape import encode_event
 from adapters.http.apis.registry import find_error_format
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
+from adapters.http.wire.body_budget import BodyBudget
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable
 from adapters.http.wire.read_body import read_bytes
@@ -39,6 +39,7 @@ from engine.fleet.response_holders import ResponseHolders
 log = logging.getLogger("rekindle.fleet")
 FIRST_WAIT_S = 0.05  # before a request is sent again while no other replica is there
 LONGEST_WAIT_S = 1.0
+KEPT_BODIES = 32  # bodies of the largest size that an ingress keeps: 1 GiB at the default of --max-body
 FLEET = "/fleet"
 EVENTS = "/events"  # a stream without an end
 READ_ONLY = frozenset({"GET", "HEAD"})
@@ -59,7 +60,7 @@ class IngressApp:
     _repeats: Counter = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
+        self.budget = BodyBudget(KEPT_BODIES * self.options.max_body, self.options.retry_after_s)
         self.holders = ResponseHolders(self.picker, self.relay)
         self.status = FleetStatus(self.picker, self.relay, self.metrics)
         self._repeats = make_repeat_counter(self.metrics.registry)
@@ -67,13 +68,13 @@ class IngressApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path = scope["path"]
+        if (work := self._find_own_answer(path, request)) is not None:
+            await (await work())(scope, receive, send)
+            return
+        # The body is kept until the request is answered, since it may have to be sent again.
         with self.budget.open_body(self.options.body_timeout_s) as incoming:
             body = await read_bytes(request, self.options, self.budget, incoming)
-            work = self._find_own_answer(path, request)
-            asked = None if work else await self._read_request(request, body)
-        if work is not None:
-            await (await work())(scope, receive, send)
-        elif asked is not None:
+            asked = await self._read_request(request, body)
             await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
 
     def _find_own_answer(self, path: str, request: Request) -> Callable[[], Awaitable[Response]] | None:
@@ -137,7 +138,8 @@ class IngressApp:
                 with self.picker.count_request(replica.id):
                     await self.relay.send(asked, replica, answer)
             except ReplicaLost as error:
-                self.picker.shun(replica.id)
+                if not answer.has_token:  # after one, the cause may be a client that does not read
+                    self.picker.shun(replica.id)
                 log.warning("replica %s is lost: %s", replica.id, error)
                 if answer.has_token or not asked.can_repeat or asked.pinned:
                     await self._give_up(answer, scope, unavailable(f"The replica was lost: {error}"[:200], 1))
