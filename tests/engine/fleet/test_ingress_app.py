@@ -78,8 +78,7 @@ async def test_a_replica_that_is_gone_fails_no_request(fleet: FakeFleet, streams
 @pytest.mark.parametrize(
     ("path", "more"),
     [*((path, {}) for path in REQUESTS)]
-    + [(path, {"stream_options": {"include_usage": True}}) for path in (CHAT, "/v1/completions")]
-    + [(CHAT, {"return_progress": True, "n": 2})],
+    + [(path, {"stream_options": {"include_usage": True}}) for path in (CHAT, "/v1/completions")],
 )
 async def test_a_replica_that_dies_before_a_token_fails_no_stream(
     fleet: FakeFleet, path: str, more: dict[str, Any]
@@ -117,6 +116,25 @@ async def test_a_stream_that_has_begun_goes_on_with_one_id(folder: Path) -> None
         assert len({one["id"] for one in found[:-1]}) == 1
         assert [one["choices"][0]["delta"].get("role") for one in found[:-1]].count("assistant") == 1
         assert found[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_with_progress_goes_on_as_well(fleet: FakeFleet) -> None:
+    say_the_same(fleet)
+    fleet.first.door.hang_after = 0
+    found: list[Any] = []
+
+    async def read() -> None:
+        found.extend(await read_stream(fleet.client, CHAT, chat(max_tokens=64, return_progress=True, n=2)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await anyio.sleep(0.4)
+        fleet.cut_first()
+    choices = [choice for one in found[:-1] for choice in one["choices"]]
+    for index in range(2):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert "".join(delta.get("content", "") for delta in deltas) == "one two three"
+        assert [delta.get("role") for delta in deltas].count("assistant") == 1
 
 
 async def test_a_stream_that_is_cut_after_a_token_ends_with_an_error(fleet: FakeFleet) -> None:
