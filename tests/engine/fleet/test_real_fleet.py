@@ -61,7 +61,7 @@ def test_a_fleet_answers_streams_and_tells_of_both_replicas(fleet: tuple[str, su
         parts = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text
     metrics = httpx.get(f"{url}/metrics", timeout=30).text
-    assert all(f'rekindle_slots{{replica="{one["id"]}",use="free"}} 2.0' in metrics for one in replicas)
+    assert all(f'rekindle_queue_length{{replica="{one["id"]}"}} 0.0' in metrics for one in replicas)
 
 
 def test_a_killed_replica_fails_no_request_and_the_end_is_clean(fleet: tuple[str, subprocess.Popen[str]]) -> None:
