@@ -1,0 +1,177 @@
+"""What simulated replicas keep beyond the device: each its host memory and its disk, and all of them one shared tier.
+
+Indexes and eviction are the real ones (`adapters/store/block_index.py`). There are no rows, and moving takes its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+from attrs import define, field, frozen
+
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.block_keys import TOKEN_BYTES
+from effects.ids import Tier
+from engine.tools.simulation.fleet.prompt_paths import PromptPath
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.virtual_clock import Clock, Queue
+from states.routing.route_prices import SHARED_TIER
+
+
+@frozen
+class KeptRun:
+    """Consecutive pieces of a path that one entry holds. entry: in the tier that has it."""
+
+    tier: Tier
+    entry: Entry
+    start: int
+    stop: int
+
+
+@lru_cache(maxsize=1 << 14)
+def make_tokens_of(length: int) -> bytes:
+    """Return packed tokens that stand for any others of this length."""
+    return bytes(length * TOKEN_BYTES)
+
+
+@define(eq=False)
+class SharedStore:
+    """The tier that all replicas write to and read from."""
+
+    index: BlockIndex
+    written_bytes: int = 0
+    read_bytes: int = 0
+
+
+@define(eq=False)
+class ReplicaStore:
+    """The tiers of one replica. shared: None where the fleet has no shared tier.
+
+    on_change: called when a tier holds other blocks than before.
+    """
+
+    costs: Costs
+    clock: Clock
+    host: BlockIndex
+    disk: BlockIndex
+    shared: SharedStore | None
+    on_change: Callable[[], None]
+    reader: Queue = field(init=False)
+    writer: Queue = field(init=False)
+    network_in: Queue = field(init=False)
+    network_out: Queue = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.reader = Queue(self.clock)
+        self.writer = Queue(self.clock)
+        self.network_in = Queue(self.clock)
+        self.network_out = Queue(self.clock)
+
+    @property
+    def tiers(self) -> tuple[tuple[Tier, BlockIndex], ...]:
+        local = (("host", self.host), ("disk", self.disk))
+        return local if self.shared is None else (*local, (SHARED_TIER, self.shared.index))
+
+    def find_runs(self, path: PromptPath, first: int) -> list[KeptRun]:
+        """Return what the tiers have of a prompt from piece `first` on, without a gap."""
+        found = list[KeptRun]()
+        starts = path.starts
+        for number in range(first, path.usable):
+            key = path.keys[number]
+            holder = next(
+                ((tier, entry) for tier, index in self.tiers if (entry := index.get_holder(key)) is not None), None
+            )
+            if holder is None:
+                break
+            tier, entry = holder
+            if found and found[-1].entry is entry:
+                found[-1] = KeptRun(tier, entry, found[-1].start, path.stops[number])
+            else:
+                found.append(KeptRun(tier, entry, starts[number], path.stops[number]))
+        return found
+
+    def touch(self, runs: Sequence[KeptRun]) -> None:
+        indexes = dict(self.tiers)
+        for run in runs:
+            indexes[run.tier].touch(run.entry)
+
+    def load_runs(self, runs: Sequence[KeptRun]) -> int:
+        """Begin to load runs, and return the time when all are there. Files are read whole."""
+        ready = self.clock.now
+        for run in runs:
+            if run.tier == "host":
+                ready += (run.stop - run.start) * self.costs.host
+        for run in runs:
+            if run.tier == "disk":
+                ready = max(ready, self.reader.enter(run.entry.length * self.costs.disk))
+            elif run.tier == SHARED_TIER:
+                assert self.shared is not None
+                self.shared.read_bytes += run.entry.size
+                ready = max(ready, self.network_in.enter(run.entry.length * self.costs.shared))
+        return ready
+
+    def promote_runs(self, runs: Sequence[KeptRun]) -> None:
+        """Keep what was read in host memory, if there is room."""
+        for run in runs:
+            if run.tier != "host":
+                self._add(self.host, run.entry.start, run.entry.parent, run.entry.keys, run.entry.length)
+        self.on_change()
+
+    def keep_path(self, path: PromptPath, on_shared: Callable[[], None] = lambda: None) -> None:
+        """Keep a sequence: in host memory now, on disk and in the shared tier when it has been written there.
+
+        on_shared: called when the shared tier has all of it.
+        """
+        for first, stop in list_missing_runs(path, (self.host, self.disk)):
+            start, parent, keys, length = describe_run(path, first, stop)
+            self._add(self.host, start, parent, keys, length)
+            write = partial(self._write, self.disk, start, parent, keys, length)
+            self.clock.at(self.writer.enter(length * self.costs.write), write)
+        if self.shared is not None:
+            for first, stop in list_missing_runs(path, (self.shared.index,)):
+                start, parent, keys, length = describe_run(path, first, stop)
+                write = partial(self._upload, start, parent, keys, length)
+                self.clock.at(self.network_out.enter(length * self.costs.share), write)
+        self.clock.at(self.network_out.enter(0), on_shared)
+        self.on_change()
+
+    def _upload(self, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> None:
+        """Put a run into the shared tier, unless another replica was quicker."""
+        assert self.shared is not None
+        if self._add(self.shared.index, start, parent, keys, length):
+            self.shared.written_bytes += length * self.costs.token_bytes
+            self.on_change()
+
+    def _write(self, index: BlockIndex, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> None:
+        if self._add(index, start, parent, keys, length):
+            self.on_change()
+
+    def _add(self, index: BlockIndex, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> bool:
+        size = length * self.costs.token_bytes
+        if size > index.budget or any(key in index for key in keys):
+            return False
+        index.make_room(size, parent)
+        if not index.fits(size):
+            return False
+        return index.add(Entry(index.allocate_handle(), start, parent, keys, make_tokens_of(length), size))
+
+
+def list_missing_runs(path: PromptPath, indexes: Sequence[BlockIndex]) -> list[tuple[int, int]]:
+    """Return the spans of pieces that none of these indexes has."""
+    runs = list[tuple[int, int]]()
+    for number, key in enumerate(path.keys):
+        if any(key in index for index in indexes):
+            continue
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def describe_run(path: PromptPath, first: int, stop: int) -> tuple[int, bytes, tuple[bytes, ...], int]:
+    """Return the start, parent, keys and length of a span of pieces."""
+    start = path.stops[first - 1] if first else 0
+    parent = path.keys[first - 1] if first else b"root"
+    return start, parent, path.keys[first:stop], path.stops[stop - 1] - start
