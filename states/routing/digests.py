@@ -14,7 +14,7 @@ what the writer was given at that time (`tests/states/routing/test_digests.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -63,34 +63,61 @@ class Digest:
 
 @define
 class DigestWriter:
-    """Writes the digests of one replica.
+    """Writes the digests of one replica. It hears of changes as they happen, or of all that is held at once.
 
-    whole_every: digests from one whole one to the next. most_keys: keys of each tier that are told.
+    whole_every: digests from one whole one to the next. most_keys: keys of each tier that are told at most.
     """
 
     epoch: int
     whole_every: int = WHOLE_EVERY
     most_keys: int = MOST_KEYS
     number: int = 0
-    _told: dict[Tier, frozenset[bytes]] = field(factory=dict[Tier, "frozenset[bytes]"])
+    _held: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])
+    _added: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])  # since the last digest
+    _removed: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])
     _recent: list[Digest] = field(factory=list[Digest])
 
-    def write(self, held: Mapping[Tier, Collection[bytes]], load: LoadReport) -> Digest:
-        """Return the next digest. held: the keys of each tier, the most useful ones first; further ones are not told.
+    def note_change(self, tier: Tier, added: Iterable[bytes], removed: Iterable[bytes] = ()) -> None:
+        """Note that a tier has got and lost blocks. Of a tier that is full, further blocks are not told."""
+        held = self._held.setdefault(tier, set())
+        newly = self._added.setdefault(tier, set())
+        gone = self._removed.setdefault(tier, set())
+        for key in removed:
+            if key in held:
+                held.remove(key)
+                if key in newly:
+                    newly.remove(key)
+                else:
+                    gone.add(key)
+        for key in added:
+            if key not in held and len(held) < self.most_keys:
+                held.add(key)
+                if key in gone:
+                    gone.remove(key)
+                else:
+                    newly.add(key)
 
-        A tier that is not named holds nothing.
-        """
+    def set_held(self, held: Mapping[Tier, Sequence[bytes]]) -> None:
+        """Note all that is held, the most useful keys of each tier first. A tier that is not named holds nothing."""
+        for tier in [*held, *(tier for tier in self._held if tier not in held)]:
+            now = set(held.get(tier, ())[: self.most_keys])
+            before = self._held.get(tier, set())
+            self.note_change(tier, now - before, before - now)
+
+    def write(self, load: LoadReport) -> Digest:
+        """Return the next digest."""
         self.number += 1
         whole = self.number % self.whole_every == 1 or self.whole_every == 1
-        now = {tier: frozenset(list(keys)[: self.most_keys]) for tier, keys in held.items()}
-        changes = list[TierChange]()
-        for tier in sorted(now.keys() | self._told.keys()):
-            keys = now.get(tier, frozenset())
-            before = frozenset[bytes]() if whole else self._told.get(tier, frozenset())
-            if keys != before:
-                changes.append(TierChange(tier, keys - before, before - keys))
-        self._told = now
-        digest = Digest(self.epoch, self.number, whole, tuple(changes), load)
+        added = self._held if whole else self._added
+        removed = {} if whole else self._removed
+        changes = tuple(
+            TierChange(tier, frozenset(added.get(tier, ())), frozenset(removed.get(tier, ())))
+            for tier in sorted(added.keys() | removed.keys())
+            if added.get(tier) or removed.get(tier)
+        )
+        self._added = {}
+        self._removed = {}
+        digest = Digest(self.epoch, self.number, whole, changes, load)
         self._recent = [*self._recent, digest][-RECENT_DIGESTS:]
         return digest
 

@@ -12,6 +12,7 @@ from random import Random
 from attrs import define, evolve, field, frozen
 
 from adapters.store.block_index import BlockIndex
+from effects.ids import Tier
 from engine.tools.simulation.fleet.fleet_tally import FleetFigures, FleetRequest, InfinitePaths, compute_figures
 from engine.tools.simulation.fleet.lean_replica import LeanReplica, RoutedRequest
 from engine.tools.simulation.fleet.prompt_paths import PieceChain, PromptPath
@@ -94,8 +95,8 @@ class FleetRun:
         policy = Policy(prefill_elsewhere=setup.elsewhere)
         self.router = PrefixRouter(policy) if self.name == PREFIX else make()
         self.shared = SharedStore(self._create_index(setup.shared_budget)) if setup.shared_budget else None
+        self._writers = [DigestWriter(1, whole_every=1 << 30) for _ in range(setup.replicas)]
         self.replicas = [self._create_replica(number) for number in range(setup.replicas)]
-        self._writers = [DigestWriter(1) for _ in self.replicas]
         for number in range(setup.replicas):
             self.router.advance(ReplicaAdded(str(number)))
             self._plan_digest(number)
@@ -108,7 +109,7 @@ class FleetRun:
         rates = setup.costs.build_rates(shared=setup.shared_budget > 0)
         host = self._create_index(setup.host_budget)
         disk = self._create_index(setup.disk_budget)
-        changed = partial(self._plan_digest, number)
+        changed = partial(self._note_change, number)
         store = ReplicaStore(setup.costs, self.clock, host, disk, self.shared, changed)
         settings = evolve(setup.settings, rates=rates)
         return LeanReplica(settings, rates, setup.costs, self.clock, store)
@@ -183,8 +184,13 @@ class FleetRun:
         )
         self.on_answered()
 
+    def _note_change(self, number: int, tier: Tier, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Note that a replica holds other blocks than before. It tells so a moment later."""
+        if self.name == PREFIX:
+            self._writers[number].note_change(tier, added, removed)
+            self._plan_digest(number)
+
     def _plan_digest(self, number: int) -> None:
-        """Let a replica tell what it holds, a moment after it has changed."""
         if self.name == PREFIX and number not in self._telling:
             self._telling.add(number)
             self.clock.at(self.clock.now + DIGEST_NS, partial(self._tell, number))
@@ -192,11 +198,6 @@ class FleetRun:
     def _tell(self, number: int) -> None:
         self._telling.discard(number)
         replica = self.replicas[number]
-        digest = self._writers[number].write(replica.list_held(), replica.report_load())
+        digest = self._writers[number].write(replica.report_load())
         self.router.advance(DigestArrived(str(number), digest, self.clock.now))
 
-
-def build_query(path: PromptPath, number: int, session: str) -> RouteQuery:
-    """Return what a router is asked of a prompt."""
-    usable = path.usable
-    return RouteQuery(number, path.keys[:usable], path.stops[:usable], path.tokens, session)

@@ -7,7 +7,7 @@ changes hits and times: prompts that follow one another, one-off requests, and c
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -65,10 +65,6 @@ class LeanSlot:
                 high = middle - 1
         return low
 
-    def hold(self, keys: Sequence[bytes]) -> None:
-        self.keys = tuple(keys)
-        self.held = frozenset(keys)
-
 
 @define(eq=False)
 class LeanReplica:
@@ -83,6 +79,7 @@ class LeanReplica:
     slots: list[LeanSlot] = field(init=False)
     open_requests: int = 0
     _waiting: deque[RoutedRequest] = field(factory=deque)
+    _copies: Counter[bytes] = field(factory=Counter[bytes])  # slots that hold a piece
     _turn: int = 0
     _answer_ns: float = 0.0
 
@@ -97,11 +94,6 @@ class LeanReplica:
         request.expected_ns = make_prices(self.rates).estimate_prefill_time(have, max(have, request.path.tokens))
         self._waiting.append(request)
         self._admit()
-
-    def list_held(self) -> dict[Tier, list[bytes]]:
-        """Return the keys of each tier, for a digest."""
-        held = {tier: [key for one in index.entries.values() for key in one.keys] for tier, index in self.store.tiers}
-        return {"device": [key for slot in self.slots for key in slot.keys], **held}
 
     def report_load(self) -> LoadReport:
         wait = self.lane.queued_ns + sum(request.expected_ns for request in self._waiting)
@@ -119,7 +111,7 @@ class LeanReplica:
         in_place = source in free and kept and kept == min(len(source.keys), path.usable)
         slot = source if in_place else min(free, key=lambda one: one.last_turn)
         slot.taken = True
-        slot.hold(path.keys[:kept])
+        self._hold(slot, path.keys[:kept])
         runs = self.store.find_runs(path, kept)
         self.store.touch(runs)
         valid = path.stops[kept - 1] if kept else 0
@@ -140,6 +132,18 @@ class LeanReplica:
             self.clock.at(self.store.load_runs(load), partial(self._finish_load, load, join_sides))
         self.lane.compute_rows(valid, front, join_sides)
 
+    def _hold(self, slot: LeanSlot, keys: Sequence[bytes]) -> None:
+        """Let a slot hold this sequence, and tell what the device has got and lost. Other slots may hold the same."""
+        before = slot.held
+        slot.keys = tuple(keys)
+        slot.held = frozenset(keys)
+        self._copies.update(slot.held - before)
+        self._copies.subtract(before - slot.held)
+        lost = [key for key in before - slot.held if not self._copies[key]]
+        for key in lost:
+            del self._copies[key]
+        self.store.on_change("device", [key for key in slot.held - before if self._copies[key] == 1], lost)
+
     def _choose_front(self, valid: int, runs: Sequence[KeptRun]) -> int:
         """Return the row from which on kept rows are loaded, as the planner does, by the tier that has most of them."""
         if not runs:
@@ -157,7 +161,7 @@ class LeanReplica:
     def _answer(self, request: RoutedRequest, slot: LeanSlot) -> None:
         """Decode the answer, now that the whole prompt is there."""
         path = request.path
-        slot.hold(path.keys[: path.usable])
+        self._hold(slot, path.keys[: path.usable])
         if request.reads_only:
             self._close(request, slot, self.clock.now)
             return
@@ -177,7 +181,7 @@ class LeanReplica:
             self._keep(path, request.on_closed)
         else:
             self._answer_ns = (7 * self._answer_ns + took) / 8 if self._answer_ns else took
-            slot.hold(path.keys)
+            self._hold(slot, path.keys)
             self._keep(path)
             request.on_closed()
         self._admit()
@@ -186,5 +190,4 @@ class LeanReplica:
         if path.stops and path.stops[-1] >= self.settings.min_tokens:
             self.store.keep_path(path, on_shared)
         else:
-            self.store.on_change()
             on_shared()

@@ -48,7 +48,8 @@ class SharedStore:
 class ReplicaStore:
     """The tiers of one replica. shared: None where the fleet has no shared tier.
 
-    on_change: called when a tier holds other blocks than before.
+    on_change: called with a tier, and the blocks that it has got and lost. Of the shared tier a replica tells only what
+    it has written itself.
     """
 
     costs: Costs
@@ -56,7 +57,8 @@ class ReplicaStore:
     host: BlockIndex
     disk: BlockIndex
     shared: SharedStore | None
-    on_change: Callable[[], None]
+    on_change: Callable[[Tier, Sequence[bytes], Sequence[bytes]], None]
+    indexes: dict[Tier, BlockIndex] = field(init=False)  # the quickest tier first
     reader: Queue = field(init=False)
     writer: Queue = field(init=False)
     network_in: Queue = field(init=False)
@@ -67,11 +69,9 @@ class ReplicaStore:
         self.writer = Queue(self.clock)
         self.network_in = Queue(self.clock)
         self.network_out = Queue(self.clock)
-
-    @property
-    def tiers(self) -> tuple[tuple[Tier, BlockIndex], ...]:
-        local = (("host", self.host), ("disk", self.disk))
-        return local if self.shared is None else (*local, (SHARED_TIER, self.shared.index))
+        self.indexes = {"host": self.host, "disk": self.disk}
+        if self.shared is not None:
+            self.indexes[SHARED_TIER] = self.shared.index
 
     def find_runs(self, path: PromptPath, first: int) -> list[KeptRun]:
         """Return what the tiers have of a prompt from piece `first` on, without a gap."""
@@ -80,7 +80,7 @@ class ReplicaStore:
         for number in range(first, path.usable):
             key = path.keys[number]
             holder = next(
-                ((tier, entry) for tier, index in self.tiers if (entry := index.get_holder(key)) is not None), None
+                ((tier, entry) for tier, index in self.indexes.items() if (entry := index.get_holder(key)) is not None), None
             )
             if holder is None:
                 break
@@ -92,9 +92,8 @@ class ReplicaStore:
         return found
 
     def touch(self, runs: Sequence[KeptRun]) -> None:
-        indexes = dict(self.tiers)
         for run in runs:
-            indexes[run.tier].touch(run.entry)
+            self.indexes[run.tier].touch(run.entry)
 
     def load_runs(self, runs: Sequence[KeptRun]) -> int:
         """Begin to load runs, and return the time when all are there. Files are read whole."""
@@ -115,8 +114,7 @@ class ReplicaStore:
         """Keep what was read in host memory, if there is room."""
         for run in runs:
             if run.tier != "host":
-                self._add(self.host, run.entry.start, run.entry.parent, run.entry.keys, run.entry.length)
-        self.on_change()
+                self._add("host", run.entry.start, run.entry.parent, run.entry.keys, run.entry.length)
 
     def keep_path(self, path: PromptPath, on_shared: Callable[[], None] = lambda: None) -> None:
         """Keep a sequence: in host memory now, on disk and in the shared tier when it has been written there.
@@ -125,8 +123,8 @@ class ReplicaStore:
         """
         for first, stop in list_missing_runs(path, (self.host, self.disk)):
             start, parent, keys, length = describe_run(path, first, stop)
-            self._add(self.host, start, parent, keys, length)
-            write = partial(self._write, self.disk, start, parent, keys, length)
+            self._add("host", start, parent, keys, length)
+            write = partial(self._add, "disk", start, parent, keys, length)
             self.clock.at(self.writer.enter(length * self.costs.write), write)
         if self.shared is not None:
             for first, stop in list_missing_runs(path, (self.shared.index,)):
@@ -134,27 +132,26 @@ class ReplicaStore:
                 write = partial(self._upload, start, parent, keys, length)
                 self.clock.at(self.network_out.enter(length * self.costs.share), write)
         self.clock.at(self.network_out.enter(0), on_shared)
-        self.on_change()
 
     def _upload(self, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> None:
         """Put a run into the shared tier, unless another replica was quicker."""
         assert self.shared is not None
-        if self._add(self.shared.index, start, parent, keys, length):
+        if self._add(SHARED_TIER, start, parent, keys, length):
             self.shared.written_bytes += length * self.costs.token_bytes
-            self.on_change()
 
-    def _write(self, index: BlockIndex, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> None:
-        if self._add(index, start, parent, keys, length):
-            self.on_change()
-
-    def _add(self, index: BlockIndex, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> bool:
+    def _add(self, tier: Tier, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> bool:
+        """Add a run to a tier, which may evict others. Return False where it is there already, or does not fit."""
+        index = self.indexes[tier]
         size = length * self.costs.token_bytes
         if size > index.budget or any(key in index for key in keys):
             return False
-        index.make_room(size, parent)
-        if not index.fits(size):
-            return False
-        return index.add(Entry(index.allocate_handle(), start, parent, keys, make_tokens_of(length), size))
+        gone = [key for entry in index.make_room(size, parent) for key in entry.keys]
+        added = index.fits(size) and index.add(
+            Entry(index.allocate_handle(), start, parent, keys, make_tokens_of(length), size)
+        )
+        if added or gone:
+            self.on_change(tier, keys if added else (), gone)
+        return added
 
 
 def list_missing_runs(path: PromptPath, indexes: Sequence[BlockIndex]) -> list[tuple[int, int]]:
