@@ -6,19 +6,7 @@ with `decode_message`. Ray Serve passes on only the newest message, so each has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
-
-import cattrs.preconf.msgpack
-import msgspec
-from attrs import define, field
-
-from adapters.store.block_index import BlockIndex
-from adapters.store.block_keys import KEY_BYTES, chain_keys, pack_tokens
-from effects.ids import Tier, Tokens
-from states.rates import Rates
-from states.routing.digests import Digest, DigestWriter, LoadReport, TierChange, select_keys
-from states.routing.route_prices import round_rates
+from typing import Final
 
 STATS_KEY: Final = "rekindle_digests"  # in the dictionary of a replica's routing stats
 MOST_MESSAGE = 4 << 20  # bytes; a longer message is none of ours

@@ -5,7 +5,8 @@ contradict each other: a conversation's replica may be busy, and a system prompt
 new conversations to one replica.
 
 Idea. `choose_replica` estimates for each replica when the whole prompt would be there: the wait of its queue, and the
-time to load and compute what is missing there (`route_prices.py`). It applies these rules:
+time to load and compute what is missing there (`route_prices.py`). The latter counts `Policy.work_weight` times,
+because it also delays the requests that come to that replica later. These rules apply:
 
 1. A replica that has far more open requests than the average (`limit_requests`) is left out. So no prefix, however
    long, makes one queue grow while others are empty.
@@ -16,7 +17,7 @@ time to load and compute what is missing there (`route_prices.py`). It applies t
 4. Otherwise the soonest replica wins, then the one with fewer open requests, then the one with the smaller number.
 
 Example. 16 replicas are idle, and conversation A has 80,000 tokens on the disk of replica 3, which take 5 s to load
-there and 12 s to compute elsewhere. It goes to replica 3 while its queue there is shorter than 7 s.
+there and 12 s to compute elsewhere. It goes to replica 3 while its queue there is shorter than 5 * 7 s.
 
 What is known may be stale. Then the replica finds less than was expected and computes it: no decision here can make a
 request fail.
@@ -45,12 +46,14 @@ class Policy:
     """The settings of a router.
 
     excess: open requests that a replica may have, in percent of the average. spare: and this many more.
-    neighbour_ns: what one more conversation at a replica counts for a new one. prefill_elsewhere: missing tokens from
-    which another replica may read a prompt; 0: none does.
+    work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
+    replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
+    none does.
     """
 
     excess: int = 125
-    spare: int = 1
+    spare: int = 3
+    work_weight: int = 5
     neighbour_ns: int = 500_000_000
     prefill_elsewhere: int = 0
 
@@ -61,6 +64,7 @@ class RouteQuery:
 
     number: of the request; it is never used twice. keys: of the whole blocks that may be reused, in order. stops: for
     each key, the tokens up to the end of its block. tokens: of the whole prompt. session: the conversation; "": none.
+    avoid: replicas that are chosen only if there is no other one.
     """
 
     number: int
@@ -68,6 +72,7 @@ class RouteQuery:
     stops: Sequence[int] = field(repr=False)
     tokens: int
     session: str = ""
+    avoid: frozenset[str] = frozenset()
 
 
 @frozen
@@ -149,10 +154,13 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
     count = len(view.replicas)
     if not count:
         return None
-    at_home = None if home is None else view.replicas.get(home.replica)
+    at_home = None if home is None or home.replica in query.avoid else view.replicas.get(home.replica)
     groups = view.find_groups(query.keys)
     if home is not None and at_home is not None:
         groups = separate_home(groups, at_home, count_home_blocks(at_home, home, query.keys))
+    unwanted = sum(1 << view.replicas[name].number for name in query.avoid & view.replicas.keys())
+    if unwanted and unwanted != view.everyone:
+        groups = [Group(group.mask & ~unwanted, group.blocks) for group in groups]
     placing = fleet.policy.neighbour_ns if at_home is None else 0
     best: Candidate | None = None
     stay: Candidate | None = None
@@ -162,7 +170,9 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
                 best = candidate
             if at_home is not None and candidate.number == at_home.number:
                 stay = candidate
-    assert best is not None, "a replica with no more than the average is below the limit"
+    if best is None:
+        # All that are left after those to be avoided are at the limit.
+        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, spare=1 << 30)), query, home)
     chosen = best
     reason = explain_choice(best, at_home, stay, count)
     if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):
@@ -211,6 +221,7 @@ def rank_group(fleet: Fleet, query: RouteQuery, group: Group, placing: int) -> l
     placing: what each conversation at a replica counts.
     """
     limit = fleet.limit
+    weight = fleet.policy.work_weight
     now_ns = fleet.now_ns
     requests = fleet.loads.requests
     free_at = fleet.loads.free_at
@@ -242,7 +253,7 @@ def rank_group(fleet: Fleet, query: RouteQuery, group: Group, placing: int) -> l
         assert replica is not None
         ready = replica.prices.estimate_ready_time(ends, query.tokens)
         wait = costs[kind] - placing * sessions[number]
-        found.append(Candidate(costs[kind] + ready, requests[number], number, wait, ready, group.blocks))
+        found.append(Candidate(costs[kind] + weight * ready, requests[number], number, wait, ready, group.blocks))
     return found
 
 

@@ -6,7 +6,7 @@ of them gives the same decisions again (`replay_routing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from attrs import define, field, frozen
@@ -38,10 +38,9 @@ class DigestArrived:
 
 @frozen
 class RequestsCounted:
-    """The open requests of a replica were counted there. They include those of other routers."""
+    """The open requests were counted. A replica that is not named has none."""
 
-    replica: str
-    count: int
+    counts: Mapping[str, int]
 
 
 @frozen
@@ -79,9 +78,9 @@ class PrefixRouter:
                 self._end_request(number)
             case DigestArrived(name, digest, now_ns):
                 self._apply_digest(name, digest, now_ns)
-            case RequestsCounted(name, count):
-                if (replica := self.view.replicas.get(name)) is not None:
-                    self._requests[replica.number] = count
+            case RequestsCounted(counts):
+                for name, replica in self.view.replicas.items():
+                    self._requests[replica.number] = counts.get(name, 0)
             case ReplicaAdded(name):
                 self._add_replica(name)
             case ReplicaRemoved(name):

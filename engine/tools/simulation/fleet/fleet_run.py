@@ -15,7 +15,7 @@ from adapters.store.block_index import BlockIndex
 from effects.ids import Tier
 from engine.tools.simulation.fleet.fleet_tally import FleetFigures, FleetRequest, InfinitePaths, compute_figures
 from engine.tools.simulation.fleet.lean_replica import LeanReplica, RoutedRequest
-from engine.tools.simulation.fleet.prompt_paths import PieceChain, PromptPath
+from engine.tools.simulation.fleet.prompt_paths import PieceChain
 from engine.tools.simulation.fleet.replica_store import ReplicaStore, SharedStore
 from engine.tools.simulation.logged_clients import Sender
 from engine.tools.simulation.logs.logged_requests import Request, Session
@@ -36,14 +36,18 @@ from states.settings import Settings
 
 DIGEST_NS = 2_000_000_000
 PREFIX = "prefix"
-ROUTERS: Mapping[str, Callable[[], Router]] = {
+OTHER_ROUTERS: Mapping[str, Callable[[], Router]] = {
     "round-robin": RoundRobin,
     "least-queue": LeastQueue,
     "power-of-two": PowerOfTwo,
     "consistent-hash": ConsistentHash,
     "ray-prefix": RayPrefixAffinity,
-    PREFIX: PrefixRouter,
 }
+
+
+def make_router(name: str, policy: Policy) -> Router:
+    """Return a router by its name. policy: of the one by prefix."""
+    return PrefixRouter(policy) if name == PREFIX else OTHER_ROUTERS[name]()
 
 
 @frozen
@@ -91,9 +95,7 @@ class FleetRun:
 
     def __attrs_post_init__(self) -> None:
         setup = self.setup
-        make = ROUTERS[self.name]
-        policy = Policy(prefill_elsewhere=setup.elsewhere)
-        self.router = PrefixRouter(policy) if self.name == PREFIX else make()
+        self.router = make_router(self.name, Policy(prefill_elsewhere=setup.elsewhere))
         self.shared = SharedStore(self._create_index(setup.shared_budget)) if setup.shared_budget else None
         self._writers = [DigestWriter(1, whole_every=1 << 30) for _ in range(setup.replicas)]
         self.replicas = [self._create_replica(number) for number in range(setup.replicas)]
@@ -116,7 +118,7 @@ class FleetRun:
 
     def run(self) -> FleetFigures:
         """Send every request, and return the figures."""
-        random = Random(self.setup.seed)
+        random = Random(self.setup.seed)  # noqa: S311 - arrivals that can be repeated
         starts = sorted(random.randrange(max(1, self.setup.arrivals_ns)) for _ in range(self.setup.conversations))
         order = list[Session]()
         for copy, start in enumerate(starts, 1):
@@ -200,4 +202,3 @@ class FleetRun:
         replica = self.replicas[number]
         digest = self._writers[number].write(replica.report_load())
         self.router.advance(DigestArrived(str(number), digest, self.clock.now))
-

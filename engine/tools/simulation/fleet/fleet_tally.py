@@ -92,3 +92,11 @@ def compute_figures(
         hours=max((one.closed for one in requests), default=0) / 3.6e12,
         **counts,
     )
+
+
+@frozen
+class FinishedFleet:
+    """The result of one router. waits_ms: to the first token of each request."""
+
+    figures: FleetFigures
+    waits_ms: tuple[float, ...]

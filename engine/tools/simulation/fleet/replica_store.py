@@ -80,7 +80,8 @@ class ReplicaStore:
         for number in range(first, path.usable):
             key = path.keys[number]
             holder = next(
-                ((tier, entry) for tier, index in self.indexes.items() if (entry := index.get_holder(key)) is not None), None
+                ((tier, entry) for tier, index in self.indexes.items() if (entry := index.get_holder(key)) is not None),
+                None,
             )
             if holder is None:
                 break
