@@ -11,6 +11,7 @@ import cyclopts
 from cyclopts import App, Parameter
 
 import engine
+from engine.fleet.fleet_command import fleet
 from engine.serving.shard_launch import shard
 from engine.settings import completion as shells
 from engine.settings import log_format as logs
@@ -308,6 +309,7 @@ def completion(
     return shells.install_completion(app, shell, show=show)
 
 
+app.command(fleet, sort_key=2)
 app.command(shard, sort_key=10)
 
 

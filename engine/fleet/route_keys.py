@@ -1,4 +1,12 @@
-"""What the ingress tells the router of a prompt: the block keys by which replicas tell what they hold."""
+"""What the ingress gives to the router of replicas, as keyword arguments of a call that is routed.
+
+* `route`: the `RouteKeys` of the prompt, or None where it could not be read.
+* `in_flight`: a mapping from the id of a replica to the requests of this ingress that the replica is answering. Serve
+  cannot count them, because answers do not pass through Serve's own calls.
+* `avoid`: the ids of replicas that have failed this request, or that could not be reached just now.
+
+The id of a replica is `RunningReplica.replica_id.unique_id`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from attrs import frozen
 
 @frozen
 class RouteKeys:
-    """The keys of one prompt, as the keyword argument `route` of a call that is routed.
+    """The keys of one prompt.
 
     keys: of its whole blocks in order, as the store of a replica computes them (`adapters/store/block_keys.py`).
     block_size: tokens of a block. tokens: of the whole prompt. session: the conversation that the caller named, if any.

@@ -15,10 +15,10 @@ from engine.settings.user_error import UserError
 
 
 def list_config_sources(argv: list[str]) -> tuple[Any, ...]:
-    """Return the sources for `serve`: the environment, then the TOML file that `--config` (or
+    """Return the sources for `serve` and `fleet`: the environment, then the TOML file that `--config` (or
     REKINDLE_CONFIG) names.
     """
-    if argv[:1] != ["serve"]:
+    if argv[:1] not in (["serve"], ["fleet"]):
         return ()
     path = os.environ.get("REKINDLE_CONFIG")
     for at, word in enumerate(argv):
@@ -52,6 +52,11 @@ def parse_values(values: Mapping[str, Any]) -> Options:
     def options(options: Annotated[Options, cyclopts.Parameter(name="*")] = Options()) -> Options:  # noqa: B008 - as cyclopts has it
         return options
 
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    found: Options = parser(words, exit_on_error=False, print_error=False)
+    found: Options = parser(list_words(values), exit_on_error=False, print_error=False)
     return found
+
+
+def list_words(values: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line for values by flat name. An option with several values comes several times."""
+    items = ((name, value if isinstance(value, (list, tuple)) else [value]) for name, value in values.items())
+    return [f"--{name.replace('_', '-')}={one}" for name, several in items for one in several]

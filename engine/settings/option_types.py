@@ -12,6 +12,7 @@ from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 
 # The panels of `--help`, in the order in which they stand there: what most people need comes first.
+FLEET = Group("Fleet", sort_key=0)
 MODEL = Group("Model", sort_key=1)
 SERVER = Group("Server", sort_key=2)
 CACHE = Group("Cache", sort_key=3)

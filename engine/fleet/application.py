@@ -1,0 +1,64 @@
+"""The Ray Serve application: a deployment of replicas, and a deployment of ingresses before it.
+
+`build_fleet` is what a file for `serve deploy` names as its `import_path`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from engine.fleet.engine_replica import LATE_S, EngineReplica
+from engine.fleet.fleet_options import MOST_REPLICAS, read_gpus
+from engine.fleet.ingress_replica import IngressReplica
+from engine.settings.config_file import parse_values
+from engine.settings.preload import gpu_driver
+
+ROUTER = "ray.serve._private.request_router.pow_2_router:PowerOfTwoChoicesRequestRouter"
+NAME = "rekindle"
+REPLICAS = "replica"
+INGRESSES = "ingress"
+MOST_REQUESTS = 4096  # that an ingress answers at once: as many connections as a server has
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 15.0
+STATS_PERIOD_S = 1.0  # between two reports of what a replica holds
+INGRESS_GRACE_S = 60.0  # for the requests of an ingress that is replaced
+
+
+def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
+    """Return the application. arguments: `replicas`, `options` by flat name, and `is_local` for one machine."""
+    replicas = int(arguments.get("replicas", 2))
+    if not 1 <= replicas <= MOST_REPLICAS:
+        raise ValueError(f"replicas: {replicas}; accepted: 1 to {MOST_REPLICAS}")
+    values = dict(arguments.get("options", {}))
+    is_local = bool(arguments.get("is_local", False))
+    options = parse_values(values)
+    gpus = read_gpus(options, has_gpu=gpu_driver() is not None)
+    engines = serve.deployment(
+        EngineReplica,
+        name=REPLICAS,
+        num_replicas=replicas,
+        max_ongoing_requests=MOST_REQUESTS,
+        # On one machine Ray must not refuse a replica because the cores are counted already.
+        ray_actor_options={"num_cpus": 0 if is_local or gpus else max(1, options.runtime.threads), "num_gpus": gpus},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=options.http.grace + 2 * LATE_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_routing_stats_period_s=STATS_PERIOD_S
+        ),
+    )
+    ingresses = serve.deployment(
+        serve.ingress()(IngressReplica),
+        name=INGRESSES,
+        num_replicas=1 if is_local else 2,
+        max_ongoing_requests=MOST_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=INGRESS_GRACE_S,
+    )
+    return ingresses.bind(values, engines.bind(values, is_local=is_local))

@@ -1,0 +1,76 @@
+"""Deploys a fleet: on a Ray of its own until a signal comes, or on a running cluster."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+from ray import serve
+
+from engine.fleet.application import NAME, build_fleet
+from engine.fleet.fleet_options import list_arguments
+from engine.fleet.local_ray import MARK, run_local_ray
+from engine.settings.options import Options
+from engine.settings.user_error import UserError
+
+NAMESPACE = "serve"
+
+
+def run_local_fleet(options: Options, replicas: int) -> int:
+    """Run a fleet on this machine until a signal comes. Returns the exit status."""
+    began = time.monotonic()
+    stop = threading.Event()
+    print(f"starting: a Ray of its own with {replicas} replicas", file=sys.stderr, flush=True)
+    with run_local_ray(options):
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set handlers of its own
+            signal.signal(number, lambda *_: stop.set())
+        deploy({**list_arguments(options, replicas), "is_local": True})
+        announce(options, replicas, time.monotonic() - began)
+        stop.wait()
+        print("shutting down: running requests may end first", file=sys.stderr, flush=True)
+    return 0
+
+
+def deploy_to_cluster(options: Options, replicas: int, address: str) -> int:
+    """Deploy a fleet on a running cluster, or update the one that runs there. Returns the exit status."""
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        hint = "set RAY_AUTH_MODE=token if the cluster checks tokens, as a local fleet does"
+        raise UserError(f"--address {address}: {error}; {hint}") from error
+    try:
+        is_local = MARK in ray.cluster_resources()
+        deploy({**list_arguments(options, replicas), "is_local": is_local})
+    finally:
+        ray.shutdown()
+    print(f"deployed  {NAME} with {replicas} replicas on {address}", flush=True)
+    return 0
+
+
+def deploy(arguments: dict[str, Any]) -> None:
+    """Deploy the application, and wait until it runs. Replicas of an earlier deployment are replaced one by one.
+
+    Raises UserError if the replicas do not start.
+    """
+    try:
+        serve.run(build_fleet(arguments), name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()
+        told = next((line for line in reversed(reason) if "UserError" in line), reason[-1])
+        raise UserError(f"the replicas do not start: {told.rpartition('UserError:')[2].strip()}") from error
+
+
+def announce(options: Options, replicas: int, seconds: float) -> None:
+    """Print a line that a script can wait for, then a command that a person can paste."""
+    host = f"[{options.http.host}]" if ":" in options.http.host else options.http.host
+    url = f"http://{host}:{options.http.port}"
+    address = ray.get_runtime_context().gcs_address
+    print(f"ready  {url}  model={options.model.model}  replicas={replicas}  ray={address}  in {seconds:.1f} s", flush=True)
+    body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
+    key = " -H 'Authorization: Bearer KEY'" if options.http.api_key else ""
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

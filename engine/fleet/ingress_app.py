@@ -1,0 +1,204 @@
+"""The application of the ingress: it reads a request, lets the router choose a replica, and relays the answer.
+
+The guard of the HTTP server stands before it, so a request is refused here for the same reasons and in the same words.
+A replica answers everything else. Theory of operation for failures: a request goes to another replica as long as its
+client has no token (`held_answer.py`). A replica that has failed a request is avoided by it, and by all requests for a
+moment. If no replica is left, the request waits for a new one, at most until `--request-timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import anyio
+from attrs import define, evolve, field
+from prometheus_client import Counter
+from starlette.datastructures import Headers, QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from adapters.http.answer.access_log import CALLER, NOTE
+from adapters.http.answer.answer_shape import encode_event
+from adapters.http.apis.registry import find_error_format
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
+from adapters.http.wire.error_format import ANTHROPIC
+from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable
+from adapters.http.wire.read_body import read_bytes
+from adapters.metrics import Metrics
+from engine.fleet.fleet_status import FleetStatus
+from engine.fleet.held_answer import HeldAnswer, ReplicaLost
+from engine.fleet.prompt_keys import APIS, PromptReader
+from engine.fleet.relay import REPLICA_HEADER, AskedRequest, Refusal, Relay
+from engine.fleet.replica_picker import Replica, ReplicaPicker
+from engine.fleet.response_holders import ResponseHolders
+
+log = logging.getLogger("rekindle.fleet")
+FIRST_WAIT_S = 0.05  # before a request is sent again while no other replica is there
+LONGEST_WAIT_S = 1.0
+FLEET = "/fleet"
+EVENTS = "/events"  # a stream without an end
+READ_ONLY = frozenset({"GET", "HEAD"})
+
+
+@define(eq=False)
+class IngressApp:
+    """The handlers of one ingress, and the objects that they share."""
+
+    picker: ReplicaPicker
+    reader: PromptReader
+    options: EdgeOptions
+    metrics: Metrics
+    relay: Relay = field(factory=Relay)
+    budget: BodyBudget = field(init=False)
+    holders: ResponseHolders = field(init=False)
+    status: FleetStatus = field(init=False)
+    _repeats: Counter = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
+        self.holders = ResponseHolders(self.picker, self.relay)
+        self.status = FleetStatus(self.picker, self.relay, self.metrics)
+        self._repeats = Counter(
+            "rekindle_fleet_repeats",
+            "Requests that were sent to another replica before their client had a token",
+            ["reason"],
+            registry=self.metrics.registry,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        path = scope["path"]
+        with self.budget.open_body(self.options.body_timeout_s) as incoming:
+            body = await read_bytes(request, self.options, self.budget, incoming)
+            work = self._find_own_answer(path, request)
+            asked = None if work else await self._read_request(request, body)
+        if work is not None:
+            await (await work())(scope, receive, send)
+        elif asked is not None:
+            await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
+
+    def _find_own_answer(self, path: str, request: Request) -> Callable[[], Awaitable[Response]] | None:
+        """Return what answers a request about the whole fleet; None: a replica answers it."""
+        if request.method not in READ_ONLY or find_pin(request):
+            return None
+        headers = request.scope["headers"]
+        own: dict[str, Callable[[], Awaitable[Response]]] = {
+            FLEET: lambda: self.status.show_fleet(headers),
+            "/health": lambda: self.status.show_health(headers, self.options.retry_after_s),
+            "/metrics": lambda: self.status.render_metrics(headers),
+        }
+        return own.get(path)
+
+    async def _read_request(self, request: Request, body: bytearray) -> AskedRequest:
+        """Return the request, with the keys of its prompt or the replica that must answer it. Raises ApiError."""
+        scope = request.scope
+        query = scope["query_string"].decode("latin-1")
+        asked = AskedRequest(
+            method=request.method,
+            path=scope["path"],
+            target=scope["raw_path"].decode("latin-1") + (f"?{query}" if query else ""),
+            headers=tuple(scope["headers"]),
+            body=bytes(body),
+            can_repeat=request.method != "DELETE" and scope["path"] != EVENTS,
+        )
+        if name := find_pin(request):
+            return evolve(asked, pinned=await self._find_pinned(name))
+        if (holder := await self.holders.find_holder(asked)) is not None:
+            return evolve(asked, pinned=holder)
+        if request.method != "POST" or scope["path"] not in APIS:
+            return asked
+        newest = self.picker.newest or await self.picker.choose(None)
+        route = await self.reader.find_keys(asked.path, body, scope.get(CALLER, ""), newest.facts)
+        return evolve(asked, route=route)
+
+    async def _find_pinned(self, name: str) -> Replica:
+        found = next((one for one in await self.picker.list_replicas() if one.id == name), None)
+        if found is None:
+            raise ApiError(404, f"There is no replica {name[:80]!r} (any more).", code="unknown_replica")
+        return found
+
+    async def _answer(self, asked: AskedRequest, scope: Scope, send: Send) -> None:
+        """Send the request to one replica after another until one has answered it."""
+        answer = HeldAnswer(send, asked.can_repeat)
+        with anyio.move_on_after(self.options.request_timeout_s):
+            await self._try_replicas(asked, answer, scope)
+            return
+        await self._give_up(answer, scope, ApiError(504, "No replica could answer in time.", "timeout_error"))
+
+    async def _try_replicas(self, asked: AskedRequest, answer: HeldAnswer, scope: Scope) -> None:
+        avoid = frozenset[str]()
+        wait_s = FIRST_WAIT_S
+        while True:
+            replica = asked.pinned or await self.picker.choose(asked.route, avoid)
+            if replica.id in avoid:  # there is no other
+                await anyio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            avoid |= {replica.id}
+            try:
+                with self.picker.count_request(replica.id):
+                    await self.relay.send(asked, replica, answer)
+            except ReplicaLost as error:
+                self.picker.shun(replica.id)
+                log.warning("replica %s is lost: %s", replica.id, error)
+                if answer.has_token or not asked.can_repeat or asked.pinned:
+                    await self._give_up(answer, scope, unavailable(f"The replica was lost: {error}"[:200], 1))
+                    return
+                self._repeats.labels("lost").inc()
+            except Refusal as refusal:
+                stops = SHUTTING_DOWN.encode() in refusal.body
+                if asked.pinned or (not stops and await self._is_last(avoid)):
+                    await send_refusal(refusal, answer)
+                    return
+                self._repeats.labels("stopping" if stops else "busy").inc()
+            else:
+                scope[NOTE] = f" replica={replica.id} attempts={len(avoid)}"
+                self.holders.note_answer(asked, answer, replica)
+                return
+
+    async def _is_last(self, asked_replicas: frozenset[str]) -> bool:
+        """Return whether all replicas have been asked."""
+        return {one.id for one in await self.picker.list_replicas()} <= asked_replicas
+
+    async def _give_up(self, answer: HeldAnswer, scope: Scope, error: ApiError) -> None:
+        """End the answer with an error in the format of its API."""
+        error_format = find_error_format(scope)
+        if answer.has_begun:
+            name = "error" if error_format is ANTHROPIC else None
+            await answer.fail(encode_event(error_format.make_body(error, answer.answer_id.decode()), name))
+            return
+        response = error_format.make_response(error)
+        await answer.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await answer.send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+
+async def send_refusal(refusal: Refusal, answer: HeldAnswer) -> None:
+    """Send the client the refusal of the last replica that was asked."""
+    await answer.begin(refusal.status, refusal.headers)
+    await answer.add(refusal.body)
+    await answer.finish()
+
+
+def find_pin(request: Request) -> str:
+    """Return the id of the replica that a request names, in its header or in its query; empty if it names none."""
+    return Headers(scope=request.scope).get(REPLICA_HEADER.decode(), "") or QueryParams(
+        request.scope["query_string"]
+    ).get("replica", "")
+
+
+async def run_until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Await the work, and cancel it when the client leaves. The body must have been read."""
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        await work()
+        tasks.cancel_scope.cancel()
+
+

@@ -1,0 +1,35 @@
+"""Merges the metrics of all replicas into one exposition, in which each sample names its replica."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from attrs import define, field
+
+SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
+REPLICA = "replica"
+
+
+@define
+class MetricFamily:
+    """The comments of one metric, and its samples of all replicas."""
+
+    comments: dict[str, str] = field(factory=dict)
+    samples: list[str] = field(factory=list)
+
+
+def merge_metrics(texts: Mapping[str, str]) -> str:
+    """Return one exposition in Prometheus' text format. texts: that of each replica by its name."""
+    families = dict[str, MetricFamily]()
+    for replica, text in texts.items():
+        family = MetricFamily()
+        for line in text.splitlines():
+            if line.startswith("# "):
+                _, kind, name, *_ = line.split(" ", 3)
+                family = families.setdefault(name, MetricFamily())
+                family.comments.setdefault(kind, line)
+            elif sample := SAMPLE.fullmatch(line):
+                labels = f'{REPLICA}="{replica}"' + (f",{sample[2]}" if sample[2] else "")
+                family.samples.append(f"{sample[1]}{{{labels}}} {sample[3]}")
+    return "".join(f"{line}\n" for one in families.values() for line in (*one.comments.values(), *one.samples))
