@@ -7,7 +7,6 @@ are numbered, and a replica takes the first free number. A replica that replaces
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 
 from adapters.store.files.private_folder import FolderInUse, FolderUnusable, PrivateFolder
 from engine.settings.paths import find_user_folder

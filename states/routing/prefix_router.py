@@ -6,15 +6,16 @@ of them gives the same decisions again (`replay_routing`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from states.routing.choose_replica import Fleet, Home, Policy, ReplicaLoads, RouteDecision, RouteQuery, choose_replica
 from states.routing.digests import Digest
 from states.routing.fleet_view import FleetView
 
+SCANNED_KEYS = 256  # last keys of a prompt among which the end of an earlier prompt is looked for
 MOST_HOMES = 1 << 16  # conversations that are remembered; the one that was silent longest is forgotten first
 DIGESTS_UNTIL_TOLD = 2  # a digest may have been written before its replica has read a prompt; the one after it has not
 
@@ -67,6 +68,7 @@ class PrefixRouter:
     _requests: list[int] = field(factory=list[int])
     _free_at: list[int] = field(factory=list[int])
     _sessions: list[int] = field(factory=list[int])
+    _ends: dict[bytes, str] = field(factory=dict[bytes, str])  # last key of a prompt -> its conversation
     _open: dict[int, str] = field(factory=dict[int, str])  # request -> its replica
 
     def advance(self, event: RouterEvent) -> RouteDecision | None:
@@ -113,11 +115,25 @@ class PrefixRouter:
 
     def _route(self, query: RouteQuery, now_ns: int) -> RouteDecision | None:
         loads = ReplicaLoads(self._requests, self._free_at, self._sessions, sum(self._requests))
+        if not query.session and query.keys:
+            query = evolve(query, session=self._name_conversation(query.keys))
         home = self.homes.get(query.session) if query.session else None
         decision = choose_replica(Fleet(self.view, loads, now_ns, self.policy), query, home)
         if decision is not None:
             self._note_decision(query, decision, home, now_ns)
         return decision
+
+    def _name_conversation(self, keys: Sequence[bytes]) -> str:
+        """Return a name for the conversation of a prompt without one: that of an earlier prompt that it continues."""
+        for key in reversed(keys[-SCANNED_KEYS:]):
+            if (name := self._ends.pop(key, None)) is not None:
+                break
+        else:
+            name = f"from {keys[-1].hex()}"
+        self._ends[keys[-1]] = name
+        if len(self._ends) > MOST_HOMES:
+            del self._ends[next(iter(self._ends))]
+        return name
 
     def _note_decision(self, query: RouteQuery, decision: RouteDecision, home: Home | None, now_ns: int) -> None:
         replica = self.view.replicas[decision.replica]

@@ -84,23 +84,30 @@ def test_a_block_in_the_shared_tier_counts_for_all():
     assert decision.held == (0, 0, 0, 640)
 
 
-def test_a_queue_outweighs_a_prefix_when_it_is_long_enough():
+@pytest.mark.parametrize(("late_ns", "chosen"), [(-10 * MS, "a"), (10 * MS, "b")])
+def test_a_queue_outweighs_a_prefix_when_it_is_long_enough(late_ns, chosen):
     router = fleet(2, a={"device": 10})
-    tell(router, "a", 2, device=10, wait_ns=POLICY.work_weight * 640 * MS - 10 * MS)
-    assert route(router, ask(1))[0] == "a"
-    tell(router, "a", 3, device=10, wait_ns=POLICY.work_weight * 640 * MS + 10 * MS)
-    assert route(router, ask(2))[0] == "b"
+    tell(router, "a", 2, device=10, wait_ns=POLICY.work_weight * 640 * MS + late_ns)
+    assert route(router, ask(1))[0] == chosen
 
 
-def test_a_replica_with_far_more_requests_than_the_average_gets_no_more():
+@pytest.mark.parametrize(("open_requests", "chosen"), [(2, "a"), (3, "a"), (4, "b"), (5, "b")])
+def test_a_replica_with_far_more_requests_than_the_average_gets_no_more(open_requests, chosen):
+    """Of four replicas with five requests, 1.25 * 6 / 4 requests each are allowed, rounded down, and three more."""
     router = fleet(4, a={"device": 10})
-    router.advance(RequestsCounted({"a": 3}))
-    # Of four replicas with three requests, 1.25 requests each are allowed, and three more: four.
-    assert route(router, ask(1))[0] == "a"
-    assert route(router, ask(2))[0] != "a"
-    for number in (1, 2):
+    router.advance(RequestsCounted({"a": open_requests, "c": 5 - open_requests, "d": 0}))
+    decision = router.advance(RequestArrived(ask(1), 0))
+    assert decision is not None
+    assert (decision.replica, decision.limit) == (chosen, 4)
+
+
+def test_requests_that_have_ended_count_no_more():
+    router = fleet(2)
+    route(router, ask(1))
+    route(router, ask(2, "s"))
+    for number in (1, 2, 2, 99):
         router.advance(RequestEnded(number))
-    assert route(router, ask(3))[0] == "a"
+    assert router.advance(RequestArrived(ask(3), 10**12)).requests == 0
 
 
 def test_a_conversation_stays_at_home_before_its_replica_has_told_anything():
@@ -166,6 +173,16 @@ def test_replicas_to_be_avoided_are_chosen_only_if_there_is_no_other():
     router = fleet(2, a={"device": 10})
     assert route(router, ask(1, avoid=frozenset("a")))[0] == "b"
     assert route(router, ask(2, avoid=frozenset("ab")))[0] == "a"
+
+
+def test_a_conversation_without_a_name_is_known_by_the_prompt_that_it_continues():
+    router = fleet(3)
+    router.advance(RequestsCounted({"a": 1, "c": 1}))
+    assert route(router, ask(1, keys=KEYS[:6])) == ("b", "new_session")
+    router.advance(RequestEnded(1))
+    assert route(router, ask(2, keys=KEYS[:9]), 10_000 * MS) == ("b", "home")
+    assert route(router, ask(3, keys=KEYS), 20_000 * MS) == ("b", "home")
+    assert len(router.homes) == 1
 
 
 def test_without_replicas_there_is_no_decision():
