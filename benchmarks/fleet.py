@@ -2,8 +2,9 @@
 
 `python -m benchmarks.fleet [--turns 200] [--kills 3] [--updates 1] [--sessions 8]`. A single server answers all turns
 first, one session after another; each turn contains the answers before it. Then a fleet of two replicas on this machine
-answers the same requests, several sessions at a time. Meanwhile replicas are killed with SIGKILL, by turns the server
-and its actor, and the options are updated. Every answer is compared token by token. Half of the answers are streams.
+answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile busy replicas are killed
+with SIGKILL, by turns the server and its actor, and the options are updated. Every answer is compared token by token.
+Half of the answers are streams.
 
 `python -m benchmarks.fleet --overhead` measures what the fleet adds to a request: the same request goes by turns to a
 server of its own and to the fleet.
@@ -38,12 +39,11 @@ from benchmarks.tables import median, print_table
 
 ROOT = Path(__file__).parents[1]
 READY = re.compile(r"ready  (http://\S+)  .*?(?:ray=(\S+)  )?in ")
-WORDS = "cache prefix replica router token session tensor kernel stream answer prompt block store tier slot".split()
+WORDS = ("cache", "prefix", "replica", "router", "token", "session", "tensor", "kernel", "stream", "answer", "prompt")
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
-CONCURRENT = 3  # sessions at a time
-SETTLE_S = 60.0  # for a replica to come back
+SETTLE_S = 180.0  # for a replica to come back
 
 
 @frozen
@@ -153,14 +153,14 @@ async def record_sessions(url: str, sessions: int, turns: int) -> list[list[Turn
     return recorded
 
 
-async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], outcome: Outcome) -> None:
-    """Ask the fleet for all turns. Each session waits for its answers."""
-    limiter = anyio.CapacityLimiter(CONCURRENT)
+async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], pause_s: float, outcome: Outcome) -> None:
+    """Ask the fleet for all turns. Each session waits for its answers, and then on average for `pause_s`."""
+    dice = random.Random(51)
 
     async def replay(client: httpx.AsyncClient, own: Sequence[Turn]) -> None:
-        async with limiter:
-            for turn in own:
-                await replay_turn(client, turn, outcome)
+        for turn in own:
+            await anyio.sleep(dice.uniform(0, 2 * pause_s))
+            await replay_turn(client, turn, outcome)
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client, anyio.create_task_group() as tasks:
         for own in recorded:
@@ -191,17 +191,17 @@ async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, ou
         steps.insert((place + 1) * len(steps) // (given.updates + 1), "update")
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for number, step in enumerate(steps, 1):
-            while outcome.answered < number * given.turns // (len(steps) + 1):
+            while outcome.answered < number * given.turns // (len(steps) + 1):  # noqa: ASYNC110 - one place asks
                 await anyio.sleep(0.05)
             began = time.monotonic()
             if step == "kill":
                 killed = await kill_replica(client, with_actor=number % 2 == 0)
-                await wait_for_others(client, {killed}, 2)
+                await wait_for_others(client, {killed})
             else:
                 before = {one["id"] for one in await list_replicas(client)}
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
                 await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
-                await wait_for_others(client, before, 2)
+                await wait_for_others(client, before)
             print(f"{step} after {outcome.answered} turns; two replicas again after {time.monotonic() - began:.1f} s")
 
 
@@ -211,19 +211,25 @@ async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 
 async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
-    """Kill the busiest replica with SIGKILL: its actor, or its server alone. Return its id."""
-    victim = max(await list_replicas(client), key=lambda one: one["in_flight"])
-    pid = victim["pid"]
-    if with_actor:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(pid, signal.SIGKILL)
+    """Kill the busiest replica with SIGKILL while it answers: its actor, or its server alone. Return its id."""
+    while True:
+        victim = max(await list_replicas(client), key=lambda one: one["in_flight"])
+        if victim["in_flight"]:
+            break
+        await anyio.sleep(0.02)
+    os.kill(find_parent(victim["pid"]) if with_actor else victim["pid"], signal.SIGKILL)
     return str(victim["id"])
 
 
-async def wait_for_others(client: httpx.AsyncClient, gone: set[str], count: int) -> None:
-    """Wait until so many replicas are ready besides those that are gone."""
-    with anyio.fail_after(2 * SETTLE_S):
-        while len({one["id"] for one in await list_replicas(client)} - gone) < count - (len(gone) == 1):
+def find_parent(pid: int) -> int:
+    """Return the process that started another one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def wait_for_others(client: httpx.AsyncClient, gone: set[str]) -> None:
+    """Wait until two replicas are ready besides those that are gone."""
+    with anyio.fail_after(SETTLE_S):
+        while len({one["id"] for one in await list_replicas(client)} - gone) < 2:  # noqa: ASYNC110 - it asks over HTTP
             await anyio.sleep(0.5)
 
 
@@ -233,11 +239,11 @@ def measure_overhead(plain: str, fleet: str, runs: int) -> tuple[float, float]:
     spent: dict[str, list[float]] = {plain: [], fleet: []}
     with httpx.Client(timeout=60) as client:
         for run in range(runs):
-            for url in spent:
+            for url, times in spent.items():
                 began = time.perf_counter()
                 client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
                 if run >= runs // 10:
-                    spent[url].append(1000 * (time.perf_counter() - began))
+                    times.append(1000 * (time.perf_counter() - began))
     return median(spent[plain]), median(spent[fleet])
 
 
@@ -245,6 +251,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds before a turn, on average")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--port", type=int, default=8470)
@@ -266,7 +273,9 @@ def publish_overhead(given: argparse.Namespace, single: list[str], several: list
     with run_program(single, kept / "single.log") as (plain, _), run_program(several, kept / "fleet.log") as (fleet, _):
         alone, routed = measure_overhead(plain, fleet, given.runs)
     print_table("median of a request of one token, ms", [{"server": alone, "fleet": routed, "added": routed - alone}])
-    added = Figure("service", "Fleet: time that it adds to a request", "median", "ms", routed - alone, goal=Goal(at_most=3.0))
+    added = Figure(
+        "service", "Fleet: time that it adds to a request", "median", "ms", routed - alone, goal=Goal(at_most=3.0)
+    )
     raw = {"server_ms": alone, "fleet_ms": routed, "runs": given.runs}
     publish(given, "fleet_overhead", raw, [added], device="cpu")
 
@@ -280,7 +289,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         update = [*several, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(disturb, url, update, given, outcome)
-            await replay_sessions(url, recorded, outcome)
+            await replay_sessions(url, recorded, given.pause, outcome)
 
     with run_program(several, kept / "fleet.log") as (url, address):
         anyio.run(run, url, address)

@@ -70,7 +70,9 @@ def announce(options: Options, replicas: int, seconds: float) -> None:
     host = f"[{options.http.host}]" if ":" in options.http.host else options.http.host
     url = f"http://{host}:{options.http.port}"
     address = ray.get_runtime_context().gcs_address
-    print(f"ready  {url}  model={options.model.model}  replicas={replicas}  ray={address}  in {seconds:.1f} s", flush=True)
+    print(
+        f"ready  {url}  model={options.model.model}  replicas={replicas}  ray={address}  in {seconds:.1f} s", flush=True
+    )
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
     key = " -H 'Authorization: Bearer KEY'" if options.http.api_key else ""
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

@@ -51,7 +51,9 @@ class EngineReplica:
         host = LOOPBACK if is_local else get_node_ip_address()
         self.server: ServerProcess = start_server(build_replica_words(options, host, folder))
         self.server.watch(end_actor)
-        self.client = httpx2.Client(base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False)
+        self.client = httpx2.Client(
+            base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False
+        )
         self.facts = evolve(
             read_facts(self.client, self.server.url),
             folder="" if folder is None else str(folder),

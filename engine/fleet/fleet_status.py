@@ -85,5 +85,3 @@ class FleetStatus:
 def describe_health(status: int, body: bytes) -> str:
     """Return the word for a replica's health."""
     return str(msgspec.json.decode(body)["status"]) if status else "unreachable"
-
-

@@ -170,7 +170,9 @@ class IngressApp:
             await answer.fail(encode_event(error_format.make_body(error, answer.answer_id.decode()), name))
             return
         response = error_format.make_response(error)
-        await answer.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await answer.send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
         await answer.send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
@@ -200,5 +202,3 @@ async def run_until_disconnect(receive: Receive, work: Callable[[], Awaitable[No
         tasks.start_soon(watch)
         await work()
         tasks.cancel_scope.cancel()
-
-

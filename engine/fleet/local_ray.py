@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,12 +23,22 @@ ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+
+
+def find_free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextmanager
 def run_local_ray(options: Options) -> Iterator[None]:
     """Run Ray and Ray Serve on this machine for as long as the block takes. options: where the proxy listens."""
-    for name, value in ENVIRONMENT.items():
+    ports = {name: str(find_free_port()) for name in HAPROXY_PORTS}  # two fleets on one machine need two of each
+    for name, value in {**ENVIRONMENT, **ports}.items():
         os.environ.setdefault(name, value)
     ray.init(
         address="local",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
@@ -45,7 +44,7 @@ class AskedRequest:
 
 
 @frozen
-class Refusal(Exception):  # noqa: N818 - it is an answer
+class Refusal(Exception):
     """The answer of a replica that takes no request now."""
 
     replica: str
@@ -90,7 +89,7 @@ class Relay:
         )
         try:
             response = await request
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ReplicaLost(describe_error(error)) from error
         async with response:
             headers = keep_response_headers(response, replica)
@@ -108,7 +107,7 @@ class Relay:
         try:
             async with self.session.get(URL(facts.url + target, encoded=True), headers=kept) as response:
                 return response.status, response.raw_headers, await response.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ReplicaLost(describe_error(error)) from error
 
     async def close(self) -> None:
@@ -122,7 +121,7 @@ async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
         async for part in response.content.iter_any():
             yield part
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
         raise ReplicaLost(describe_error(error)) from error
 
 
@@ -134,7 +133,10 @@ def keep_request_headers(asked: AskedRequest) -> Sequence[tuple[bytes, bytes]]:
 def keep_response_headers(response: aiohttp.ClientResponse, replica: Replica) -> RawHeaders:
     """Return the headers that a client gets, with the replica's id."""
     kept = [(name.lower(), value) for name, value in response.raw_headers]
-    return [*((name, value) for name, value in kept if name not in RESPONSE_HEADERS), (REPLICA_HEADER, replica.id.encode())]
+    return [
+        *((name, value) for name, value in kept if name not in RESPONSE_HEADERS),
+        (REPLICA_HEADER, replica.id.encode()),
+    ]
 
 
 def describe_error(error: BaseException) -> str:

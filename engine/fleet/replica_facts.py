@@ -15,7 +15,8 @@ class ReplicaFacts:
 
     url: of its HTTP server, within the cluster. identity, block_size: from them and the tokens follow its block keys.
     model_id, max_ctx, vocab: as its HTTP server has them. slots: sequences at once. paths: that its server answers.
-    folder: that it has claimed for its prefix cache; empty if there is none. pid: of its server. Both are of its machine.
+    folder: that it has claimed for its prefix cache; empty if there is none. pid: of its server. Both are of its own
+    machine.
     """
 
     url: str
@@ -30,7 +31,9 @@ class ReplicaFacts:
     pid: int = 0
 
     @staticmethod
-    def from_answers(url: str, props: Mapping[str, Any], about: Mapping[str, Any], listed: Mapping[str, Any]) -> ReplicaFacts:
+    def from_answers(
+        url: str, props: Mapping[str, Any], about: Mapping[str, Any], listed: Mapping[str, Any]
+    ) -> ReplicaFacts:
         """Return the facts from the answers to `/props`, `/` and `/v1/models`."""
         model = listed["data"][0]
         return ReplicaFacts(

@@ -27,5 +27,3 @@ def claim_folder(cache: CacheOptions) -> PrivateFolder | None:
         except FolderUnusable as error:
             raise UserError(f"--kv-cache-dir {error}") from error
     raise AssertionError("a number is free")
-
-

@@ -1,4 +1,4 @@
-"""Starts and stops the server of a replica as a child process (`replica_server.py`).
+"""Starts and stops the server of a replica as a child process (`engine/replica_server.py`).
 
 A process of its own keeps the server as it is without Ray: its threads, its collector, its signals and its exit are the
 same, and Ray's threads never hold the interpreter between two decode steps.
@@ -60,7 +60,9 @@ class ServerProcess:
 
 def build_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server: without options, which come as words, and without Ray's number of threads."""
-    return {name: value for name, value in environment.items() if not name.startswith("REKINDLE_") and name != RAY_THREADS}
+    return {
+        name: value for name, value in environment.items() if not name.startswith("REKINDLE_") and name != RAY_THREADS
+    }
 
 
 def start_server(words: Sequence[str]) -> ServerProcess:
@@ -68,7 +70,7 @@ def start_server(words: Sequence[str]) -> ServerProcess:
 
     The lines of its log go to this process's own standard error.
     """
-    command = [sys.executable, "-P", "-m", "engine.fleet.replica_server"]
+    command = [sys.executable, "-P", "-m", "engine.replica_server"]
     environment = build_environment(os.environ)
     process = subprocess.Popen(  # noqa: S603 - this program, and a list
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -83,8 +85,8 @@ def start_server(words: Sequence[str]) -> ServerProcess:
     ready = READY.match(process.stdout.readline())
     if ready is None:
         process.kill()
-        process.wait()
         reader.join()
+        process.communicate()
         refusals = [line.removeprefix("rekindle: ") for line in last_lines if line.startswith("rekindle: ")]
         raise UserError((refusals or [*last_lines] or ["the server ended without a message"])[-1])
     Thread(target=process.stdout.read, name="server-output", daemon=True).start()

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from engine.__main__ import main
 from engine.settings.config_file import parse_values
 from tests.docs.reference import every_metric
 
@@ -115,3 +117,13 @@ def test_the_image_is_built_of_what_a_wheel_is_made_of() -> None:
     assert wanted <= names
     assert names == sent
     assert all((root / name).exists() for name in names)
+
+
+def test_the_example_for_kubernetes_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    words = ["/models/Qwen3-4B", "--device", "cuda", "--slots", "8", "--replicas", "4", "--allow-host", "*"]
+    words += ["--api-key-file", "/keys/rekindle", "--kv-cache-dir", "/cache", "--yaml"]
+    assert main(["fleet", *words]) == 0
+    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == yaml.safe_load(capsys.readouterr().out)
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert sum(group["replicas"] for group in groups) == 4

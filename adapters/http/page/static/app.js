@@ -3,6 +3,7 @@
 import { Failed, askKey, call, events } from "./api.js";
 import * as chat from "./chat.js";
 import { $, bytes, set } from "./dom.js";
+import * as fleet from "./fleet.js";
 import * as live from "./live.js";
 import * as prompt from "./prompt.js";
 
@@ -19,13 +20,21 @@ follow();
 /** For as long as the page is open: follows the server's status, and comes back when the server does. */
 async function follow() {
   for (let failures = 0; ; failures++) {
+    const reading = new AbortController();
     try {
-      const stream = events(await call("events"));
+      const response = await call(fleet.ofReplica("events"), { signal: reading.signal });
+      fleet.heard(response, () => reading.abort());
+      const stream = events(response);
       failures = 0;
       live.forget();
       for await (const { event, data } of stream) if (event === "status") safely(() => shown(JSON.parse(data)));
       say("stopped", "Stopped");
     } catch (error) {
+      if (reading.signal.aborted) {
+        failures = -1; // another replica was chosen
+        continue;
+      }
+      fleet.forget();
       if (error instanceof Failed && error.status === 401) {
         say("locked", "Locked");
         await unlocked();

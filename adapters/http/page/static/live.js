@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { $, bytes, duration, el, keyed, number, percent, rate, set, spark, stacked } from "./dom.js";
 import { ALIKE, explained } from "./figures.js";
+import { ofReplica } from "./fleet.js";
 import { ASIDE, FINISHES, STAGES, TIERS, missed, unproposed } from "./words.js";
 
 const MOST_ROWS = 14; // of requests; the status has more
@@ -177,7 +178,7 @@ function misses() {
     missesFor = sum(status.totals.misses);
     missesDue = null;
     try {
-      drawMisses((await (await call("debug/misses")).json()).data);
+      drawMisses((await (await call(ofReplica("debug/misses"))).json()).data);
     } catch {
       missesFor = -1; // asked again with the next status
     }

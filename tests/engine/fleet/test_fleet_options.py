@@ -1,0 +1,92 @@
+"""The options of a fleet, and the file for `serve deploy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from adapters.store.files.private_folder import PrivateFolder
+from engine.__main__ import main
+from engine.fleet.fleet_options import build_replica_words, collect_changed_values, read_gpus
+from engine.fleet.replica_folder import claim_folder
+from engine.fleet.serve_file import write_serve_file
+from engine.fleet.server_process import build_environment
+from engine.settings.config_file import parse_values
+from engine.settings.options import Options, build_options
+from engine.settings.server_options import CacheOptions
+from engine.settings.user_error import UserError
+
+OPTIONS = build_options(
+    model="demo-hybrid", slots=4, alias=("one", "two"), any_model=True, kv_cache_dir=Path("/cache/x"), grace=2.5
+)
+
+
+def test_options_survive_the_way_to_a_replica() -> None:
+    assert collect_changed_values(Options()) == {}
+    assert parse_values(collect_changed_values(OPTIONS)) == OPTIONS
+
+
+def test_a_replica_listens_on_its_node_and_answers_to_the_name_of_the_fleet() -> None:
+    command, model, *words = build_replica_words(OPTIONS, "10.0.0.7", Path("/claimed"))
+    assert (command, model) == ("serve", "demo-hybrid")
+    for word in ("--host=10.0.0.7", "--port=0", "--allow-host=127.0.0.1", "--kv-cache-dir=/claimed/kv", "--slots=4"):
+        assert word in words
+
+
+def test_the_file_for_serve_deploy_has_the_options_that_were_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "demo-hybrid", "--yaml", "--replicas", "3", "--alias", "one", "--port", "81"]) == 0
+    file = yaml.safe_load(capsys.readouterr().out)
+    assert file["http_options"] == {"host": "0.0.0.0", "port": 81}  # noqa: S104 - as the file has it
+    (application,) = file["applications"]
+    assert application["import_path"] == "engine.fleet.application:build_fleet"
+    assert application["args"] == {"replicas": 3, "options": {"model": "demo-hybrid", "alias": ["one"], "port": 81}}
+
+
+def test_a_file_of_options_serves_a_fleet_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rekindle.toml").write_text("slots = 3\nreplicas = 5\n")
+    assert main(["fleet", "--yaml", "--config", str(tmp_path / "rekindle.toml")]) == 0
+    arguments = yaml.safe_load(capsys.readouterr().out)["applications"][0]["args"]
+    assert arguments == {"replicas": 5, "options": {"slots": 3}}
+
+
+def test_a_key_never_stands_in_the_file() -> None:
+    with pytest.raises(UserError, match="--api-key-file"):
+        write_serve_file(build_options(api_key=("secret",)), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--replicas", "0"], "replicas"),
+        (["--yaml", "--trace", "t.jsonl"], "--trace records one server"),
+        (["--replicas", "1.5"], "is not an integer"),
+    ],
+)
+def test_wrong_options_get_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_are_counted_by_the_devices_of_one_replica() -> None:
+    assert read_gpus(build_options(device="cpu"), has_gpu=True) == 0
+    assert read_gpus(build_options(device="auto"), has_gpu=True) == 1
+    assert read_gpus(build_options(device="auto"), has_gpu=False) == 0
+    assert read_gpus(build_options(target_devices="cuda:0,cuda:1"), has_gpu=False) == 2
+
+
+def test_each_replica_claims_a_folder_of_its_own_and_a_new_one_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    cache = CacheOptions(kv_cache_dir=tmp_path)
+    claims = [claim_folder(cache) for _ in range(2)]
+    assert [claim and claim.path.name for claim in claims] == ["replica-0", "replica-1"]
+    assert isinstance(claims[0], PrivateFolder)
+    claims[0].close()
+    again = claim_folder(cache)
+    assert again is not None
+    assert again.path.name == "replica-0"
+    assert claim_folder(CacheOptions(kv_cache_budget=0)) is None
+
+
+def test_a_server_gets_its_options_as_words_and_not_from_the_environment() -> None:
+    assert build_environment({"REKINDLE_PORT": "1", "OMP_NUM_THREADS": "1", "PATH": "/bin"}) == {"PATH": "/bin"}
