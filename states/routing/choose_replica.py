@@ -294,10 +294,10 @@ def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: Rout
 
 
 def choose_prefill_elsewhere(fleet: Fleet, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
-    """Let another replica read a long prompt, if that and loading its rows from the shared tier is sooner.
+    """Let an idle replica read a long prompt, if that and loading its rows from the shared tier costs less time.
 
-    The other one has to be idle, so that its own requests lose nothing. Writing the rows is taken to be as slow as
-    loading them. The target computes nothing of the prompt, so its queue goes on meanwhile.
+    Where the chosen replica reads it, each of its open requests is delayed, too, so the time counts once for each of
+    them. The idle one delays none. Writing the rows is taken to be as slow as loading them.
     """
     loads = fleet.loads
     target = fleet.view.replicas[decision.replica]
@@ -315,6 +315,6 @@ def choose_prefill_elsewhere(fleet: Fleet, query: RouteQuery, decision: RouteDec
         return decision
     reader = idle[query.number % len(idle)]
     elsewhere = reader.prices.estimate_prefill_time(held, query.tokens) + 2 * missing * per_token
-    if elsewhere >= decision.wait_ns + decision.ready_ns:
+    if elsewhere >= decision.wait_ns + decision.ready_ns * (1 + decision.requests):
         return decision
     return evolve(decision, prefill_on=reader.name, ready_ns=max(0, elsewhere - decision.wait_ns))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from states.rates import Rates, estimate_prefill_time
-from states.routing.choose_replica import Policy, RouteQuery
+from states.routing.choose_replica import Home, Policy, RouteQuery
 from states.routing.digests import Digest, LoadReport, TierChange
 from states.routing.fleet_view import FleetView, list_numbers
 from states.routing.prefix_router import (
@@ -204,28 +204,28 @@ def test_a_removed_replica_leaves_nothing_to_the_one_that_gets_its_number():
     assert decision.held == (0, 0, 0, 0)
 
 
-def test_a_long_prompt_is_read_elsewhere_only_where_that_is_asked_for_and_sooner():
-    quick = evolve(RATES, loads={**RATES.loads, "shared": MS // 100})
-    for policy, expected in (
-        (Policy(), False),
-        (Policy(prefill_elsewhere=100), True),
-        (Policy(prefill_elsewhere=900), False),
-    ):
-        router = fleet(3, policy)
-        for name in "abc":
-            load = LoadReport(900 * MS if name != "c" else 0, 2, 0, quick)
-            router.advance(DigestArrived(name, Digest(1, 2, True, (), load), 0))
-        for name in "ab":
-            router.homes["s"] = router.homes.get("s") or route_home(router, name)
-        decision = router.advance(RequestArrived(ask(5, "s"), 0))
-        assert decision is not None
-        assert (decision.prefill_on == "c") == (expected and decision.replica != "c"), decision
-
-
-def route_home(router: PrefixRouter, name: str):
-    from states.routing.choose_replica import Home  # noqa: PLC0415
-
-    return Home(name, 1, 2, KEYS[:1])
+@pytest.mark.parametrize(
+    ("threshold", "open_requests", "shared_ns", "elsewhere"),
+    [
+        (0, 2, MS // 100, False),  # off
+        (100, 2, MS // 100, True),
+        (900, 2, MS // 100, False),  # too few tokens are missing
+        (100, 0, MS // 100, False),  # reading it delays no other request
+        (100, 2, MS, False),  # moving the rows takes longer than that
+    ],
+)
+def test_a_long_prompt_is_read_elsewhere_where_that_is_asked_for_and_costs_less(
+    threshold, open_requests, shared_ns, elsewhere
+):
+    router = fleet(2, Policy(prefill_elsewhere=threshold))
+    for name in "ab":
+        load = LoadReport(0, 2, 0, evolve(RATES, loads={"shared": shared_ns}))
+        router.advance(DigestArrived(name, Digest(1, 2, True, (), load), 0))
+    router.homes["s"] = Home("a", 1, 2, KEYS[:1])
+    router.advance(RequestsCounted({"a": open_requests}))
+    decision = router.advance(RequestArrived(ask(5, "s"), 0))
+    assert decision is not None
+    assert (decision.replica, decision.prefill_on) == ("a", "b" if elsewhere else "")
 
 
 EVENTS = st.lists(

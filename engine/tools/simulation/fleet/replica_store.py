@@ -29,6 +29,16 @@ class KeptRun:
     stop: int
 
 
+@frozen
+class PathRun:
+    """Consecutive pieces that are kept together. parent: the key before them. length: tokens."""
+
+    start: int
+    parent: bytes
+    keys: tuple[bytes, ...]
+    length: int
+
+
 @lru_cache(maxsize=1 << 14)
 def make_tokens_of(length: int) -> bytes:
     """Return packed tokens that stand for any others of this length."""
@@ -115,7 +125,7 @@ class ReplicaStore:
         """Keep what was read in host memory, if there is room."""
         for run in runs:
             if run.tier != "host":
-                self._add("host", run.entry.start, run.entry.parent, run.entry.keys, run.entry.length)
+                self._add("host", PathRun(run.entry.start, run.entry.parent, run.entry.keys, run.entry.length))
 
     def keep_path(self, path: PromptPath, on_shared: Callable[[], None] = lambda: None) -> None:
         """Keep a sequence: in host memory now, on disk and in the shared tier when it has been written there.
@@ -123,35 +133,33 @@ class ReplicaStore:
         on_shared: called when the shared tier has all of it.
         """
         for first, stop in list_missing_runs(path, (self.host, self.disk)):
-            start, parent, keys, length = describe_run(path, first, stop)
-            self._add("host", start, parent, keys, length)
-            write = partial(self._add, "disk", start, parent, keys, length)
-            self.clock.at(self.writer.enter(length * self.costs.write), write)
+            run = describe_run(path, first, stop)
+            self._add("host", run)
+            self.clock.at(self.writer.enter(run.length * self.costs.write), partial(self._write, "disk", run))
         if self.shared is not None:
             for first, stop in list_missing_runs(path, (self.shared.index,)):
-                start, parent, keys, length = describe_run(path, first, stop)
-                write = partial(self._upload, start, parent, keys, length)
-                self.clock.at(self.network_out.enter(length * self.costs.share), write)
+                run = describe_run(path, first, stop)
+                self.clock.at(
+                    self.network_out.enter(run.length * self.costs.share), partial(self._write, SHARED_TIER, run)
+                )
         self.clock.at(self.network_out.enter(0), on_shared)
 
-    def _upload(self, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> None:
-        """Put a run into the shared tier, unless another replica was quicker."""
-        assert self.shared is not None
-        if self._add(SHARED_TIER, start, parent, keys, length):
-            self.shared.written_bytes += length * self.costs.token_bytes
+    def _write(self, tier: Tier, run: PathRun) -> None:
+        """Put a run into a lower tier, unless another replica was quicker in the shared one."""
+        if self._add(tier, run) and self.shared is not None and tier == SHARED_TIER:
+            self.shared.written_bytes += run.length * self.costs.token_bytes
 
-    def _add(self, tier: Tier, start: int, parent: bytes, keys: tuple[bytes, ...], length: int) -> bool:
+    def _add(self, tier: Tier, run: PathRun) -> bool:
         """Add a run to a tier, which may evict others. Return False where it is there already, or does not fit."""
         index = self.indexes[tier]
-        size = length * self.costs.token_bytes
-        if size > index.budget or any(key in index for key in keys):
+        size = run.length * self.costs.token_bytes
+        if size > index.budget or any(key in index for key in run.keys):
             return False
-        gone = [key for entry in index.make_room(size, parent) for key in entry.keys]
-        added = index.fits(size) and index.add(
-            Entry(index.allocate_handle(), start, parent, keys, make_tokens_of(length), size)
-        )
+        gone = [key for entry in index.make_room(size, run.parent) for key in entry.keys]
+        entry = Entry(index.allocate_handle(), run.start, run.parent, run.keys, make_tokens_of(run.length), size)
+        added = index.fits(size) and index.add(entry)
         if added or gone:
-            self.on_change(tier, keys if added else (), gone)
+            self.on_change(tier, run.keys if added else (), gone)
         return added
 
 
@@ -168,8 +176,8 @@ def list_missing_runs(path: PromptPath, indexes: Sequence[BlockIndex]) -> list[t
     return runs
 
 
-def describe_run(path: PromptPath, first: int, stop: int) -> tuple[int, bytes, tuple[bytes, ...], int]:
-    """Return the start, parent, keys and length of a span of pieces."""
+def describe_run(path: PromptPath, first: int, stop: int) -> PathRun:
+    """Return a span of pieces as one run."""
     start = path.stops[first - 1] if first else 0
     parent = path.keys[first - 1] if first else b"root"
-    return start, parent, path.keys[first:stop], path.stops[stop - 1] - start
+    return PathRun(start, parent, path.keys[first:stop], path.stops[stop - 1] - start)
