@@ -39,6 +39,8 @@ Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "
 # A home is left if another replica is sooner by this share of the time at home (in percent), and by this much.
 STAY_SHARE = 50
 STAY_NS = 50_000_000
+RANK_UNIT = 1 << 16  # open requests of a replica are fewer
+EXCLUDED = 1 << 100  # ranks last
 
 
 @frozen
@@ -162,10 +164,11 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
     if unwanted and unwanted != view.everyone:
         groups = [Group(group.mask & ~unwanted, group.blocks) for group in groups]
     placing = fleet.policy.neighbour_ns if at_home is None else 0
+    ranks = rank_replicas(fleet, placing)
     best: Candidate | None = None
     stay: Candidate | None = None
     for group in groups:
-        for candidate in rank_group(fleet, query, group, placing):
+        for candidate in rank_group(fleet, query, group, ranks, placing):
             if best is None or candidate_order(candidate) < candidate_order(best):
                 best = candidate
             if at_home is not None and candidate.number == at_home.number:
@@ -178,9 +181,7 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
     if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):
         chosen = stay
         reason = "home"
-    decision = describe_choice(fleet, chosen, reason, query)
-    if home is not None:
-        decision = evolve(decision, home=home.replica)
+    decision = describe_choice(fleet, chosen, reason, query, "" if home is None else home.replica)
     return choose_prefill_elsewhere(fleet, query, decision) if fleet.policy.prefill_elsewhere else decision
 
 
@@ -215,45 +216,45 @@ def separate_home(groups: Sequence[Group], home: KnownReplica, presumed: int) ->
     return separated
 
 
-def rank_group(fleet: Fleet, query: RouteQuery, group: Group, placing: int) -> list[Candidate]:
-    """Return the best replica of a group, one for each set of prices in it. Replicas at the limit are left out.
+def rank_replicas(fleet: Fleet, placing: int) -> list[int]:
+    """Return a number for each replica, by which those that hold the same are ordered: the least comes first.
 
-    placing: what each conversation at a replica counts.
+    It is the wait in nanoseconds, with what its conversations count, and below that its open requests. Replicas at the
+    limit get EXCLUDED. placing: what each conversation at a replica counts.
     """
-    limit = fleet.limit
-    weight = fleet.policy.work_weight
+    loads = fleet.loads
     now_ns = fleet.now_ns
-    requests = fleet.loads.requests
-    free_at = fleet.loads.free_at
-    sessions = fleet.loads.sessions
-    by_number = fleet.view.by_number
-    bests = dict[int, int]()
-    costs = dict[int, int]()
-    for number in list_numbers(group.mask):
-        open_requests = requests[number]
-        if open_requests >= limit:
-            continue
-        replica = by_number[number]
-        assert replica is not None
-        free = free_at[number]
-        cost = placing * sessions[number] + (free - now_ns if free > now_ns else 0)
-        if open_requests >= replica.load.slots:
-            cost += estimate_slot_wait(replica.load, open_requests)
-        kind = id(replica.prices)
-        least = costs.get(kind)
-        if least is None or cost < least or (cost == least and open_requests < requests[bests[kind]]):
-            costs[kind] = cost
-            bests[kind] = number
-    if not bests:
-        return []
+    ranks = [
+        ((free - now_ns if free > now_ns else 0) + placing * sessions) * RANK_UNIT + requests
+        for free, sessions, requests in zip(loads.free_at, loads.sessions, loads.requests, strict=True)
+    ]
+    limit = fleet.limit
+    for number, requests in enumerate(loads.requests):
+        if requests >= limit:
+            ranks[number] = EXCLUDED
+        elif requests:
+            replica = fleet.view.by_number[number]
+            if replica is not None and requests >= replica.load.slots:
+                ranks[number] += estimate_slot_wait(replica.load, requests) * RANK_UNIT
+    return ranks
+
+
+def rank_group(fleet: Fleet, query: RouteQuery, group: Group, ranks: Sequence[int], placing: int) -> list[Candidate]:
+    """Return the best replica of a group, one for each set of prices in it. ranks: of all replicas."""
     ends = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in group.blocks)
     found = list[Candidate]()
-    for kind, number in bests.items():
-        replica = by_number[number]
-        assert replica is not None
-        ready = replica.prices.estimate_ready_time(ends, query.tokens)
-        wait = costs[kind] - placing * sessions[number]
-        found.append(Candidate(costs[kind] + weight * ready, requests[number], number, wait, ready, group.blocks))
+    for prices, mask in fleet.view.kinds:
+        numbers = list_numbers(group.mask & mask)
+        if not numbers:
+            continue
+        number = min(numbers, key=ranks.__getitem__)
+        if ranks[number] == EXCLUDED:
+            continue
+        cost = ranks[number] // RANK_UNIT
+        wait = cost - placing * fleet.loads.sessions[number]
+        ready = prices.estimate_ready_time(ends, query.tokens)
+        cost += fleet.policy.work_weight * ready
+        found.append(Candidate(cost, fleet.loads.requests[number], number, wait, ready, group.blocks))
     return found
 
 
@@ -283,11 +284,13 @@ def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
     return gain > STAY_NS and 100 * gain > STAY_SHARE * stay.cost_ns
 
 
-def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery) -> RouteDecision:
+def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery, home: str) -> RouteDecision:
     replica = fleet.view.by_number[chosen.number]
     assert replica is not None
     held = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in chosen.blocks)
-    return RouteDecision(replica.name, reason, held, chosen.wait_ns, chosen.ready_ns, chosen.requests, fleet.limit)
+    return RouteDecision(
+        replica.name, reason, held, chosen.wait_ns, chosen.ready_ns, chosen.requests, fleet.limit, home
+    )
 
 
 # --- prefill elsewhere ---

@@ -55,11 +55,15 @@ class Group:
 
 @define(eq=False)
 class FleetView:
-    """The replicas by name and by number, and the index of the blocks that they hold."""
+    """The replicas by name and by number, and the index of the blocks that they hold.
+
+    kinds: replicas with the same prices, as pairs of the prices and a mask.
+    """
 
     replicas: dict[str, KnownReplica] = field(factory=dict[str, KnownReplica])
     by_number: list[KnownReplica | None] = field(factory=list["KnownReplica | None"])
     everyone: int = 0  # the mask of all replicas
+    kinds: list[tuple[RoutePrices, int]] = field(factory=list["tuple[RoutePrices, int]"])
     _index: dict[bytes, list[int]] = field(factory=dict[bytes, "list[int]"])  # key -> a mask for each tier
 
     def add_replica(self, name: str) -> KnownReplica:
@@ -71,6 +75,7 @@ class FleetView:
         self.by_number[number : number + 1] = [replica]
         self.replicas[name] = replica
         self.everyone |= 1 << number
+        self._sort_kinds()
         return replica
 
     def remove_replica(self, name: str) -> None:
@@ -80,6 +85,7 @@ class FleetView:
             self._forget_blocks(replica)
             self.by_number[replica.number] = None
             self.everyone &= ~(1 << replica.number)
+            self._sort_kinds()
 
     def apply_digest(self, name: str, digest: Digest) -> bool:
         """Apply a digest of a replica. Return False where it is repeated, late or unconnected, or the replica unknown.
@@ -92,13 +98,26 @@ class FleetView:
         applies = replica.reader.accept(digest)
         if digest.epoch == replica.reader.epoch and digest.number >= replica.reader.number:
             replica.load = digest.load
-            replica.prices = make_prices(digest.load.rates)
+            self._set_prices(replica, make_prices(digest.load.rates))
         if replica.reader.is_void or (applies and digest.whole):
             self._forget_blocks(replica)
         if applies:
             for change in digest.changes:
                 self._change_tier(replica, change.tier, change.added, change.removed)
         return applies
+
+    def _set_prices(self, replica: KnownReplica, prices: RoutePrices) -> None:
+        # Equal rates make the same object.
+        if prices is not replica.prices:
+            replica.prices = prices
+            self._sort_kinds()
+
+    def _sort_kinds(self) -> None:
+        kinds = dict[int, tuple[RoutePrices, int]]()
+        for replica in self.replicas.values():
+            prices, mask = kinds.get(id(replica.prices), (replica.prices, 0))
+            kinds[id(prices)] = prices, mask | 1 << replica.number
+        self.kinds = list(kinds.values())
 
     def _change_tier(
         self, replica: KnownReplica, tier: Tier, added: frozenset[bytes], removed: frozenset[bytes]
