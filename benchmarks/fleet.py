@@ -43,6 +43,7 @@ WORDS = ("cache", "prefix", "replica", "router", "token", "session", "tensor", "
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
+BUSY_S = 20.0  # for a replica to have a request, while there are turns left
 SETTLE_S = 180.0  # for a replica to come back
 
 
@@ -212,11 +213,9 @@ async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
     """Kill the busiest replica with SIGKILL while it answers: its actor, or its server alone. Return its id."""
-    while True:
-        victim = max(await list_replicas(client), key=lambda one: one["in_flight"])
-        if victim["in_flight"]:
-            break
-        await anyio.sleep(0.02)
+    with anyio.move_on_after(BUSY_S):
+        while not (victim := max(await list_replicas(client), key=lambda one: one["in_flight"]))["in_flight"]:  # noqa: ASYNC110 - over HTTP
+            await anyio.sleep(0.02)
     os.kill(find_parent(victim["pid"]) if with_actor else victim["pid"], signal.SIGKILL)
     return str(victim["id"])
 
@@ -251,7 +250,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--pause", type=float, default=4.0, help="seconds before a turn, on average")
+    parser.add_argument("--pause", type=float, default=10.0, help="seconds before a turn, on average")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--port", type=int, default=8470)

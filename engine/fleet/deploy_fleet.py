@@ -61,8 +61,8 @@ def deploy(arguments: dict[str, Any]) -> None:
         serve.run(build_fleet(arguments), name=NAME, route_prefix="/")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()
-        told = next((line for line in reversed(reason) if "UserError" in line), reason[-1])
-        raise UserError(f"the replicas do not start: {told.rpartition('UserError:')[2].strip()}") from error
+        cause = next((line for line in reversed(reason) if "UserError" in line), reason[-1])
+        raise UserError(f"the replicas do not start: {cause.rpartition('UserError:')[2].strip()}") from error
 
 
 def announce(options: Options, replicas: int, seconds: float) -> None:

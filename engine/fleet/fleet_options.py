@@ -1,4 +1,4 @@
-"""The options of `rekindle fleet` beside those of `rekindle serve`, and how both reach the processes of a fleet."""
+"""The options of `rekindle fleet` besides those of `rekindle serve`, and how both reach the processes of a fleet."""
 
 from __future__ import annotations
 

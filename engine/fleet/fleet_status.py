@@ -1,4 +1,4 @@
-"""What the ingress tells about the whole fleet: its replicas, its health, and the metrics of all."""
+"""The ingress answers about the whole fleet here: its replicas, its health, and the metrics of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from adapters.metrics import Metrics
 from engine.fleet.held_answer import RawHeaders, ReplicaLost
 from engine.fleet.merge_metrics import merge_metrics
-from engine.fleet.relay import Relay
+from engine.fleet.relay import ReplicaClient
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"host", b"origin"})
@@ -27,7 +27,7 @@ class FleetStatus:
     """Answers about all replicas. metrics: of this ingress."""
 
     picker: ReplicaPicker
-    relay: Relay
+    relay: ReplicaClient
     metrics: Metrics
 
     async def show_fleet(self, headers: RawHeaders) -> Response:
@@ -48,11 +48,11 @@ class FleetStatus:
     async def show_health(self, headers: RawHeaders, retry_after_s: int) -> Response:
         """Tell whether any replica takes requests: 200 or 503."""
         answers = await self._ask_replicas("/health", headers)
-        told = {name: describe_health(status, body) for name, (status, _, body) in answers.items()}
+        states = {name: describe_health(status, body) for name, (status, _, body) in answers.items()}
         is_up = any(status == 200 for status, _, _ in answers.values())
-        overall = "ok" if told and set(told.values()) == {"ok"} else "degraded" if is_up else "unavailable"
+        overall = "ok" if states and set(states.values()) == {"ok"} else "degraded" if is_up else "unavailable"
         retry = {} if is_up else {"retry-after": str(retry_after_s)}
-        return JSONResponse({"status": overall, "replicas": told}, 200 if is_up else 503, retry)
+        return JSONResponse({"status": overall, "replicas": states}, 200 if is_up else 503, retry)
 
     async def render_metrics(self, headers: RawHeaders) -> Response:
         """Merge the metrics of all replicas and of this ingress."""

@@ -23,21 +23,23 @@ from adapters.http.answer.access_log import CALLER, NOTE
 from adapters.http.answer.answer_shape import encode_event
 from adapters.http.apis.registry import find_error_format
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
+from adapters.http.wire.body_budget import BodyBudget
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable
 from adapters.http.wire.read_body import read_bytes
 from adapters.metrics import Metrics
 from engine.fleet.fleet_status import FleetStatus
 from engine.fleet.held_answer import HeldAnswer, ReplicaLost
+from engine.fleet.merge_metrics import make_repeat_counter
 from engine.fleet.prompt_keys import APIS, PromptReader
-from engine.fleet.relay import REPLICA_HEADER, AskedRequest, Refusal, Relay
+from engine.fleet.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 from engine.fleet.response_holders import ResponseHolders
 
 log = logging.getLogger("rekindle.fleet")
 FIRST_WAIT_S = 0.05  # before a request is sent again while no other replica is there
 LONGEST_WAIT_S = 1.0
+KEPT_BODIES = 32  # bodies of the largest size that an ingress keeps: 1 GiB at the default of --max-body
 FLEET = "/fleet"
 EVENTS = "/events"  # a stream without an end
 READ_ONLY = frozenset({"GET", "HEAD"})
@@ -51,33 +53,28 @@ class IngressApp:
     reader: PromptReader
     options: EdgeOptions
     metrics: Metrics
-    relay: Relay = field(factory=Relay)
+    relay: ReplicaClient = field(factory=ReplicaClient)
     budget: BodyBudget = field(init=False)
     holders: ResponseHolders = field(init=False)
     status: FleetStatus = field(init=False)
     _repeats: Counter = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
+        self.budget = BodyBudget(KEPT_BODIES * self.options.max_body, self.options.retry_after_s)
         self.holders = ResponseHolders(self.picker, self.relay)
         self.status = FleetStatus(self.picker, self.relay, self.metrics)
-        self._repeats = Counter(
-            "rekindle_fleet_repeats",
-            "Requests that were sent to another replica before their client had a token",
-            ["reason"],
-            registry=self.metrics.registry,
-        )
+        self._repeats = make_repeat_counter(self.metrics.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path = scope["path"]
+        if (work := self._find_own_answer(path, request)) is not None:
+            await (await work())(scope, receive, send)
+            return
+        # The body is kept until the request is answered, since it may have to be sent again.
         with self.budget.open_body(self.options.body_timeout_s) as incoming:
             body = await read_bytes(request, self.options, self.budget, incoming)
-            work = self._find_own_answer(path, request)
-            asked = None if work else await self._read_request(request, body)
-        if work is not None:
-            await (await work())(scope, receive, send)
-        elif asked is not None:
+            asked = await self._read_request(request, body)
             await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
 
     def _find_own_answer(self, path: str, request: Request) -> Callable[[], Awaitable[Response]] | None:
@@ -141,13 +138,14 @@ class IngressApp:
                 with self.picker.count_request(replica.id):
                     await self.relay.send(asked, replica, answer)
             except ReplicaLost as error:
-                self.picker.shun(replica.id)
+                if not answer.has_token:  # after one, the cause may be a client that does not read
+                    self.picker.shun(replica.id)
                 log.warning("replica %s is lost: %s", replica.id, error)
                 if answer.has_token or not asked.can_repeat or asked.pinned:
                     await self._give_up(answer, scope, unavailable(f"The replica was lost: {error}"[:200], 1))
                     return
                 self._repeats.labels("lost").inc()
-            except Refusal as refusal:
+            except ReplicaRefused as refusal:
                 stops = SHUTTING_DOWN.encode() in refusal.body
                 if asked.pinned or (not stops and await self._is_last(avoid)):
                     await send_refusal(refusal, answer)
@@ -176,7 +174,7 @@ class IngressApp:
         await answer.send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
-async def send_refusal(refusal: Refusal, answer: HeldAnswer) -> None:
+async def send_refusal(refusal: ReplicaRefused, answer: HeldAnswer) -> None:
     """Send the client the refusal of the last replica that was asked."""
     await answer.begin(refusal.status, refusal.headers)
     await answer.add(refusal.body)

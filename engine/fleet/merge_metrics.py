@@ -6,9 +6,16 @@ import re
 from collections.abc import Mapping
 
 from attrs import define, field
+from prometheus_client import CollectorRegistry, Counter
 
 SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 REPLICA = "replica"
+
+
+def make_repeat_counter(registry: CollectorRegistry) -> Counter:
+    """Return the only metric of an ingress besides those of its HTTP server."""
+    meaning = "Requests of a fleet that were sent to another replica before their client had a token"
+    return Counter("rekindle_fleet_repeats", meaning, ["reason"], registry=registry)
 
 
 @define

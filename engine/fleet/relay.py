@@ -44,7 +44,7 @@ class AskedRequest:
 
 
 @frozen
-class Refusal(Exception):
+class ReplicaRefused(Exception):
     """The answer of a replica that takes no request now."""
 
     replica: str
@@ -54,7 +54,7 @@ class Refusal(Exception):
 
 
 @define(eq=False)
-class Relay:
+class ReplicaClient:
     """The connections of an ingress to replicas. Used in one event loop."""
 
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
@@ -77,7 +77,7 @@ class Relay:
     async def send(self, asked: AskedRequest, replica: Replica, answer: HeldAnswer) -> None:
         """Send a request to a replica, and its answer to the client.
 
-        Raises ReplicaLost if the replica went away. Raises Refusal if it takes no request now.
+        Raises ReplicaLost if the replica went away. Raises ReplicaRefused if it takes no request now.
         """
         kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in keep_request_headers(asked)]
         request = self.session.request(
@@ -95,7 +95,7 @@ class Relay:
             headers = keep_response_headers(response, replica)
             if response.status in REFUSALS:
                 body = b"".join([part async for part in read_parts(response)])
-                raise Refusal(replica.id, response.status, headers, body)
+                raise ReplicaRefused(replica.id, response.status, headers, body)
             await answer.begin(response.status, headers)
             async for part in read_parts(response):
                 await answer.add(part)

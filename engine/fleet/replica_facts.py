@@ -1,4 +1,4 @@
-"""What a replica tells about itself once, when it is ready. Ray Serve hands it to the ingress with every choice."""
+"""The facts of a replica, which it tells once when it is ready. Ray Serve hands them to the ingress."""
 
 from __future__ import annotations
 

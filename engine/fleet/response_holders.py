@@ -14,7 +14,7 @@ from attrs import define, field
 
 from adapters.http.apis.openai_responses import PATH
 from engine.fleet.held_answer import HeldAnswer, RawHeaders, ReplicaLost
-from engine.fleet.relay import AskedRequest, Relay
+from engine.fleet.relay import AskedRequest, ReplicaClient
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 
 MOST_REMEMBERED = 1 << 16  # responses: 20 MB at most
@@ -28,7 +28,7 @@ class ResponseHolders:
     """The replicas that hold stored responses, by the ids of these."""
 
     picker: ReplicaPicker
-    relay: Relay
+    relay: ReplicaClient
     _holders: OrderedDict[str, str] = field(factory=OrderedDict, init=False)
 
     def note_answer(self, asked: AskedRequest, answer: HeldAnswer, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""What the ingress gives to the router of replicas, as keyword arguments of a call that is routed.
+"""The keyword arguments of a call that is routed: the ingress gives them to the router of replicas.
 
 * `route`: the `RouteKeys` of the prompt, or None where it could not be read.
 * `in_flight`: a mapping from the id of a replica to the requests of this ingress that the replica is answering. Serve

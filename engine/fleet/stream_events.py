@@ -18,7 +18,7 @@ OPENING_TYPES = frozenset({"response.created", "response.in_progress", "message_
 
 
 class EventKind(Enum):
-    """What an event of a stream means for a request that may have to be sent again."""
+    """The meaning of an event of a stream for a request that may have to be sent again."""
 
     OPENING = "it begins the answer"
     IDLE = "it is a sign of life"

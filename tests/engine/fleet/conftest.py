@@ -12,6 +12,8 @@ import anyio
 import httpx
 import pytest
 from attrs import define, evolve, field
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.guard import Guard
@@ -49,6 +51,8 @@ class FakeHandle:
         assert method == "describe"
 
         async def results_async(**_: Any) -> list[tuple[str, dict[str, Any]]]:
+            if not self.replicas:
+                raise DeploymentUnavailableError(DeploymentID("replica"))
             return [(name, facts.to_metadata()) for name, facts in self.replicas.items()]
 
         return SimpleNamespace(results_async=results_async)

@@ -216,3 +216,11 @@ async def test_a_request_may_name_its_replica(fleet: FakeFleet) -> None:
     for more in ({"params": {"replica": "b"}}, {"headers": {"x-rekindle-replica": "b"}}):
         assert (await fleet.client.get("/props", **more)).headers["x-rekindle-replica"] == "b"  # type: ignore[arg-type]
     assert (await fleet.client.get("/props", params={"replica": "z"})).json()["error"]["code"] == "unknown_replica"
+
+
+async def test_a_fleet_without_replicas_is_unavailable(fleet: FakeFleet) -> None:
+    fleet.handle.replicas.clear()
+    health = await fleet.client.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "unavailable", "replicas": {}})
+    assert (await fleet.client.get("/fleet")).json()["data"] == []
+    assert "rekindle_fleet_repeats" in (await fleet.client.get("/metrics")).text
