@@ -136,7 +136,7 @@ class Candidate:
 
 @frozen
 class Fleet:
-    """What a decision is made from: what replicas hold, how busy they are, the time, and the router's settings."""
+    """The input of a decision: what replicas hold, how busy they are, the time, and the router's settings."""
 
     view: FleetView
     loads: ReplicaLoads

@@ -22,7 +22,7 @@ from effects.ids import Tier
 from states.rates import Rates
 
 MOST_KEYS = 1 << 14  # keys that a replica tells of each tier: a million tokens in blocks of 64, and 256 KiB
-RECENT_DIGESTS = 8  # digests that are told together, so that a reader may miss seven messages in a row
+RECENT_DIGESTS = 8  # digests in one message, so that a reader may miss seven messages in a row
 MOST_RECENT_KEYS = 1 << 13  # keys in all of those; earlier digests are left out beyond it
 WHOLE_EVERY = 8  # digests from one whole one to the next
 
@@ -65,7 +65,7 @@ class Digest:
 class DigestWriter:
     """Writes the digests of one replica. It hears of changes as they happen, or of all that is held at once.
 
-    whole_every: digests from one whole one to the next. most_keys: keys of each tier that are told at most.
+    whole_every: digests from one whole one to the next. most_keys: keys of each tier that it names at most.
     """
 
     epoch: int
@@ -78,7 +78,7 @@ class DigestWriter:
     _recent: list[Digest] = field(factory=list[Digest])
 
     def note_change(self, tier: Tier, added: Iterable[bytes], removed: Iterable[bytes] = ()) -> None:
-        """Note that a tier has got and lost blocks. Of a tier that is full, further blocks are not told."""
+        """Note that a tier has got and lost blocks. Of a tier that is full, further blocks are left out."""
         held = self._held.setdefault(tier, set())
         newly = self._added.setdefault(tier, set())
         gone = self._removed.setdefault(tier, set())
@@ -177,7 +177,7 @@ class DigestReader:
 
 
 def select_keys(runs: Sequence[tuple[int, bytes, Sequence[bytes]]], most: int) -> list[bytes]:
-    """Return at most `most` keys of runs, so that no key is told without those before it, as far as they are held.
+    """Return at most `most` keys of runs, so that no key comes without those before it, as far as they are held.
 
     runs: (age, parent, keys) of each; the youngest ones count most. Keys of a run are in the order of the prompt.
     """

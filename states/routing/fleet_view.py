@@ -1,11 +1,11 @@
-"""What a router knows of the blocks that replicas hold, as an index from each key to the replicas that have it.
+"""The blocks that replicas hold, as far as a router knows: an index from each key to the replicas that have it.
 
 Problem. For each prompt the router has to find the longest prefix that each of hundreds of replicas holds, within some
 microseconds. A prompt of 100,000 tokens has 1,600 blocks.
 
 Idea. Each replica has a number, and the index keeps for each key and tier a mask with one bit for each replica. A tier
-that holds a block holds those before it as well (only leaves are evicted), so the mask at a place of a prompt only
-loses bits from one place to the next. `find_groups` therefore looks at a few places, by halving, and stops where a mask
+that holds a block holds those before it as well, because only leaves are evicted. So the mask at a place of a prompt
+only loses bits from one place to the next. `find_groups` therefore looks at a few places, by halving, and stops where a mask
 is the same at both ends. Most replicas hold the same of a prompt: nothing, or the same system prompt. So the result is
 a few groups of replicas instead of one entry for each.
 
@@ -24,7 +24,7 @@ from effects.ids import Tier
 from states.routing.digests import Digest, DigestReader, LoadReport
 from states.routing.route_prices import SHARED_TIER, TIERS, RoutePrices, make_prices
 
-MOST_DEPTHS = 8  # different lengths of prefix in one tier that are told apart; the others count as shorter
+MOST_DEPTHS = 8  # different lengths of prefix in one tier that are kept apart; the others count as shorter
 DEVICE = 0
 HOST = 1
 DISK = 2
@@ -35,7 +35,7 @@ NOTHING = (0, 0, 0, 0)
 
 @define(eq=False)
 class KnownReplica:
-    """What is known of one replica. number: its bit in masks."""
+    """One replica as the router knows it. number: its bit in masks."""
 
     name: str
     number: int
@@ -203,7 +203,7 @@ class FleetView:
         while low < high:
             middle = (low + high + 1) // 2
             masks = self._index.get(keys[middle - 1])
-            # A block that only one replica has told counts as well: all of them can read it.
+            # A block that only one replica has named counts as well: all of them can read it.
             if masks is not None and masks[SHARED]:
                 low = middle
             else:

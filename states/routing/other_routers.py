@@ -21,7 +21,7 @@ LEAST_MATCH = 10  # percent of a prompt below which Ray's router does not follow
 
 
 class Router(Protocol):
-    """What a router does with events."""
+    """Takes events, and decides about requests."""
 
     def advance(self, event: RouterEvent) -> RouteDecision | None: ...
 

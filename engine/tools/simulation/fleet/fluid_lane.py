@@ -4,8 +4,8 @@ Problem. The simulation of one server puts every launch on the clock. Hundreds o
 
 Idea. Between two events (a request comes, a prompt is read, an answer ends) nothing changes: the same prompts are read
 and the same answers are decoded. So both advance at constant rates, which follow from the costs and from the rules of
-`states/launch_choice.py`: a decode step of all answers and some rows of a prompt take turns or go through one forward;
-of several prompts the shortest is read in two of three turns and the oldest in the third.
+`states/launch_choice.py`. A decode step of all answers and some rows of a prompt take turns or go through one forward.
+Of several prompts the shortest is read in two of three turns and the oldest in the third.
 
 `tests/simulate_command/test_fleet.py` compares it with the simulation of every launch.
 """

@@ -1,4 +1,4 @@
-"""What simulated replicas keep beyond the device: each its host memory and its disk, and all of them one shared tier.
+"""Simulated replicas keep rows beyond the device: each in its host memory and on its disk, all in one shared tier.
 
 Indexes and eviction are the real ones (`adapters/store/block_index.py`). There are no rows, and moving takes its time.
 """
