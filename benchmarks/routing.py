@@ -1,7 +1,8 @@
 """Routers before 16, 64 and 256 replicas on agents' logs, simulated, and the time that one decision takes.
 
 `python -m benchmarks.routing LOG... [--replicas 16,64,256] [--routers least-queue,ray-prefix,prefix]`. LOG: any files
-that `rekindle simulate` reads. Conversations are copies of the logs; sessions of token counts share tools and system
+that `rekindle simulate` reads. `--rows FILE` keeps each finished fleet there as a line of JSON, and does not simulate
+again what the file has. Conversations are copies of the logs; sessions of token counts share tools and system
 prompt (`--shared-head`). A replica is an 8B model in bf16 on one H200 (docs/SIMULATE.md). Each fleet is simulated
 without a shared tier, and with one behind 10 Gbit/s for each replica. The queue of a replica is its open requests. The
 comparison with the simulation of every launch is at one replica.
@@ -12,8 +13,10 @@ It is the processor's time, with what the router notes about the request.
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,6 @@ from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import print_table
 from effects.scope import Scope
 from engine.tools.simulation.fleet.fleet_run import PREFIX, FleetRun, FleetSetup
-from engine.tools.simulation.fleet.fleet_tally import FleetFigures
 from engine.tools.simulation.fleet.prompt_paths import PieceChain, chain_pieces
 from engine.tools.simulation.logs.logged_requests import Session
 from engine.tools.simulation.logs.read_log import read_logs
@@ -63,33 +65,35 @@ LEAST = "least-queue"
 
 
 def run_fleets(
-    sessions: Sequence[Session], chains: Mapping[int, PieceChain], counts: Sequence[int], routers: Sequence[str]
+    sessions: Sequence[Session],
+    chains: Mapping[int, PieceChain],
+    counts: Sequence[int],
+    routers: Sequence[str],
+    kept: Path,
 ) -> list[dict[str, Any]]:
-    """Simulate every router before every number of replicas, with and without a shared tier."""
+    """Simulate every router before every number of replicas, with and without a shared tier. kept: finished rows."""
     settings = fit_settings(Settings(slots=16, store=True, min_tokens=512), sessions)
+    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    rows = {(row["replicas"], row["router"], row["shared_tier"]): row for row in known}
 
-    def run(setup: FleetSetup, router: str, step: Any) -> tuple[FleetFigures, float]:
+    def run(count: int, router: str, shared: int, step: Callable[[], None]) -> None:
         began = time.process_time()
+        setup = FleetSetup(
+            settings, H200, count, CONVERSATIONS * count, ARRIVALS_S * 10**9, 64 * GIB, 1024 * GIB, shared
+        )
         figures = FleetRun(setup, sessions, chains, router).run()
+        row = {**attrs.asdict(figures), "shared_tier": shared > 0, "seconds": time.process_time() - began}
+        with kept.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         step()
-        return figures, time.process_time() - began
 
-    setups = [
-        FleetSetup(settings, H200, count, CONVERSATIONS * count, ARRIVALS_S * 10**9, 64 * GIB, 1024 * GIB, shared)
-        for shared in (0, SHARED)
-        for count in counts
-    ]
-    asked = [(setup, router) for setup in setups for router in routers]
-    found = run_side_by_side(
-        [partial(run, setup, router) for setup, router in asked],
-        lambda: print(".", end="", flush=True),
-        count_cores(),
-    )
-    print()
-    return [
-        {**attrs.asdict(figures), "shared_tier": setup.shared_budget > 0, "seconds": seconds}
-        for (setup, _), (figures, seconds) in zip(asked, found, strict=True)
-    ]
+    asked = [(count, router, shared) for shared in (0, SHARED) for count in counts for router in routers]
+    missing = [one for one in asked if (one[0], one[1], one[2] > 0) not in rows]
+    runs = [partial(run, *one) for one in missing]
+    run_side_by_side(runs, lambda: print(".", end="", flush=True), count_cores())
+    found = [json.loads(line) for line in kept.read_text().splitlines()]
+    rows = {(row["replicas"], row["router"], row["shared_tier"]): row for row in found}
+    return [rows[count, router, shared > 0] for count, router, shared in asked]
 
 
 def compare_with_launches(sessions: Sequence[Session]) -> dict[str, Any]:
@@ -174,7 +178,9 @@ def main() -> int:
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--replicas", default="16,64,256")
     parser.add_argument("--routers", default="least-queue,ray-prefix,prefix")
+    parser.add_argument("--rows", type=Path)
     given = parser.parse_args()
+    kept = given.rows or Path(tempfile.mkdtemp()) / "rows.jsonl"
     decisions = time_decisions()
     timed = {share: compute_quantile(decisions, share) for share in (0.5, 0.9, 0.99)}
     print_table("a decision at 256 replicas", [{f"{100 * share:g}_%_us": took for share, took in timed.items()}])
@@ -183,7 +189,7 @@ def main() -> int:
     print_table("one replica: every launch, and as a fluid", [{key: str(value) for key, value in compared.items()}])
     chains = chain_pieces(logs.sessions, 64)
     counts = [int(word) for word in given.replicas.split(",")]
-    rows = run_fleets(logs.sessions, chains, counts, given.routers.split(","))
+    rows = run_fleets(logs.sessions, chains, counts, given.routers.split(","), kept)
     shown = ("replicas", "router", "shared_tier", "of_infinite", "longest_queue", "mean_queue", "busiest", "moves")
     more = ("requests", "read_bytes", "written_bytes", "first_token_ms", "seconds")
     print_table("routers (goals: 97 %; 1.3x)", [{key: row[key] for key in (*shown, *more)} for row in rows])
