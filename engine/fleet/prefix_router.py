@@ -11,14 +11,17 @@ The interface is alpha, so the version of Ray is pinned (2.60.0, the extra `flee
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from engine.fleet.digests import STATS_KEY, read_routing_stats
 from engine.fleet.route_keys import RouteKeys
+from engine.fleet.routing_trace import TracedRouter
 from states.routing.choose_replica import Policy, RouteDecision, RouteQuery
 from states.routing.prefix_router import (
     DigestArrived,
@@ -40,9 +43,14 @@ class PrefixRequestRouter(RequestRouter):
     Replicas that Serve does not offer, and a failure here, cost speed only: the other replicas follow in the answer.
     """
 
-    def initialize_state(self, **_: Any) -> None:
-        """Make the router. Called by Ray Serve once, without arguments."""
-        self.router = PrefixRouter(Policy())
+    def initialize_state(self, trace_folder: str = "") -> None:
+        """Make the router. Called by Ray Serve once, with what `request_router_kwargs` has.
+
+        trace_folder: where the router of each process writes its trace (`routing_trace.py`); "": nowhere.
+        """
+        self.router: PrefixRouter | TracedRouter = PrefixRouter(Policy())
+        if trace_folder:
+            self.router = open_traced_router(Path(trace_folder), self.router)
         self.asked = 0
         self.seen: dict[str, bytes] = {}  # replica -> the message that was read last
 
@@ -97,6 +105,12 @@ class PrefixRequestRouter(RequestRouter):
         self.router.advance(RequestEnded(self.asked))
         log.debug("request %d: %s", self.asked, decision)
         return decision
+
+
+def open_traced_router(folder: Path, router: PrefixRouter) -> TracedRouter:
+    """Return the router with a trace of its own in the folder. Lines are written as they come. Raises OSError."""
+    path = folder / f"router-{os.getpid()}-{time.time_ns()}.jsonl"
+    return TracedRouter(router, path.open("w", encoding="utf-8", buffering=1))
 
 
 def get_name(replica: RunningReplica) -> str:

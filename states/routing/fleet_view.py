@@ -5,9 +5,9 @@ microseconds. A prompt of 100,000 tokens has 1,600 blocks.
 
 Idea. Each replica has a number, and the index keeps for each key and tier a mask with one bit for each replica. A tier
 that holds a block holds those before it as well, because only leaves are evicted. So the mask at a place of a prompt
-only loses bits from one place to the next. `find_groups` therefore looks at a few places, by halving, and stops where a mask
-is the same at both ends. Most replicas hold the same of a prompt: nothing, or the same system prompt. So the result is
-a few groups of replicas instead of one entry for each.
+only loses bits from one place to the next. `find_groups` therefore looks at a few places, by halving. Most replicas
+hold the same of a prompt: nothing, or the same system prompt. So the result is a few groups of replicas instead of one
+entry for each.
 
 Where a digest is late, the assumption may not hold for a while. Then a group claims too much or too little, which costs
 time at the replica and nothing else.
@@ -21,6 +21,7 @@ from itertools import accumulate
 from attrs import define, field, frozen
 
 from effects.ids import Tier
+from states.rates import Rates
 from states.routing.digests import Digest, DigestReader, LoadReport
 from states.routing.route_prices import SHARED_TIER, TIERS, RoutePrices, make_prices
 
@@ -113,10 +114,13 @@ class FleetView:
             self._sort_kinds()
 
     def _sort_kinds(self) -> None:
+        """Sort replicas by their prices. One that has not told its rates is taken to be like the first that has."""
+        unknown = make_prices(Rates())
+        known = next((one.prices for one in self.replicas.values() if one.prices is not unknown), unknown)
         kinds = dict[int, tuple[RoutePrices, int]]()
         for replica in self.replicas.values():
-            prices, mask = kinds.get(id(replica.prices), (replica.prices, 0))
-            kinds[id(prices)] = prices, mask | 1 << replica.number
+            prices = known if replica.prices is unknown else replica.prices
+            kinds[id(prices)] = prices, kinds.get(id(prices), (prices, 0))[1] | 1 << replica.number
         self.kinds = list(kinds.values())
 
     def _change_tier(

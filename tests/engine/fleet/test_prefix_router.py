@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.core.block_digests import encode_digests
 from engine.fleet.digests import STATS_KEY
 from engine.fleet.prefix_router import PrefixRequestRouter, build_query
 from engine.fleet.route_keys import RouteKeys
+from engine.fleet.routing_trace import TracedRouter, replay_trace
 from states.rates import Rates
 from states.routing.digests import Digest, LoadReport, TierChange
 
@@ -26,8 +28,8 @@ RATES = Rates((1_000_000,), {"host": 1000})
 class OfflineRouter(PrefixRequestRouter):
     """The router without the parts of Ray Serve that need a cluster."""
 
-    def __init__(self) -> None:
-        self.initialize_state()
+    def __init__(self, **how: str) -> None:
+        self.initialize_state(**how)
 
 
 def replica(name: str, blocks: int = 0, number: int = 1) -> Any:
@@ -74,7 +76,8 @@ async def test_anything_that_cannot_be_read_costs_speed_only():
     silent = replica("b")
     silent.routing_stats = {}
     for pending in (None, request(), request(route=None), request(route="keys"), request(route=route())):
-        assert {*sum(await names(OfflineRouter(), [broken, silent], pending), [])} == {"a", "b"}
+        ranks = await names(OfflineRouter(), [broken, silent], pending)
+        assert {name for rank in ranks for name in rank} == {"a", "b"}
     assert await names(OfflineRouter(), [], request(route=route())) == []
 
 
@@ -97,7 +100,16 @@ def test_the_last_token_is_never_reused():
 
 
 def test_ray_serve_has_the_methods_that_are_overridden():
-    for name in ("initialize_state", "update_replicas", "choose_replicas"):
-        theirs = [one for one in inspect.signature(getattr(RequestRouter, name)).parameters if one != "kwargs"]
-        ours = inspect.signature(getattr(PrefixRequestRouter, name)).parameters
-        assert [one for one in ours if one != "_"] == theirs, name
+    for name in ("update_replicas", "choose_replicas"):
+        theirs = inspect.signature(getattr(RequestRouter, name)).parameters
+        assert [*inspect.signature(getattr(PrefixRequestRouter, name)).parameters] == [*theirs], name
+    assert "kwargs" in inspect.signature(RequestRouter.initialize_state).parameters
+
+
+async def test_a_router_writes_a_trace_where_that_is_asked_for(tmp_path: Path):
+    router = OfflineRouter(trace_folder=str(tmp_path))
+    await names(router, [replica("a", 2), replica("b", 8)], request(route=route()))
+    (trace,) = tmp_path.iterdir()  # noqa: ASYNC240 - a test
+    assert replay_trace(trace) == 1
+    assert isinstance(router.router, TracedRouter)
+    router.router.file.close()

@@ -185,6 +185,13 @@ def test_a_conversation_without_a_name_is_known_by_the_prompt_that_it_continues(
     assert len(router.homes) == 1
 
 
+def test_a_replica_that_has_not_told_its_rates_is_taken_to_be_like_others():
+    router = fleet(2, b={"device": 5})
+    router.advance(ReplicaAdded("c"))
+    assert [mask for _, mask in router.view.kinds] == [0b111]
+    assert route(router, ask(1))[0] == "b"
+
+
 def test_without_replicas_there_is_no_decision():
     router = PrefixRouter()
     assert router.advance(RequestArrived(ask(1), 0)) is None

@@ -47,4 +47,5 @@ def draw_bars(axes: Axes, names: Sequence[str], values: Sequence[float], colors:
     axes.bar_label(bars, fmt=lambda value: f"{value:.4g}", padding=4, fontsize=9, color=INK)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
+    axes.set_axisbelow(True)
     axes.margins(x=0.12)
