@@ -44,7 +44,7 @@ def classify_data(data: Mapping[str, Any]) -> EventKind:
         return EventKind.LOST if error.get("type") in LOST_TYPES else EventKind.TOKEN
     if data.get("type") in OPENING_TYPES:
         return EventKind.OPENING
-    if isinstance(choices := data.get("choices"), list) and "usage" not in data:
+    if isinstance(choices := data.get("choices"), list) and data.get("usage") is None:
         kinds = {classify_choice(choice) for choice in choices}
         return next((kind for kind in (EventKind.TOKEN, EventKind.OPENING) if kind in kinds), EventKind.IDLE)
     if data.get("content") == "" and data.get("stop") is False:

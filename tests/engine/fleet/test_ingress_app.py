@@ -17,7 +17,7 @@ from tests.http.conftest import chat
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 REQUESTS: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HELLO, "max_tokens": 6},
+    CHAT: {"messages": HELLO, "max_tokens": 6, "logprobs": True},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 6},
     "/completion": {"prompt": "Hello", "n_predict": 6},
     "/v1/messages": {"messages": HELLO, "max_tokens": 6},
@@ -75,15 +75,22 @@ async def test_a_replica_that_is_gone_fails_no_request(fleet: FakeFleet, streams
     )
 
 
-@pytest.mark.parametrize("path", REQUESTS)
-async def test_a_replica_that_dies_before_a_token_fails_no_stream(fleet: FakeFleet, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [*((path, {}) for path in REQUESTS)]
+    + [(path, {"stream_options": {"include_usage": True}}) for path in (CHAT, "/v1/completions")],
+)
+async def test_a_replica_that_dies_before_a_token_fails_no_stream(
+    fleet: FakeFleet, path: str, more: dict[str, Any]
+) -> None:
     say_the_same(fleet)
-    expected = strip_changing(await read_stream(fleet.second.client, path, REQUESTS[path]))
+    body = {**REQUESTS[path], **more}
+    expected = strip_changing(await read_stream(fleet.second.client, path, body))
     fleet.first.door.hang_after = 0
     found: list[Any] = []
 
     async def read() -> None:
-        found.extend(await read_stream(fleet.client, path, REQUESTS[path]))
+        found.extend(await read_stream(fleet.client, path, body))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
@@ -109,6 +116,25 @@ async def test_a_stream_that_has_begun_goes_on_with_one_id(folder: Path) -> None
         assert len({one["id"] for one in found[:-1]}) == 1
         assert [one["choices"][0]["delta"].get("role") for one in found[:-1]].count("assistant") == 1
         assert found[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_with_progress_goes_on_as_well(fleet: FakeFleet) -> None:
+    say_the_same(fleet)
+    fleet.first.door.hang_after = 0
+    found: list[Any] = []
+
+    async def read() -> None:
+        found.extend(await read_stream(fleet.client, CHAT, chat(max_tokens=64, return_progress=True, n=2)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await anyio.sleep(0.4)
+        fleet.cut_first()
+    choices = [choice for one in found[:-1] for choice in one["choices"]]
+    for index in range(2):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert "".join(delta.get("content", "") for delta in deltas) == "one two three"
+        assert [delta.get("role") for delta in deltas].count("assistant") == 1
 
 
 async def test_a_stream_that_is_cut_after_a_token_ends_with_an_error(fleet: FakeFleet) -> None:
