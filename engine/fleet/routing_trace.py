@@ -76,16 +76,22 @@ class TracedRouter:
         return decision
 
 
+def parse_record(line: str) -> RoutingRecord:
+    """Return the record of a line. Raises TypeError, ValueError, KeyError or BaseValidationError where it is none."""
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise TypeError("no JSON object")
+    kind: Any = RoutingRecord
+    found: RoutingRecord = get_converter().structure(record, kind)
+    return found
+
+
 def read_records(path: Path) -> Iterator[RoutingRecord]:
     """Yield the records of a trace. Raises ValueError where a line is none."""
-    kind: Any = RoutingRecord
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise TypeError("no JSON object")
-                yield get_converter().structure(record, kind)
+                yield parse_record(line)
             except (ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
                 raise ValueError(f"{path}: line {number} is no record of a router: {str(error)[:120]}") from error
 
