@@ -105,7 +105,7 @@ class DigestSource:
 def find_settled_tokens(slot: Slot, requests: Mapping[RequestId, State]) -> Tokens:
     """Return the tokens of a slot whose rows are there and stay: its sequence, or the prompt that it answers.
 
-    A prompt that is being read, and an answer, change with every step. They are told when that has ended.
+    A prompt that is being read, and an answer, change with every step. Digests have them when that has ended.
     """
     if slot.holder is None:
         return slot.tokens

@@ -114,7 +114,7 @@ class FleetView:
             self._sort_kinds()
 
     def _sort_kinds(self) -> None:
-        """Sort replicas by their prices. One that has not told its rates is taken to be like the first that has."""
+        """Sort replicas by their prices. One without known rates is taken to be like the first that has some."""
         unknown = make_prices(Rates())
         known = next((one.prices for one in self.replicas.values() if one.prices is not unknown), unknown)
         kinds = dict[int, tuple[RoutePrices, int]]()
