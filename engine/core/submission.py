@@ -25,6 +25,7 @@ from engine.core.status import RequestHistory, describe_pace, kv_pages, list_run
 from engine.settings.live_figures import LiveFigures
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
+from states.world import World
 
 log = logging.getLogger("rekindle")
 
@@ -179,6 +180,10 @@ class Submissions:
                 "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
             },
         )
+
+    def read_world(self) -> World:
+        """Return the world as it is now."""
+        return self.event_loop.world
 
     def count_pages(self) -> Mapping[str, int]:
         """Return the shared pages of KV memory by use, for the metrics."""

@@ -14,10 +14,10 @@ from ray.serve.config import RequestRouterConfig
 from engine.fleet.engine_replica import LATE_S, EngineReplica
 from engine.fleet.fleet_options import MOST_REPLICAS, read_gpus
 from engine.fleet.ingress_replica import IngressReplica
+from engine.fleet.prefix_router import ROUTER_PATH
 from engine.settings.config_file import parse_values
 from engine.settings.preload import gpu_driver
 
-ROUTER = "ray.serve._private.request_router.pow_2_router:PowerOfTwoChoicesRequestRouter"
 NAME = "rekindle"
 REPLICAS = "replica"
 INGRESSES = "ingress"
@@ -49,7 +49,7 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=options.http.grace + 2 * LATE_S,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER, request_routing_stats_period_s=STATS_PERIOD_S
+            request_router_class=ROUTER_PATH, request_routing_stats_period_s=STATS_PERIOD_S
         ),
     )
     ingresses = serve.deployment(

@@ -23,6 +23,7 @@ from ray import serve
 from ray.util import get_node_ip_address
 
 from adapters.store.files.private_folder import PrivateFolder
+from engine.fleet.digests import fetch_routing_stats
 from engine.fleet.fleet_options import build_replica_words
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.replica_folder import claim_folder
@@ -62,6 +63,10 @@ class EngineReplica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the facts, which Ray Serve hands to every router. Called once."""
         return self.facts.to_metadata()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what this replica holds and how busy it is, for the routers. Called by Ray Serve at an interval."""
+        return fetch_routing_stats(self.client)
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         """Return the id of this replica and its facts, for those who ask all replicas."""

@@ -18,6 +18,7 @@ from engine.settings.formatting import format_count
 from engine.settings.plot_style import check_plot_path
 from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError
+from engine.tools.simulation.fleet.simulate_fleet import simulate_fleet
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS
 from engine.tools.simulation.logs.read_log import Logs, read_logs
 from engine.tools.simulation.parallel_runs import count_cores, run_side_by_side
@@ -39,6 +40,8 @@ def run(paths: Sequence[Path], wanted: SimulationOptions) -> int:
     if wanted.plot is not None:
         check_plot_path(wanted.plot)
     logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
+    if wanted.replicas:
+        return simulate_fleet(wanted, logs, build_setup(wanted, logs))
     setup = build_setup(wanted, logs)
     runs = run_scopes(setup, logs, wanted.scopes)
     if wanted.json:

@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from effects.ids import Tier
 from engine.settings.user_error import UserError
 from states.rates import Rates
+from states.routing.route_prices import SHARED_TIER
 
 # The number of position ranges that the world's rates distinguish: up to 2**19 tokens.
 SPANS = 10
@@ -34,6 +35,8 @@ class Costs:
     decode_more: int = 1_000_000  # for each further request in the same decode step
     host: int = 600  # load one token's rows from host memory
     disk: int = 4_300  # load one token's rows from disk
+    shared: int = 21_000  # load one token's rows from the shared tier of a fleet: 1 Gbit/s
+    share: int = 21_000  # write one token's rows to it, in the background
     copy: int = 500  # copy one token's rows from slot to slot, or out of a slot to keep them
     write: int = 6_000  # write one token's rows in the background
     drafter: int = 20_000  # to score one prompt token: a ninth of computing it
@@ -75,13 +78,14 @@ class Costs:
         """Return the time of both in one forward: the sum of both, less one launch."""
         return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
 
-    def build_rates(self) -> Rates:
-        """Return the rates that the engine would have measured at its start."""
+    def build_rates(self, *, shared: bool = False) -> Rates:
+        """Return the rates that the engine would have measured at its start. shared: with those of a shared tier."""
         edges = [0, *(1024 << span for span in range(SPANS))]
         prefill = [
             max(1, round(self.prefill + self.prefill_slope * (start + stop) / 2)) for start, stop in pairwise(edges)
         ]
-        return Rates(tuple(prefill), {tier: max(1, int(cost)) for tier, cost in self.loads.items()})
+        loads = {**self.loads, SHARED_TIER: self.shared} if shared else self.loads
+        return Rates(tuple(prefill), {tier: max(1, int(cost)) for tier, cost in loads.items()})
 
 
 def list_figures(costs: Costs) -> dict[str, Any]:

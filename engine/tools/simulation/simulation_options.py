@@ -13,7 +13,9 @@ from effects.scope import ACCEPTED_FORMS, Scope, parse_scope
 
 POLICY = Group("Policies", sort_key=1)
 SERVER = Group("Server and logs", sort_key=2)
-OUTPUT = Group("Output", sort_key=3)
+FLEET = Group("Fleet", sort_key=3)
+OUTPUT = Group("Output", sort_key=4)
+ROUTER_NAMES = ("round-robin", "least-queue", "power-of-two", "consistent-hash", "ray-prefix", "prefix")
 
 
 def check_scopes(_: Any, value: str) -> None:
@@ -22,6 +24,11 @@ def check_scopes(_: Any, value: str) -> None:
             parse_scope(word.strip())
         except ValueError:
             raise ValueError(f"Must be {ACCEPTED_FORMS}. Separate several with commas.") from None
+
+
+def check_routers(_: Any, value: str) -> None:
+    if unknown := [word for word in value.split(",") if word.strip() not in ROUTER_NAMES]:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(ROUTER_NAMES)}. Separate several with commas.")
 
 
 def natural_number(most: int = 1 << 30, least: int = 0) -> Number:
@@ -83,11 +90,37 @@ class SimulationOptions:
     model: Annotated[Path | None, Parameter(group=SERVER)] = None
     """Checkpoint whose tokenizer reads logs with texts. By default the demo."""
 
+    replicas: Annotated[int, Parameter(group=FLEET, validator=natural_number(4096))] = 0
+    """Simulate a fleet of so many replicas behind a router (docs/ROUTING.md). 0: one server. Scopes and compression do
+    not count then: everything is kept."""
+
+    router: Annotated[str, Parameter(group=FLEET, validator=check_routers)] = "least-queue,ray-prefix,prefix"
+    """Routers to compare, with commas between them: round-robin, least-queue, power-of-two, consistent-hash,
+    ray-prefix, prefix."""
+
+    conversations: Annotated[int, Parameter(group=FLEET, validator=natural_number(1 << 20))] = 0
+    """Conversations in all, each a copy of one of the logs. 0: 16 for each replica."""
+
+    arrivals: Annotated[float, Parameter(group=FLEET, validator=Number(gte=0, lte=1e6))] = 600
+    """Seconds in which the conversations begin, at random times."""
+
+    shared_budget: Annotated[int, Parameter(group=FLEET, validator=natural_number())] = 0
+    """Size of the tier that all replicas share, in MiB. 0: there is none."""
+
+    prefill_elsewhere: Annotated[int, Parameter(group=FLEET, validator=natural_number(1 << 22))] = 0
+    """Missing tokens from which an idle replica may read a prompt for another one, by way of the shared tier. 0: none
+    does."""
+
     json: Annotated[bool, Parameter(group=OUTPUT, negative="", show_default=False)] = False
     """Print only JSON on standard output."""
 
     plot: Annotated[Path | None, Parameter(group=OUTPUT)] = None
     """Draw the result to this file, .svg or .png."""
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(word.strip() for word in self.router.split(",")))
 
     @property
     def scopes(self) -> tuple[Scope, ...]:

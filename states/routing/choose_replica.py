@@ -1,0 +1,323 @@
+"""The choice of the replica for one request.
+
+Problem. A request is answered soonest where its prompt is already there, and where few others wait. These aims
+contradict each other: a conversation's replica may be busy, and a system prompt that everybody shares would draw all
+new conversations to one replica.
+
+Idea. `choose_replica` estimates for each replica when the whole prompt would be there: the wait of its queue, and the
+time to load and compute what is missing there (`route_prices.py`). The latter counts `Policy.work_weight` times,
+because it also delays the requests that come to that replica later. These rules apply:
+
+1. A replica that has far more open requests than the average (`limit_requests`) is left out. So no prefix, however
+   long, makes one queue grow while others are empty.
+2. A conversation stays at its home, where its last request went, unless another replica is sooner by a margin
+   (STAY_SHARE and STAY_NS). Moving it costs time again at later turns.
+3. A conversation without a home counts what it will meet there later: each conversation that lives at a replica adds
+   `Policy.neighbour_ns`. So new conversations are spread, and a hot system prompt with them.
+4. Otherwise the soonest replica wins, then the one with fewer open requests, then the one with the smaller number.
+
+Example. 16 replicas are idle, and conversation A has 80,000 tokens on the disk of replica 3, which take 5 s to load
+there and 12 s to compute elsewhere. It goes to replica 3 while its queue there is shorter than 5 * 7 s.
+
+What is known may be stale. Then the replica finds less than was expected and computes it: no decision here can make a
+request fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from attrs import evolve, field, frozen
+
+from states.routing.digests import LoadReport
+from states.routing.fleet_view import NOTHING, FleetView, Group, KnownReplica, list_numbers
+from states.routing.route_prices import SHARED_TIER
+
+Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "home_slower", "only_one", "new_session"]
+
+# A home is left if another replica is sooner by this share of the time at home (in percent), and by this much.
+STAY_SHARE = 50
+STAY_NS = 50_000_000
+RANK_UNIT = 1 << 16  # open requests of a replica are fewer
+EXCLUDED = 1 << 100  # ranks last
+
+
+@frozen
+class Policy:
+    """The settings of a router.
+
+    excess: open requests that a replica may have, in percent of the average. spare: and this many more.
+    work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
+    replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
+    none does.
+    """
+
+    excess: int = 125
+    spare: int = 3
+    work_weight: int = 5
+    neighbour_ns: int = 500_000_000
+    prefill_elsewhere: int = 0
+
+
+@frozen
+class RouteQuery:
+    """One request.
+
+    number: of the request; it is never used twice. keys: of the whole blocks that may be reused, in order. stops: for
+    each key, the tokens up to the end of its block. tokens: of the whole prompt. session: the conversation; "": none.
+    avoid: replicas that are chosen only if there is no other one.
+    """
+
+    number: int
+    keys: Sequence[bytes] = field(repr=False)
+    stops: Sequence[int] = field(repr=False)
+    tokens: int
+    session: str = ""
+    avoid: frozenset[str] = frozenset()
+
+
+@frozen
+class Home:
+    """The replica of a conversation's last request. keys: of that prompt.
+
+    valid_until: the number of the replica's digest that will say whether it holds them.
+    """
+
+    replica: str
+    epoch: int
+    valid_until: int
+    keys: Sequence[bytes] = field(repr=False)
+
+
+@frozen
+class ReplicaLoads:
+    """The load of each replica, by its number. Places without a replica hold anything.
+
+    free_at: the time when its queue has been computed. sessions: the conversations that live there.
+    """
+
+    requests: Sequence[int]
+    free_at: Sequence[int]
+    sessions: Sequence[int]
+    total: int  # open requests of all replicas
+
+
+@frozen
+class RouteDecision:
+    """The replica that gets a request, and why.
+
+    held: tokens by tier (device, host, disk, shared), as far as it and those before it have everything.
+    prefill_on: the replica that reads the prompt first and leaves its rows in the shared tier; "": none.
+    """
+
+    replica: str
+    reason: Reason
+    held: tuple[int, ...]
+    wait_ns: int
+    ready_ns: int
+    requests: int  # open requests there before this one
+    limit: int  # open requests from which on a replica was left out
+    home: str = ""
+    prefill_on: str = ""
+
+
+@frozen
+class Candidate:
+    """The best replica among those that hold the same and are equally quick."""
+
+    cost_ns: int
+    requests: int
+    number: int
+    wait_ns: int
+    ready_ns: int
+    blocks: tuple[int, ...]
+
+
+@frozen
+class Fleet:
+    """The input of a decision: what replicas hold, how busy they are, the time, and the router's settings."""
+
+    view: FleetView
+    loads: ReplicaLoads
+    now_ns: int
+    policy: Policy
+
+    @property
+    def limit(self) -> int:
+        """The open requests with which a replica gets no more: above the average, this one included."""
+        policy = self.policy
+        return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.spare
+
+
+def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteDecision | None:
+    """Choose the replica of a request; None: there is none. The module's docstring has the rules."""
+    view = fleet.view
+    count = len(view.replicas)
+    if not count:
+        return None
+    at_home = None if home is None or home.replica in query.avoid else view.replicas.get(home.replica)
+    groups = view.find_groups(query.keys)
+    if home is not None and at_home is not None:
+        groups = separate_home(groups, at_home, count_home_blocks(at_home, home, query.keys))
+    unwanted = sum(1 << view.replicas[name].number for name in query.avoid & view.replicas.keys())
+    if unwanted and unwanted != view.everyone:
+        groups = [Group(group.mask & ~unwanted, group.blocks) for group in groups]
+    placing = fleet.policy.neighbour_ns if at_home is None else 0
+    ranks = rank_replicas(fleet, placing)
+    best: Candidate | None = None
+    stay: Candidate | None = None
+    for group in groups:
+        for candidate in rank_group(fleet, query, group, ranks, placing):
+            if best is None or candidate_order(candidate) < candidate_order(best):
+                best = candidate
+            if at_home is not None and candidate.number == at_home.number:
+                stay = candidate
+    if best is None:
+        # All that are left after those to be avoided are at the limit.
+        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, spare=1 << 30)), query, home)
+    chosen = best
+    reason = explain_choice(best, at_home, stay, count)
+    if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):
+        chosen = stay
+        reason = "home"
+    decision = describe_choice(fleet, chosen, reason, query, "" if home is None else home.replica)
+    return choose_prefill_elsewhere(fleet, query, decision) if fleet.policy.prefill_elsewhere else decision
+
+
+def count_home_blocks(replica: KnownReplica, home: Home, keys: Sequence[bytes]) -> int:
+    """Count the blocks of a prompt that its home holds as far as the router itself knows: it sent a prompt there.
+
+    That counts until the replica's own digests say what it has kept of it.
+    """
+    if replica.reader.epoch != home.epoch or replica.reader.number > home.valid_until:
+        return 0
+    low = 0
+    high = min(len(keys), len(home.keys))
+    # Each key stands for everything before it, so equal keys at one place mean equal keys at all earlier places.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if keys[middle - 1] == home.keys[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def separate_home(groups: Sequence[Group], home: KnownReplica, presumed: int) -> list[Group]:
+    """Return the groups with the home in one of its own, which holds at least the presumed blocks on the device."""
+    bit = 1 << home.number
+    separated = list[Group]()
+    for group in groups:
+        if group.mask & bit:
+            separated.append(Group(bit, tuple(max(presumed, blocks) for blocks in group.blocks)))
+        if group.mask & ~bit:
+            separated.append(Group(group.mask & ~bit, group.blocks))
+    return separated
+
+
+def rank_replicas(fleet: Fleet, placing: int) -> list[int]:
+    """Return a number for each replica, by which those that hold the same are ordered: the least comes first.
+
+    It is the wait in nanoseconds, with what its conversations count, and below that its open requests. Replicas at the
+    limit get EXCLUDED. placing: what each conversation at a replica counts.
+    """
+    loads = fleet.loads
+    now_ns = fleet.now_ns
+    ranks = [
+        ((free - now_ns if free > now_ns else 0) + placing * sessions) * RANK_UNIT + requests
+        for free, sessions, requests in zip(loads.free_at, loads.sessions, loads.requests, strict=True)
+    ]
+    limit = fleet.limit
+    for number, requests in enumerate(loads.requests):
+        if requests >= limit:
+            ranks[number] = EXCLUDED
+        elif requests:
+            replica = fleet.view.by_number[number]
+            if replica is not None and requests >= replica.load.slots:
+                ranks[number] += estimate_slot_wait(replica.load, requests) * RANK_UNIT
+    return ranks
+
+
+def rank_group(fleet: Fleet, query: RouteQuery, group: Group, ranks: Sequence[int], placing: int) -> list[Candidate]:
+    """Return the best replica of a group, one for each set of prices in it. ranks: of all replicas."""
+    ends = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in group.blocks)
+    found = list[Candidate]()
+    for prices, mask in fleet.view.kinds:
+        numbers = list_numbers(group.mask & mask)
+        if not numbers:
+            continue
+        number = min(numbers, key=ranks.__getitem__)
+        if ranks[number] == EXCLUDED:
+            continue
+        cost = ranks[number] // RANK_UNIT
+        wait = cost - placing * fleet.loads.sessions[number]
+        ready = prices.estimate_ready_time(ends, query.tokens)
+        cost += fleet.policy.work_weight * ready
+        found.append(Candidate(cost, fleet.loads.requests[number], number, wait, ready, group.blocks))
+    return found
+
+
+def estimate_slot_wait(load: LoadReport, open_requests: int) -> int:
+    """Return the nanoseconds until a slot is free, where all of them are taken."""
+    return load.answer_ns * (open_requests - load.slots + 1) // load.slots
+
+
+def candidate_order(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.cost_ns, candidate.requests, candidate.number
+
+
+def explain_choice(best: Candidate, home: KnownReplica | None, stay: Candidate | None, count: int) -> Reason:
+    """Return why the best candidate is chosen, before a conversation's wish to stay is considered."""
+    if count == 1:
+        return "only_one"
+    if home is None:
+        return "prefix" if best.blocks != NOTHING else "new_session"
+    if best.number == home.number:
+        return "home"
+    return "home_overloaded" if stay is None else "home_slower"
+
+
+def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
+    """Is another replica sooner than the home by the margin?"""
+    gain = stay.cost_ns - best.cost_ns
+    return gain > STAY_NS and 100 * gain > STAY_SHARE * stay.cost_ns
+
+
+def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery, home: str) -> RouteDecision:
+    replica = fleet.view.by_number[chosen.number]
+    assert replica is not None
+    held = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in chosen.blocks)
+    return RouteDecision(
+        replica.name, reason, held, chosen.wait_ns, chosen.ready_ns, chosen.requests, fleet.limit, home
+    )
+
+
+# --- prefill elsewhere ---
+
+
+def choose_prefill_elsewhere(fleet: Fleet, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
+    """Let an idle replica read a long prompt, if that and loading its rows from the shared tier costs less time.
+
+    Where the chosen replica reads it, each of its open requests is delayed, too, so the time counts once for each of
+    them. The idle one delays none. Writing the rows is taken to be as slow as loading them.
+    """
+    loads = fleet.loads
+    target = fleet.view.replicas[decision.replica]
+    held = max(decision.held)
+    missing = query.tokens - held
+    per_token = target.prices.loads.get(SHARED_TIER, 0)
+    if missing < fleet.policy.prefill_elsewhere or not per_token:
+        return decision
+    idle = [
+        one
+        for one in fleet.view.replicas.values()
+        if one is not target and not loads.requests[one.number] and loads.free_at[one.number] <= fleet.now_ns
+    ]
+    if not idle:
+        return decision
+    reader = idle[query.number % len(idle)]
+    elsewhere = reader.prices.estimate_prefill_time(held, query.tokens) + 2 * missing * per_token
+    if elsewhere >= decision.wait_ns + decision.ready_ns * (1 + decision.requests):
+        return decision
+    return evolve(decision, prefill_on=reader.name, ready_ns=max(0, elsewhere - decision.wait_ns))

@@ -1,0 +1,177 @@
+"""The router by prefix: what it knows of its replicas and conversations, and the events that change it.
+
+`advance` takes one event after the other. Everything that a decision depends on is in those events, so a recorded list
+of them gives the same decisions again (`replay_routing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from attrs import define, evolve, field, frozen
+
+from states.routing.choose_replica import Fleet, Home, Policy, ReplicaLoads, RouteDecision, RouteQuery, choose_replica
+from states.routing.digests import Digest
+from states.routing.fleet_view import FleetView
+
+SCANNED_KEYS = 256  # last keys of a prompt among which the end of an earlier prompt is looked for
+MOST_HOMES = 1 << 16  # conversations that are remembered; the one that was silent longest is forgotten first
+DIGESTS_UNTIL_TOLD = 2  # a digest may have been written before its replica has read a prompt; the one after it has not
+
+
+@frozen
+class ReplicaAdded:
+    replica: str
+
+
+@frozen
+class ReplicaRemoved:
+    replica: str
+
+
+@frozen
+class DigestArrived:
+    replica: str
+    digest: Digest
+    now_ns: int
+
+
+@frozen
+class RequestsCounted:
+    """The open requests were counted. A replica that is not named has none."""
+
+    counts: Mapping[str, int]
+
+
+@frozen
+class RequestArrived:
+    query: RouteQuery
+    now_ns: int
+
+
+@frozen
+class RequestEnded:
+    number: int
+
+
+RouterEvent: TypeAlias = ReplicaAdded | ReplicaRemoved | DigestArrived | RequestsCounted | RequestArrived | RequestEnded
+
+
+@define(eq=False)
+class PrefixRouter:
+    """A router. Lists are by the number of a replica in `view`."""
+
+    policy: Policy = field(factory=Policy)
+    view: FleetView = field(factory=FleetView)
+    homes: dict[str, Home] = field(factory=dict[str, Home])
+    _requests: list[int] = field(factory=list[int])
+    _free_at: list[int] = field(factory=list[int])
+    _sessions: list[int] = field(factory=list[int])
+    _ends: dict[bytes, str] = field(factory=dict[bytes, str])  # last key of a prompt -> its conversation
+    _open: dict[int, str] = field(factory=dict[int, str])  # request -> its replica
+
+    def advance(self, event: RouterEvent) -> RouteDecision | None:
+        """Take in an event. Return the decision about a request; None: there is no replica, or it was another event."""
+        match event:
+            case RequestArrived(query, now_ns):
+                return self._route(query, now_ns)
+            case RequestEnded(number):
+                self._end_request(number)
+            case DigestArrived(name, digest, now_ns):
+                self._apply_digest(name, digest, now_ns)
+            case RequestsCounted(counts):
+                for name, replica in self.view.replicas.items():
+                    self._requests[replica.number] = counts.get(name, 0)
+            case ReplicaAdded(name):
+                self._add_replica(name)
+            case ReplicaRemoved(name):
+                self._remove_replica(name)
+        return None
+
+    def _add_replica(self, name: str) -> None:
+        if name in self.view.replicas:
+            return
+        number = self.view.add_replica(name).number
+        for values in (self._requests, self._free_at, self._sessions):
+            values[number : number + 1] = [0]
+
+    def _remove_replica(self, name: str) -> None:
+        replica = self.view.replicas.get(name)
+        if replica is not None:
+            self.view.remove_replica(name)
+            self._requests[replica.number] = 0
+
+    def _apply_digest(self, name: str, digest: Digest, now_ns: int) -> None:
+        replica = self.view.replicas.get(name)
+        if replica is None:
+            return
+        epoch = replica.reader.epoch
+        self.view.apply_digest(name, digest)
+        if replica.load is digest.load:
+            self._free_at[replica.number] = now_ns + digest.load.wait_ns
+        if epoch not in {-1, replica.reader.epoch}:
+            self._sessions[replica.number] = 0
+
+    def _route(self, query: RouteQuery, now_ns: int) -> RouteDecision | None:
+        loads = ReplicaLoads(self._requests, self._free_at, self._sessions, sum(self._requests))
+        if not query.session and query.keys:
+            query = evolve(query, session=self._name_conversation(query.keys))
+        home = self.homes.get(query.session) if query.session else None
+        decision = choose_replica(Fleet(self.view, loads, now_ns, self.policy), query, home)
+        if decision is not None:
+            self._note_decision(query, decision, home, now_ns)
+        return decision
+
+    def _name_conversation(self, keys: Sequence[bytes]) -> str:
+        """Return a name for the conversation of a prompt without one: that of an earlier prompt that it continues."""
+        for key in reversed(keys[-SCANNED_KEYS:]):
+            if (name := self._ends.pop(key, None)) is not None:
+                break
+        else:
+            name = f"from {keys[-1].hex()}"
+        self._ends[keys[-1]] = name
+        if len(self._ends) > MOST_HOMES:
+            del self._ends[next(iter(self._ends))]
+        return name
+
+    def _note_decision(self, query: RouteQuery, decision: RouteDecision, home: Home | None, now_ns: int) -> None:
+        replica = self.view.replicas[decision.replica]
+        number = replica.number
+        self._requests[number] += 1
+        self._free_at[number] = max(self._free_at[number], now_ns) + decision.ready_ns
+        self._open[query.number] = replica.name
+        if not query.session:
+            return
+        if home is not None:
+            del self.homes[query.session]
+            self._count_session(home.replica, -1)
+        reader = replica.reader
+        self.homes[query.session] = Home(
+            replica.name, reader.epoch, reader.number + DIGESTS_UNTIL_TOLD - 1, tuple(query.keys)
+        )
+        self._count_session(replica.name, 1)
+        if len(self.homes) > MOST_HOMES:
+            oldest = next(iter(self.homes))
+            self._count_session(self.homes.pop(oldest).replica, -1)
+
+    def _count_session(self, name: str, change: int) -> None:
+        replica = self.view.replicas.get(name)
+        if replica is not None:
+            self._sessions[replica.number] = max(0, self._sessions[replica.number] + change)
+
+    def _end_request(self, number: int) -> None:
+        replica = self.view.replicas.get(self._open.pop(number, ""))
+        if replica is not None:
+            self._requests[replica.number] = max(0, self._requests[replica.number] - 1)
+
+
+def replay_routing(policy: Policy, events: Iterable[RouterEvent]) -> list[RouteDecision | None]:
+    """Return the decisions about the requests among these events, in order."""
+    router = PrefixRouter(policy)
+    decisions = list[RouteDecision | None]()
+    for event in events:
+        decision = router.advance(event)
+        if isinstance(event, RequestArrived):
+            decisions.append(decision)
+    return decisions
