@@ -59,6 +59,7 @@ class DiskTier:
     """The tier, opened by `start`. Its lock is the store's, and guards the index and the size of the queue."""
 
     name: ClassVar[Tier] = "disk"
+    trouble: ClassVar[str] = ""  # a file that cannot be read is a miss of its own
     folder: PrivateFolder
     layout: Layout
     index: BlockIndex

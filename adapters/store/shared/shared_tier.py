@@ -1,0 +1,384 @@
+"""The shared tier: runs in an object store that several servers of one identity use, as `--kv-shared-tier` names it.
+
+The problem: what one server has computed, others should restore, bit for bit, although servers come and go, write the
+same runs at the same time, and the store may be slow or gone at any moment.
+
+How it works. A run is one object, with the name and the content of a file of the disk tier (`object_names.py`). A
+thread with an event loop of its own does everything that no request waits for:
+
+* It *refreshes* every few seconds: it lists the store, reads the beginnings of new objects into an index
+  (`catalogue.py`), and takes part in garbage collection (`garbage_policy.py`).
+* It *publishes*: it encodes runs that snapshots bring, and writes them (`publisher.py`).
+
+Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
+decodes it on the caller's threads, with the same checks as a file (`fill_target`). Then it is a run like any other.
+
+An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
+is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
+reason.
+
+Invariants: the index is changed under the store's lock only. A run is found only while this server's last report, or
+the next one, covers it; so a server that has not refreshed for STALE_S finds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from attrs import define, evolve, field, frozen
+
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.file_format import Layout
+from adapters.store.files.read_run import Expected, fill_target
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import RecentPrompts
+from adapters.store.shared.catalogue import Catalogue
+from adapters.store.shared.garbage_collector import GarbageCollector
+from adapters.store.shared.garbage_policy import SILENT_S
+from adapters.store.shared.object_client import ObjectClient, ObjectFacts, StoreUnreachable, StoreUnusable
+from adapters.store.shared.object_names import name_entry, name_sample
+from adapters.store.shared.object_pieces import ObjectPieces
+from adapters.store.shared.publish_policy import PublishLimits
+from adapters.store.shared.publisher import UPLOADS, Publisher
+from adapters.store.shared.store_health import (
+    StoreHealth,
+    choose_pause,
+    record_failure,
+    record_refresh,
+)
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
+from adapters.watched_thread import WatchedThread
+from effects.ids import Tier
+
+log = logging.getLogger("rekindle.store")
+
+MAX_RESTARTS = 16
+STALE_S = SILENT_S / 2  # a server that has not refreshed for so long may have missed marks
+HEADS_AT_ONCE = 16  # beginnings of objects that are read at the same time
+MAX_HEADS = 4096  # beginnings that one refresh reads; the next refresh follows at once where there are more
+COUNTED = (
+    "written", "already_there", "collected", "damaged", "other_format", "outages", "write_errors", "read_errors",
+    "dropped_outage", "dropped_queue_full", "dropped_no_room", "written_bytes", "read_bytes",
+)  # fmt: skip
+
+
+@frozen
+class SharedLimits:
+    """The limits of the tier. budget: bytes in the store for one identity, 0 for no limit. max_waiting: bytes that wait
+    to be written. max_age_s: runs that were not used for longer are removed.
+    """
+
+    budget: int
+    max_waiting: int
+    max_age_s: float
+
+
+def read_clock() -> float:
+    """Return seconds that go on while the machine sleeps, so that a server that was suspended knows it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+@define(eq=False)
+class SharedTier:
+    """The tier, opened by `start`. Its lock is the store's. clock: as `read_clock`."""
+
+    name: ClassVar[Tier] = "shared"
+    client: ObjectClient
+    layout: Layout
+    lock: threading.RLock
+    limits: SharedLimits
+    chooser: CodecChooser
+    recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    clock: Callable[[], float] = read_clock
+    server: str = field(factory=lambda: secrets.token_hex(8))
+    counts: Counter[str] = field(factory=Counter[str])
+    catalogue: Catalogue = field(init=False)
+    thread: WatchedThread = field(init=False)
+    _publisher: Publisher = field(init=False)
+    _collector: GarbageCollector = field(init=False)
+    _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
+    _empty: BlockIndex = field(init=False)
+    _health: StoreHealth = field(factory=StoreHealth)
+    _refreshed_s: float = field(init=False)
+    _is_complete: bool = False  # all objects of the last listing are in the index
+    _loop: asyncio.AbstractEventLoop | None = None
+    _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
+    _closing: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        root = self.layout.compute_root("rows")
+        self._empty = BlockIndex(self.limits.budget, self.layout.block_size, root)
+        self._refreshed_s = self.clock()
+        self.catalogue = Catalogue(root, evolve(self._empty), self.lock, self.counts)
+        limits = PublishLimits(self.limits.max_waiting, self.limits.budget)
+        self._publisher = Publisher(
+            self.client, self.layout, self.catalogue, self.chooser, limits, self._report_failure, self.clock, self.counts
+        )
+        budget, age_s = self.limits.budget, self.limits.max_age_s
+        self._collector = GarbageCollector(
+            self.client, self.catalogue, self.server, budget, age_s, self.clock, self.counts
+        )
+        self.thread = WatchedThread("shared-store", self._run, died=self._give_up, restarts=MAX_RESTARTS)
+
+    # --- start and end ---
+
+    def start(self) -> None:
+        """Sign on, which shows that the store can be written, and list it once. Raises StoreUnusable."""
+        try:
+            asyncio.run(self._sign_on())
+        except OSError as error:
+            self._decoders.shutdown()
+            self._publisher.close()
+            raise StoreUnusable(str(error)) from error
+        self.thread.start()
+
+    async def _sign_on(self) -> None:
+        await self._collector.write_report()
+        await self._collector.read_marks()
+        await self.client.list_objects(self.catalogue.root.hex())
+
+    def close(self, timeout_s: float = 10) -> bool:
+        """Write what is queued and sign off. Return False if that takes too long. May be called again."""
+        with self.lock:
+            self._closing = True
+        self._wake_thread()
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            return False
+        self._decoders.shutdown()
+        self._publisher.close()
+        return True
+
+    # --- from any thread ---
+
+    @property
+    def index(self) -> BlockIndex:
+        """The index of what can be read now: an empty one while the store is away."""
+        return self.catalogue.index if self.is_usable else self._empty
+
+    @property
+    def is_usable(self) -> bool:
+        return self._health.is_usable and self.clock() - self._refreshed_s < STALE_S
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether nothing is queued, and everything that was listed is in the index."""
+        return self._is_complete and self._publisher.is_idle
+
+    @property
+    def trouble(self) -> str:
+        """The reason why nothing is found in the tier now, in one line; empty where it can be used."""
+        if self.is_usable:
+            return ""
+        return self._health.trouble or f"the store was not listed for {self.clock() - self._refreshed_s:.0f} s"
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        return (self.thread,)
+
+    @property
+    def damaged_files(self) -> Mapping[str, int]:
+        return {"shared": self.counts["damaged"]}
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of rows that are not encoded yet. What is encoded needs no memory of the store any more."""
+        return self._publisher.queued_bytes
+
+    def touch(self, entry: Entry) -> None:
+        """Count a lookup that found this entry. Called with the lock."""
+        self.catalogue.touch(entry, self.clock())
+
+    def submit(self, job: WriteRun | NotePrompt) -> bool:
+        """Queue a run. Return False if it is refused. Prompts are not shared: each server compares with its own."""
+        if isinstance(job, NotePrompt):
+            job.finish()
+            return True
+        with self.lock:
+            usable = self.is_usable and not self._closing and not self.thread.is_dead
+            taken = self._publisher.submit(job, usable=usable)
+        if taken:
+            self._wake_thread()
+        return taken
+
+    async def read(
+        self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = lambda _: None
+    ) -> Buffer:
+        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+
+        then: called with the buffer on the thread of `workers` that has decoded it.
+        Raises Damaged (the object is not found any more by then), OSError or MemoryError.
+        """
+        pieces = await self._fetch(entry)
+        buffer = await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory)
+        await asyncio.get_running_loop().run_in_executor(workers, then, buffer)
+        return buffer
+
+    async def _fetch(self, entry: Entry) -> ObjectPieces:
+        name = name_entry(self.catalogue.root, entry)
+        try:
+            pieces = await self.client.read_object(name, entry.size)
+        except FileNotFoundError as error:
+            self.counts["read_errors"] += 1
+            self.catalogue.forget(entry)
+            raise StoreUnreachable("the run was removed from the shared store") from error
+        except StoreUnreachable as error:
+            self.counts["read_errors"] += 1
+            self._report_failure(f"reading failed: {error}")
+            raise
+        self.counts["read_bytes"] += entry.size
+        return ObjectPieces(pieces)
+
+    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory) -> Buffer:
+        buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
+        expected = Expected(entry.size, entry.run, self.layout)
+        try:
+            fill_target(pieces, expected, self._decoders, buffer.data.numpy().data)
+        except Damaged as error:
+            log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
+            self.catalogue.note_damaged_entry(entry)
+            raise
+        return buffer
+
+    # --- measurements, before any request is served ---
+
+    @contextmanager
+    def write_samples(self, parts: Sequence[bytes], count: int) -> Iterator[list[str]]:
+        """Yield the names of objects with this content, written for a measurement and removed again. Raises OSError."""
+        names = [name_sample(self.server, number) for number in range(count)]
+        try:
+            asyncio.run(self._write_all(names, parts))
+            yield names
+        finally:
+            with suppress(OSError):
+                asyncio.run(self._remove_all(names))
+
+    async def _write_all(self, names: Sequence[str], parts: Sequence[bytes]) -> None:
+        await asyncio.gather(*(self.client.write_object(name, parts, replace=True) for name in names))
+
+    async def _remove_all(self, names: Sequence[str]) -> None:
+        await asyncio.gather(*map(self.client.remove_object, names))
+
+    def read_sample(self, name: str, expected: Expected, target: memoryview) -> None:
+        """Read a sample as a run is read. Called on a thread without an event loop. Raises Damaged, OSError."""
+        pieces = ObjectPieces(asyncio.run(self.client.read_object(name, expected.size)))
+        fill_target(pieces, expected, self._decoders, target)
+
+    def collect_figures(self) -> dict[str, Any]:
+        with self.lock:
+            return {
+                **self.catalogue.index.collect_figures(),
+                "url": self.client.url,
+                "usable": self.is_usable,
+                "trouble": self.trouble,
+                "held_bytes": self.catalogue.count_held_bytes(),
+                "queued_bytes": self._publisher.queued_bytes + self._publisher.uploading_bytes,
+                **{name: self.counts[name] for name in COUNTED},
+            }
+
+    # --- the tier's thread ---
+
+    def _report_failure(self, why: str) -> None:
+        """Take the tier away, and say so once. Called on any thread."""
+        with self.lock:
+            was_usable = self._health.is_usable
+            self._health = record_failure(self._health, self.clock(), why)
+            self.counts["outages"] += was_usable
+        if was_usable:
+            log.warning("the shared tier is not used for now, requests are still answered: %s", why)
+
+    def _wake_thread(self) -> None:
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._wake.set)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        """Refresh and publish until the tier closes, then write what is left and sign off."""
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            refreshing = tasks.create_task(self._keep_refreshing())
+            uploads = set[asyncio.Task[None]]()
+            self._start_uploads(tasks, uploads)
+            while not self._closing:
+                await self._wake.wait()
+                self._wake.clear()
+                self._start_uploads(tasks, uploads)
+            refreshing.cancel()
+        with suppress(OSError):
+            await self._collector.remove_report()
+
+    def _start_uploads(self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]]) -> None:
+        """Start tasks that empty the queue, beside those that run: a slow upload must not hold the others up."""
+        for _ in range(UPLOADS - len(running)):
+            task = tasks.create_task(self._publisher.empty_queue())
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            began_s = self.clock()
+            await self._refresh()
+            pause_s = choose_pause(self._health, self.clock(), self.clock() - began_s)
+            await asyncio.sleep(pause_s if self._is_complete or not self._health.is_usable else 0)
+
+    async def _refresh(self) -> None:
+        """Bring the index up to date, and take part in garbage collection. A failure takes the tier away."""
+        try:
+            if not self.is_usable:
+                await self._collector.write_report()  # before anything is listed: this server is there again
+            await self._collector.read_marks()
+            await self._read_listing()
+            await self._collector.write_report()
+            self._accept_refresh()
+            await self._collector.collect()
+        except FileNotFoundError as error:
+            self._report_failure(f"listing failed: {error.strerror or 'a folder is gone'}")
+        except StoreUnreachable as error:
+            self._report_failure(f"listing failed: {error}")
+
+    def _accept_refresh(self) -> None:
+        with self.lock:
+            was_usable = self.is_usable
+            self._health = record_refresh(self._health)
+            self._refreshed_s = self.clock()
+        if not was_usable:
+            log.info("the shared tier is used again")
+
+    async def _read_listing(self) -> None:
+        listed = await self.client.list_objects(self.catalogue.root.hex())
+        new = self.catalogue.take_listing(listed)
+        waiting = new[:MAX_HEADS]
+        waiting.reverse()
+
+        async def read_heads() -> None:
+            while waiting:
+                await self._read_head(waiting.pop())
+
+        await asyncio.gather(*(read_heads() for _ in range(min(HEADS_AT_ONCE, len(waiting)))))
+        self._is_complete = len(new) <= MAX_HEADS
+
+    async def _read_head(self, facts: ObjectFacts) -> None:
+        await self.catalogue.read_head(self.client, facts, self.layout.block_size)
+
+    def _give_up(self) -> None:
+        """Find nothing and accept no more jobs: the thread has failed too often."""
+        with self.lock:
+            self._closing = True
+            self._health = StoreHealth("its thread has died", 1, self.clock(), float("inf"))
+        self._publisher.give_up()
