@@ -72,9 +72,7 @@ def open_store(
         pool.slab = choose_slab_bytes(layout, run_bytes)
     try:
         disk = (
-            None
-            if path is None
-            else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
+            None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
         )
     except FolderUnusable:
         for tier in others:

@@ -316,7 +316,7 @@ class Store(Generic[D]):
             self.restores[tier] = RestoreTotals(before.count + 1, before.bytes + size, before.seconds + seconds)
 
     def collect_figures(self) -> Mapping[str, Any]:
-        """Return what /props shows as `full_cache`: the figures of each tier by its name, those of the disk at the top."""
+        """Return what /props shows as `full_cache`: the figures of each tier by its name, and the disk's at the top."""
         with self.lock:
             by_tier = {tier.name: tier.collect_figures() for tier in self.tiers}
             top = by_tier.pop(TOP, None)

@@ -102,9 +102,7 @@ class CacheOptions:
     file:///folder. Servers of one model restore there what others have read. Credentials come from the environment, as
     the clients of these stores expect them. Needs the extra rekindle[shared]."""
 
-    kv_shared_budget: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 40))] = (
-        65536
-    )
+    kv_shared_budget: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 40))] = 65536
     """Maximum size of one model's prompts in the shared store in MiB; the longest unused go first. 0: no limit."""
 
     kv_shared_max_age: Annotated[float, flag(CACHE, validator=Number(gt=0, lte=100_000))] = 168

@@ -199,7 +199,10 @@ def parse_content_size(raw: memoryview) -> int:
 
 
 def parse_first_frame(raw: memoryview) -> FileHead:
-    """Return the description in the first frame. Raises Damaged, Newer or Outdated."""
+    """Return the description in the first frame. Raises Damaged, Newer or Outdated.
+
+    The frame's end is not known, so its checksum is not compared. The keys are: they are digests of what it says.
+    """
     content = bytearray(parse_content_size(raw))
-    seekable.decompress(raw, memoryview(content))
+    seekable.decompress_beginning(raw, memoryview(content))
     return parse_head(content)

@@ -98,7 +98,7 @@ class GarbageCollector:
         return [mark for _, mark in self._marks.values()]
 
     async def write_report(self) -> None:
-        """Report the marks that this server has seen, and which of their runs it keeps. All others are hidden by now."""
+        """Report the marks that this server has seen, and the runs of them that it keeps. All others are hidden by now."""
         now_s = self.clock()
         if now_s - self._reported_s > SILENT_S / 2:
             self._own = None  # others may take this server for dead, and remove its mark while it acts on it
@@ -136,7 +136,9 @@ class GarbageCollector:
 
     async def _watch_servers(self, now_s: float) -> float:
         """Read new reports, and return the store's time of our own one."""
-        listed = {server: one for one in await self.client.list_objects(SERVERS) if (server := parse_report_name(one.name))}
+        listed = {
+            server: one for one in await self.client.list_objects(SERVERS) if (server := parse_report_name(one.name))
+        }
         for server, facts in listed.items():
             if server in self._watched and self._watched[server][0] == facts.version:
                 continue
@@ -164,7 +166,9 @@ class GarbageCollector:
         self._own = None
         self._renewed |= dict.fromkeys(mark.runs - chosen, written)
         self._renewed = {run: at for run, at in self._renewed.items() if run in self.catalogue.listed}
-        log.info("the shared tier: %d runs removed, %d kept because they are in use", len(chosen), len(mark.runs - chosen))
+        log.info(
+            "the shared tier: %d runs removed, %d kept because they are in use", len(chosen), len(mark.runs - chosen)
+        )
 
     async def _mark(self, runs: Iterable[StoredRun], budget: int, written: float) -> None:
         """Mark the runs that are too old or beyond the budget."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -149,7 +150,7 @@ def split_ranges(size: int) -> list[tuple[int, int]]:
     """Return the spans of an object that are read by one request each. A short rest belongs to the last one."""
     count = max(1, (size + RANGE_BYTES // 2) // RANGE_BYTES)
     edges = [number * RANGE_BYTES for number in range(count)] + [size]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def open_client(url: str) -> ObjectClient:

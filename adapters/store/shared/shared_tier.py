@@ -123,7 +123,14 @@ class SharedTier:
         self.catalogue = Catalogue(root, evolve(self._empty), self.lock, self.counts)
         limits = PublishLimits(self.limits.max_waiting, self.limits.budget)
         self._publisher = Publisher(
-            self.client, self.layout, self.catalogue, self.chooser, limits, self._report_failure, self.clock, self.counts
+            self.client,
+            self.layout,
+            self.catalogue,
+            self.chooser,
+            limits,
+            self._report_failure,
+            self.clock,
+            self.counts,
         )
         budget, age_s = self.limits.budget, self.limits.max_age_s
         self._collector = GarbageCollector(
