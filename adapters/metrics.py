@@ -268,10 +268,7 @@ class ShardFigures(Collector):
 
 
 def iterate_shared_metrics(figures: Mapping[str, Any]) -> Iterator[Metric]:
-    usable = GaugeMetricFamily(
-        "rekindle_shared_usable", "1 while the shared store can be used", value=figures["usable"]
-    )
-    yield usable
+    yield GaugeMetricFamily("rekindle_shared_usable", "1 while the shared store can be used", value=figures["usable"])
     for name, meaning in SHARED_COUNTERS.items():
         yield CounterMetricFamily(f"rekindle_shared_{name}", meaning, value=figures[name])
     yield GaugeMetricFamily(

@@ -189,7 +189,7 @@ class CopyMeasurement:
             yield [partial(self._read_object, tier, name, expected, number) for number, name in enumerate(names)]
 
     def _make_sample(self, codec: Fixed) -> tuple[list[bytes], Expected]:
-        """Return the file of a run that nobody keeps, and what a reader expects of it."""
+        """Return the file of a run that is not kept, and what a reader expects of it."""
         layout = self.store.layout
         tokens = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes))
         keys = (bytes(KEY_BYTES),) * (tokens // layout.block_size)

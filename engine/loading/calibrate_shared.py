@@ -1,4 +1,4 @@
-"""Finds the time to restore rows from a shared store before the first request: kept by an earlier start, or measured."""
+"""Finds the time to restore rows from a shared store before the first request, kept by an earlier start or measured."""
 
 from __future__ import annotations
 

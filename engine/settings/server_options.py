@@ -106,7 +106,7 @@ class CacheOptions:
     """Maximum size of one model's prompts in the shared store in MiB; the longest unused go first. 0: no limit."""
 
     kv_shared_max_age: Annotated[float, flag(CACHE, validator=Number(gt=0, lte=100_000))] = 168
-    """Hours after which prompts that nobody used leave the shared store."""
+    """Hours after which unused prompts leave the shared store."""
 
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         512

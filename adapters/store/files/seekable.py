@@ -97,7 +97,7 @@ def decompress(frame: Buffer, target: memoryview) -> None:
 
 
 def decompress_beginning(raw: Buffer, target: memoryview) -> None:
-    """Fill `target` with the content of the frame that `raw` begins with; more may follow. Its checksum is not compared.
+    """Fill `target` with the content of the first frame of `raw`; more may follow. Its checksum is not compared.
 
     At most as much as fits into `target` is decompressed. Raises Damaged.
     """

@@ -98,7 +98,7 @@ class GarbageCollector:
         return [mark for _, mark in self._marks.values()]
 
     async def write_report(self) -> None:
-        """Report the marks that this server has seen, and the runs of them that it keeps. All others are hidden by now."""
+        """Report the marks that this server has seen, and what it keeps of them. All other runs are hidden by now."""
         now_s = self.clock()
         if now_s - self._reported_s > SILENT_S / 2:
             self._own = None  # others may take this server for dead, and remove its mark while it acts on it

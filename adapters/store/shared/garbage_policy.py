@@ -12,8 +12,8 @@ The protocol has two phases, and compares no clocks:
 2. The collector removes a marked run when every live server has reported that it has seen the mark, and none keeps it.
    Then it removes the mark, and servers find again what was kept.
 
-A server writes its first report before it lists the store for the first time. So whoever is not known to a collector
-that lists the store lists it later, and sees the mark. A server is dead when its report has not changed while a
+A server writes its first report before it lists the store for the first time. So a server that a collector does not
+know yet will list the store later, and will see the mark. A server is dead when its report has not changed while a
 collector has watched it for SILENT_S, by that collector's own clock; its store was lost to it or it has ended, and
 it lists the store anew before it finds anything again.
 
@@ -131,7 +131,7 @@ def choose_runs_to_remove(mark: Mark, reports: Iterable[ServerReport]) -> frozen
 def choose_dead_objects(marks: Iterable[Mark], reports: Mapping[str, ServerReport]) -> tuple[list[str], list[str]]:
     """Return (names of marks whose server is dead, servers that are dead and have no mark left).
 
-    A server is known by its report. Reports are removed last, so no mark is left that nobody would remove.
+    A server is known by its report. Reports are removed last, so no mark is left that no server would remove.
     """
     dead = {server for server, report in reports.items() if not report.is_live}
     orphans = [mark for mark in marks if mark.owner in dead or mark.owner not in reports]

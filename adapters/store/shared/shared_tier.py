@@ -331,7 +331,7 @@ class SharedTier:
             await self._collector.remove_report()
 
     def _start_uploads(self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]]) -> None:
-        """Start tasks that empty the queue, beside those that run: a slow upload must not hold the others up."""
+        """Start tasks that empty the queue, as many as run at once: a slow upload must not hold the others up."""
         for _ in range(UPLOADS - len(running)):
             task = tasks.create_task(self._publisher.empty_queue())
             running.add(task)
