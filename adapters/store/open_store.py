@@ -21,7 +21,8 @@ from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
 from adapters.store.shared.object_client import open_client
-from adapters.store.shared.shared_tier import SharedLimits, SharedTier
+from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import ALIGN, SlabMemory
 from adapters.store.store import RUN_BYTES, RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
@@ -151,7 +152,7 @@ def open_disk(
 def open_shared(layout: Layout, place: SharedPlace, lock: threading.RLock, *, codec: Codec = "zstd") -> SharedTier:
     """Open the shared tier. Raises StoreUnusable. `auto` writes zstd: a network is slower than decoding."""
     waiting = max(MAX_QUEUED_BYTES // 4, get_physical_memory() // SHARED_QUEUE_SHARE)
-    limits = SharedLimits(place.budget, waiting, place.max_age_s)
+    limits = SharedLimits(waiting, place.budget, place.max_age_s)
     tier = SharedTier(open_client(place.url), layout, lock, limits, CodecChooser(codec, "zstd"))
     tier.start()
     return tier

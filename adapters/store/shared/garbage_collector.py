@@ -32,6 +32,7 @@ from adapters.store.shared.object_names import (
     parse_report_name,
     parse_run_name,
 )
+from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.records import MAX_RECORD_BYTES, encode_mark, encode_report, parse_mark, parse_report
 
 log = logging.getLogger("rekindle.store")
@@ -42,16 +43,12 @@ SWEEP_S = 3600.0  # between two looks at what other identities have left, and at
 
 @define(eq=False)
 class GarbageCollector:
-    """One server's part in the protocol. Used on the tier's event loop. clock: monotonic seconds.
-
-    max_age_s: runs that were not used for longer are removed. budget: bytes of one identity, 0 for no limit.
-    """
+    """One server's part in the protocol. Used on the tier's event loop. clock: monotonic seconds."""
 
     client: ObjectClient
     catalogue: Catalogue
     server: str
-    budget: int
-    max_age_s: float
+    limits: SharedLimits
     clock: Callable[[], float]
     counts: Counter[str]
     _number: int = 0  # of reports and marks of this server
@@ -129,7 +126,7 @@ class GarbageCollector:
         # Servers that start together look at different times.
         self._next_collect_s = now_s + COLLECT_S + int(self.server, 16) % int(COLLECT_S)
         await self._remove_dead(reports)
-        await self._mark(self.catalogue.describe_runs(written), self.budget, written)
+        await self._mark(self.catalogue.describe_runs(written), self.limits.budget, written)
         if self._own is None and now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_S
             await self._sweep(written)
@@ -174,7 +171,7 @@ class GarbageCollector:
         """Mark the runs that are too old or beyond the budget."""
         aged = [evolve(run, age_s=min(run.age_s, written - self._renewed.get(run.name, 0.0))) for run in runs]
         marked = frozenset(name for mark in self._list_marks() for name in mark.runs)
-        chosen = choose_runs_to_mark(aged, budget, self.max_age_s, marked)
+        chosen = choose_runs_to_mark(aged, budget, self.limits.max_age_s, marked)
         if not chosen:
             return
         self._number += 1

@@ -75,7 +75,7 @@ class ServerReport:
 
 @frozen
 class Verdict:
-    """What a server does about the marks that it sees. hidden: runs that it stops finding."""
+    """A server's answer to the marks that it sees. hidden: runs that it stops finding."""
 
     keeps: frozenset[str]
     hidden: frozenset[str]

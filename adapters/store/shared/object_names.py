@@ -30,7 +30,7 @@ HEX = frozenset("0123456789abcdef")
 
 @frozen
 class RunName:
-    """What the name of a run's object says."""
+    """The meaning of the name of a run's object."""
 
     key: bytes
     start: int

@@ -7,24 +7,25 @@ from typing import Literal, TypeAlias
 from attrs import frozen
 
 # Why a run is not published; labels in /metrics.
-Refusal: TypeAlias = Literal["", "outage", "queue_full", "no_room"]
+DropReason: TypeAlias = Literal["", "outage", "queue_full", "no_room"]
 # Servers see what others wrote some seconds later, so they exceed the budget together. Collection brings it back.
 OVERSHOOT_PERCENT = 110
 
 
 @frozen
-class PublishLimits:
-    """Limits of what one server writes.
+class SharedLimits:
+    """Limits of what one server writes and keeps.
 
-    max_waiting: bytes of rows, and of files made of them, that wait to be written. budget: bytes in the store, 0 for no
-    limit.
+    max_waiting: bytes of rows, and of files made of them, that wait to be written. budget: bytes in the store for one
+    identity, 0 for no limit. max_age_s: runs that were not used for longer are removed.
     """
 
     max_waiting: int
     budget: int
+    max_age_s: float
 
 
-def find_refusal(limits: PublishLimits, size: int, waiting: int, held: int, *, usable: bool) -> Refusal:
+def find_drop_reason(limits: SharedLimits, size: int, waiting: int, held: int, *, usable: bool) -> DropReason:
     """Return why a run of `size` bytes is not published; empty if it is.
 
     waiting: bytes that wait already. held: bytes that are known to be in the store. usable: the store can be reached.

@@ -22,7 +22,7 @@ from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
-from adapters.store.shared.publish_policy import PublishLimits, find_refusal
+from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
@@ -39,7 +39,7 @@ class Publisher:
     layout: Layout
     catalogue: Catalogue
     chooser: CodecChooser
-    limits: PublishLimits
+    limits: SharedLimits
     report_failure: Callable[[str], object]
     clock: Callable[[], float]
     counts: Counter[str]
@@ -61,9 +61,9 @@ class Publisher:
         with self.lock:
             waiting = self.queued_bytes + self.uploading_bytes
             held = self.catalogue.count_held_bytes()
-            refusal = find_refusal(self.limits, job.size, waiting, held, usable=usable)
-            if refusal:
-                self.counts[f"dropped_{refusal}"] += 1
+            reason = find_drop_reason(self.limits, job.size, waiting, held, usable=usable)
+            if reason:
+                self.counts[f"dropped_{reason}"] += 1
                 return False
             self.queued_bytes += job.size
             self._queue.append(job)

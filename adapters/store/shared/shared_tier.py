@@ -27,14 +27,13 @@ import asyncio
 import logging
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
@@ -42,20 +41,14 @@ from adapters.store.files.file_format import Layout
 from adapters.store.files.read_run import Expected, fill_target
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts
+from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.garbage_collector import GarbageCollector
-from adapters.store.shared.garbage_policy import SILENT_S
 from adapters.store.shared.object_client import ObjectClient, ObjectFacts, StoreUnreachable, StoreUnusable
 from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.object_pieces import ObjectPieces
-from adapters.store.shared.publish_policy import PublishLimits
+from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import UPLOADS, Publisher
-from adapters.store.shared.store_health import (
-    StoreHealth,
-    choose_pause,
-    record_failure,
-    record_refresh,
-)
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
 from adapters.watched_thread import WatchedThread
@@ -64,29 +57,12 @@ from effects.ids import Tier
 log = logging.getLogger("rekindle.store")
 
 MAX_RESTARTS = 16
-STALE_S = SILENT_S / 2  # a server that has not refreshed for so long may have missed marks
 HEADS_AT_ONCE = 16  # beginnings of objects that are read at the same time
 MAX_HEADS = 4096  # beginnings that one refresh reads; the next refresh follows at once where there are more
 COUNTED = (
     "written", "already_there", "collected", "damaged", "other_format", "outages", "write_errors", "read_errors",
     "dropped_outage", "dropped_queue_full", "dropped_no_room", "written_bytes", "read_bytes",
 )  # fmt: skip
-
-
-@frozen
-class SharedLimits:
-    """The limits of the tier. budget: bytes in the store for one identity, 0 for no limit. max_waiting: bytes that wait
-    to be written. max_age_s: runs that were not used for longer are removed.
-    """
-
-    budget: int
-    max_waiting: int
-    max_age_s: float
-
-
-def read_clock() -> float:
-    """Return seconds that go on while the machine sleeps, so that a server that was suspended knows it."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @define(eq=False)
@@ -109,8 +85,7 @@ class SharedTier:
     _collector: GarbageCollector = field(init=False)
     _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
     _empty: BlockIndex = field(init=False)
-    _health: StoreHealth = field(factory=StoreHealth)
-    _refreshed_s: float = field(init=False)
+    availability: Availability = field(init=False)
     _is_complete: bool = False  # all objects of the last listing are in the index
     _loop: asyncio.AbstractEventLoop | None = None
     _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
@@ -119,22 +94,20 @@ class SharedTier:
     def __attrs_post_init__(self) -> None:
         root = self.layout.compute_root("rows")
         self._empty = BlockIndex(self.limits.budget, self.layout.block_size, root)
-        self._refreshed_s = self.clock()
+        self.availability = Availability(self.lock, self.counts, self.clock)
         self.catalogue = Catalogue(root, evolve(self._empty), self.lock, self.counts)
-        limits = PublishLimits(self.limits.max_waiting, self.limits.budget)
         self._publisher = Publisher(
             self.client,
             self.layout,
             self.catalogue,
             self.chooser,
-            limits,
-            self._report_failure,
+            self.limits,
+            self.availability.report_failure,
             self.clock,
             self.counts,
         )
-        budget, age_s = self.limits.budget, self.limits.max_age_s
         self._collector = GarbageCollector(
-            self.client, self.catalogue, self.server, budget, age_s, self.clock, self.counts
+            self.client, self.catalogue, self.server, self.limits, self.clock, self.counts
         )
         self.thread = WatchedThread("shared-store", self._run, died=self._give_up, restarts=MAX_RESTARTS)
 
@@ -172,11 +145,7 @@ class SharedTier:
     @property
     def index(self) -> BlockIndex:
         """The index of what can be read now: an empty one while the store is away."""
-        return self.catalogue.index if self.is_usable else self._empty
-
-    @property
-    def is_usable(self) -> bool:
-        return self._health.is_usable and self.clock() - self._refreshed_s < STALE_S
+        return self.catalogue.index if self.availability.is_usable else self._empty
 
     @property
     def is_complete(self) -> bool:
@@ -186,9 +155,7 @@ class SharedTier:
     @property
     def trouble(self) -> str:
         """The reason why nothing is found in the tier now, in one line; empty where it can be used."""
-        if self.is_usable:
-            return ""
-        return self._health.trouble or f"the store was not listed for {self.clock() - self._refreshed_s:.0f} s"
+        return self.availability.trouble
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
@@ -213,7 +180,7 @@ class SharedTier:
             job.finish()
             return True
         with self.lock:
-            usable = self.is_usable and not self._closing and not self.thread.is_dead
+            usable = self.availability.is_usable and not self._closing and not self.thread.is_dead
             taken = self._publisher.submit(job, usable=usable)
         if taken:
             self._wake_thread()
@@ -242,7 +209,7 @@ class SharedTier:
             raise StoreUnreachable("the run was removed from the shared store") from error
         except StoreUnreachable as error:
             self.counts["read_errors"] += 1
-            self._report_failure(f"reading failed: {error}")
+            self.availability.report_failure(f"reading failed: {error}")
             raise
         self.counts["read_bytes"] += entry.size
         return ObjectPieces(pieces)
@@ -287,7 +254,7 @@ class SharedTier:
             return {
                 **self.catalogue.index.collect_figures(),
                 "url": self.client.url,
-                "usable": self.is_usable,
+                "usable": self.availability.is_usable,
                 "trouble": self.trouble,
                 "held_bytes": self.catalogue.count_held_bytes(),
                 "queued_bytes": self._publisher.queued_bytes + self._publisher.uploading_bytes,
@@ -295,15 +262,6 @@ class SharedTier:
             }
 
     # --- the tier's thread ---
-
-    def _report_failure(self, why: str) -> None:
-        """Take the tier away, and say so once. Called on any thread."""
-        with self.lock:
-            was_usable = self._health.is_usable
-            self._health = record_failure(self._health, self.clock(), why)
-            self.counts["outages"] += was_usable
-        if was_usable:
-            log.warning("the shared tier is not used for now, requests are still answered: %s", why)
 
     def _wake_thread(self) -> None:
         loop = self._loop
@@ -341,31 +299,23 @@ class SharedTier:
         while True:
             began_s = self.clock()
             await self._refresh()
-            pause_s = choose_pause(self._health, self.clock(), self.clock() - began_s)
-            await asyncio.sleep(pause_s if self._is_complete or not self._health.is_usable else 0)
+            pause_s = self.availability.choose_pause(self.clock() - began_s)
+            await asyncio.sleep(pause_s if self._is_complete or self.trouble else 0)
 
     async def _refresh(self) -> None:
         """Bring the index up to date, and take part in garbage collection. A failure takes the tier away."""
         try:
-            if not self.is_usable:
+            if self.trouble:
                 await self._collector.write_report()  # before anything is listed: this server is there again
             await self._collector.read_marks()
             await self._read_listing()
             await self._collector.write_report()
-            self._accept_refresh()
+            self.availability.accept_refresh()
             await self._collector.collect()
         except FileNotFoundError as error:
-            self._report_failure(f"listing failed: {error.strerror or 'a folder is gone'}")
+            self.availability.report_failure(f"listing failed: {error.strerror or 'a folder is gone'}")
         except StoreUnreachable as error:
-            self._report_failure(f"listing failed: {error}")
-
-    def _accept_refresh(self) -> None:
-        with self.lock:
-            was_usable = self.is_usable
-            self._health = record_refresh(self._health)
-            self._refreshed_s = self.clock()
-        if not was_usable:
-            log.info("the shared tier is used again")
+            self.availability.report_failure(f"listing failed: {error}")
 
     async def _read_listing(self) -> None:
         listed = await self.client.list_objects(self.catalogue.root.hex())
@@ -387,5 +337,5 @@ class SharedTier:
         """Find nothing and accept no more jobs: the thread has failed too often."""
         with self.lock:
             self._closing = True
-            self._health = StoreHealth("its thread has died", 1, self.clock(), float("inf"))
+        self.availability.end("its thread has died")
         self._publisher.give_up()
