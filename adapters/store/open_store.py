@@ -42,7 +42,7 @@ RECENT_SHARE = 16  # recent prompts may take a 16th of the disk's budget
 
 @frozen
 class SharedPlace:
-    """Where the shared tier is, and its limits. budget: bytes for one identity, 0 for no limit."""
+    """The URL of the shared tier, and its limits. budget: bytes for one identity, 0 for no limit."""
 
     url: str
     budget: int = 0

@@ -1,4 +1,4 @@
-"""Whether the shared store can be used now, as all threads of a server see it. Decisions: `store_health.py`."""
+"""Holds whether the shared store can be used now, for all threads of a server. Decisions: `store_health.py`."""
 
 from __future__ import annotations
 
