@@ -88,6 +88,9 @@ class Catalogue:
 
         What is damaged, or of another version, is counted. Raises StoreUnreachable.
         """
+        if not facts.size:  # a store refuses to read a range of nothing
+            self.note_damaged(facts, "damaged")
+            return
         try:
             raw = await client.read_range(facts.name, 0, min(facts.size, FIRST_READ))
             if (more := measure_first_frame(raw, facts.size)) > len(raw):

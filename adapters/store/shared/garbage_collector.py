@@ -52,7 +52,8 @@ class GarbageCollector:
     clock: Callable[[], float]
     counts: Counter[str]
     _number: int = 0  # of reports and marks of this server
-    _marks: Mapping[str, tuple[str, Mark]] = field(factory=dict[str, "tuple[str, Mark]"])  # name -> (version, mark)
+    # name -> (version, mark); None for what is no mark of this version, which is not reported as seen
+    _marks: Mapping[str, tuple[str, Mark | None]] = field(factory=dict[str, "tuple[str, Mark | None]"])
     _own: Mark | None = None  # marked here, and not removed yet
     _watched: dict[str, tuple[str, float, ServerReport]] = field(factory=dict)  # server -> (version, since, report)
     _renewed: dict[str, float] = field(factory=dict[str, float])  # run -> the store's time when it was known to be used
@@ -64,14 +65,14 @@ class GarbageCollector:
 
     async def read_marks(self) -> None:
         """Read new marks, and stop finding what they name and this server does not use."""
-        listed = [facts for facts in await self.client.list_objects(MARKS) if parse_mark_name(facts.name)]
-        marks = dict[str, tuple[str, Mark]]()
-        for facts in listed:
+        marks = dict[str, tuple[str, Mark | None]]()
+        for facts in await self.client.list_objects(MARKS):
             known = self._marks.get(facts.name)
             if known is not None and known[0] == facts.version:
                 marks[facts.name] = known
-            elif (mark := await self._read_mark(facts)) is not None:
-                marks[facts.name] = (facts.version, mark)
+            elif parse_mark_name(facts.name):
+                with suppress(FileNotFoundError):  # removed since it was listed
+                    marks[facts.name] = (facts.version, await self._read_mark(facts))
         self._marks = marks
         with self.catalogue.lock:
             verdict = review_marks(self._list_marks(), self.catalogue.collect_used(self.clock()))
@@ -80,19 +81,17 @@ class GarbageCollector:
     async def _read_mark(self, facts: ObjectFacts) -> Mark | None:
         try:
             return parse_mark(facts.name, await self._read_small(facts))
-        except FileNotFoundError:
-            return None
         except ValueError:
             self.counts["damaged"] += 1
             return None
 
     async def _read_small(self, facts: ObjectFacts) -> bytes:
-        if facts.size > MAX_RECORD_BYTES:
-            raise ValueError("larger than any record")
-        return bytes(await self.client.read_range(facts.name, 0, max(1, facts.size)))
+        if not 0 < facts.size <= MAX_RECORD_BYTES:
+            raise ValueError("empty, or larger than any record")
+        return bytes(await self.client.read_range(facts.name, 0, facts.size))
 
     def _list_marks(self) -> list[Mark]:
-        return [mark for _, mark in self._marks.values()]
+        return [mark for _, mark in self._marks.values() if mark is not None]
 
     async def write_report(self) -> None:
         """Report the marks that this server has seen, and what it keeps of them. All other runs are hidden by now."""
@@ -101,8 +100,10 @@ class GarbageCollector:
             self._own = None  # others may take this server for dead, and remove its mark while it acts on it
         self._reported_s = now_s
         self._number += 1
-        named = frozenset(run for mark in self._list_marks() for run in mark.runs)
-        raw = encode_report(self._number, frozenset(self._marks), named - self.catalogue.hidden)
+        marks = self._list_marks()
+        named = frozenset(run for mark in marks for run in mark.runs)
+        seen = frozenset(mark.name for mark in marks)
+        raw = encode_report(self._number, seen, named - self.catalogue.hidden)
         await self.client.write_object(name_report(self.server), [raw], replace=True)
 
     async def remove_report(self) -> None:

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-# Why a run is not published; labels in /metrics.
-DropReason: TypeAlias = Literal["", "outage", "queue_full", "no_room"]
+# Why a run is not queued; names of counters end so.
+DropReason: TypeAlias = Literal["", "outage", "queue_full"]
 # Servers see what others wrote some seconds later, so they exceed the budget together. Collection brings it back.
 OVERSHOOT_PERCENT = 110
 
@@ -25,15 +25,16 @@ class SharedLimits:
     max_age_s: float
 
 
-def find_drop_reason(limits: SharedLimits, size: int, waiting: int, held: int, *, usable: bool) -> DropReason:
-    """Return why a run of `size` bytes is not published; empty if it is.
+def find_drop_reason(limits: SharedLimits, size: int, waiting: int, *, usable: bool) -> DropReason:
+    """Return why a run of `size` bytes is not queued; empty if it is.
 
-    waiting: bytes that wait already. held: bytes that are known to be in the store. usable: the store can be reached.
+    waiting: bytes that wait already. usable: the store can be reached.
     """
     if not usable:
         return "outage"
-    if waiting + size > limits.max_waiting:
-        return "queue_full"
-    if limits.budget and held + size > limits.budget * OVERSHOOT_PERCENT // 100:
-        return "no_room"
-    return ""
+    return "queue_full" if waiting + size > limits.max_waiting else ""
+
+
+def has_room(limits: SharedLimits, size: int, held: int) -> bool:
+    """Say whether a run of `size` bytes may be written. held: bytes that are known to be in the store."""
+    return not limits.budget or held + size <= limits.budget * OVERSHOOT_PERCENT // 100

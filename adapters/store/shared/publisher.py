@@ -22,7 +22,7 @@ from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
 from adapters.store.shared.object_names import name_run
-from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason
+from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
@@ -60,8 +60,7 @@ class Publisher:
         """Queue a job. Return False if it is refused, which is counted."""
         with self.lock:
             waiting = self.queued_bytes + self.uploading_bytes
-            held = self.catalogue.count_held_bytes()
-            reason = find_drop_reason(self.limits, job.size, waiting, held, usable=usable)
+            reason = find_drop_reason(self.limits, job.size, waiting, usable=usable)
             if reason:
                 self.counts[f"dropped_{reason}"] += 1
                 return False
@@ -85,7 +84,9 @@ class Publisher:
         size = job.size
         finish = job.finish
         try:
-            if not self.catalogue.is_known(job.run):
+            if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
+                self.counts["dropped_no_room"] += 1
+            elif not self.catalogue.is_known(job.run):
                 parts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
         except MemoryError:
             self.counts["write_errors"] += 1

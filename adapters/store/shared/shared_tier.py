@@ -27,13 +27,13 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
@@ -93,9 +93,10 @@ class SharedTier:
 
     def __attrs_post_init__(self) -> None:
         root = self.layout.compute_root("rows")
+        index = BlockIndex(self.limits.budget, self.layout.block_size, root)
         self._empty = BlockIndex(self.limits.budget, self.layout.block_size, root)
         self.availability = Availability(self.lock, self.counts, self.clock)
-        self.catalogue = Catalogue(root, evolve(self._empty), self.lock, self.counts)
+        self.catalogue = Catalogue(root, index, self.lock, self.counts)
         self._publisher = Publisher(
             self.client,
             self.layout,
@@ -257,6 +258,7 @@ class SharedTier:
                 "usable": self.availability.is_usable,
                 "trouble": self.trouble,
                 "held_bytes": self.catalogue.count_held_bytes(),
+                "dropped_writes": sum(self.counts[f"dropped_{why}"] for why in ("outage", "queue_full", "no_room")),
                 "queued_bytes": self._publisher.queued_bytes + self._publisher.uploading_bytes,
                 **{name: self.counts[name] for name in COUNTED},
             }
@@ -318,20 +320,22 @@ class SharedTier:
             self.availability.report_failure(f"listing failed: {error}")
 
     async def _read_listing(self) -> None:
-        listed = await self.client.list_objects(self.catalogue.root.hex())
-        new = self.catalogue.take_listing(listed)
-        waiting = new[:MAX_HEADS]
-        waiting.reverse()
+        """List the runs, and read the beginnings of new ones. Those that cannot be read are tried again next time."""
+        new = self.catalogue.take_listing(await self.client.list_objects(self.catalogue.root.hex()))
+        waiting = deque(new[:MAX_HEADS])
+        failed = list[ObjectFacts]()
 
         async def read_heads() -> None:
-            while waiting:
-                await self._read_head(waiting.pop())
+            while waiting and len(failed) < HEADS_AT_ONCE:
+                facts = waiting.popleft()
+                try:
+                    await self.catalogue.read_head(self.client, facts, self.layout.block_size)
+                except StoreUnreachable:  # of one object, while others are listed: no outage
+                    self.counts["read_errors"] += 1
+                    failed.append(facts)
 
         await asyncio.gather(*(read_heads() for _ in range(min(HEADS_AT_ONCE, len(waiting)))))
-        self._is_complete = len(new) <= MAX_HEADS
-
-    async def _read_head(self, facts: ObjectFacts) -> None:
-        await self.catalogue.read_head(self.client, facts, self.layout.block_size)
+        self._is_complete = len(new) <= MAX_HEADS or len(failed) >= HEADS_AT_ONCE
 
     def _give_up(self) -> None:
         """Find nothing and accept no more jobs: the thread has failed too often."""
