@@ -8,8 +8,9 @@ are split (`--writer`), reads the same prompts, publishes their rows, those of i
 is killed (`kill -9`). B has no disk and keeps nothing in host memory. It is asked again and restores from the shared
 tier, whatever that is worth. Tokens are compared.
 
-**Rates.** The bytes of objects that the tier reads and writes in a second, encoding, decoding and checks included,
-against the client library alone with the same objects and as many requests at once. Passes take turns; medians.
+**Rates.** The bytes of objects that are read and written in a second, against the client library alone with the same
+objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
+decodes, checks and copies. Passes take turns; medians.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -24,10 +25,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,31 @@ async def time_client_reads(client: ObjectClient, count: int, mark: str) -> floa
     return time.perf_counter() - began
 
 
+async def time_moved_writes(client: ObjectClient, files: Sequence[bytes], mark: str) -> float:
+    names = [(f"moved-{mark}/{number}", file) for number, file in enumerate(files)]
+
+    async def work() -> None:
+        while names:
+            name, file = names.pop()
+            await client.write_object(name, [file])
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(UPLOADS)))
+    return time.perf_counter() - began
+
+
+async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str) -> float:
+    names = [(f"moved-{mark}/{number}", size) for number, size in enumerate(sizes)]
+
+    async def work() -> None:
+        while names:
+            await client.read_object(*names.pop())
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+    return time.perf_counter() - began
+
+
 def time_tier_writes(tier: SharedTier, runs: Sequence[tuple[Run, Buffer, list[bytes]]]) -> float:
     began = time.perf_counter()
     for run, rows, _ in runs:
@@ -207,48 +233,48 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
     return time.perf_counter() - began
 
 
-def measure_rates(url: str, store: str, codec: Fixed) -> list[dict[str, Any]]:
-    rows = list[dict[str, Any]]()
+def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int) -> dict[str, float]:
+    """The seconds of every way, on the same objects."""
+    runs = make_runs(layout, RUNS, codec)
+    files = [b"".join(parts) for _, _, parts in runs]
+    sizes = [*map(len, files)]
+    mark = f"{codec}{turn}"
+    client = open_client(url)
+    tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
     memory = SlabMemory(RUNS_IN_FLIGHT * RUN_BYTES * 2)
     with ThreadPoolExecutor(2 * RUNS_IN_FLIGHT) as workers:
-        for turn in range(PASSES + 1):
-            layout = Layout(f"rates {store} {codec} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
-            runs = make_runs(layout, RUNS, codec)
-            files = [b"".join(parts) for _, _, parts in runs]
-            size = sum(map(len, files))
-            client = open_client(url)
-            tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
-            plain, ours = (
-                partial(time_client_writes, client, files, f"{codec}{turn}"),
-                partial(time_tier_writes, tier, runs),
-            )
-            if turn % 2:
-                write = asyncio.run(plain())
-                own_write = ours()
-            else:
-                own_write = ours()
-                write = asyncio.run(plain())
-            read = asyncio.run(time_client_reads(client, RUNS, f"{codec}{turn}"))
-            own_read = asyncio.run(time_tier_reads(tier, memory, workers))
-            figures = tier.collect_figures()
-            assert figures["written"] == RUNS and figures["read_bytes"] == size, figures  # noqa: PT018
-            assert tier.close(60)
-            if turn:  # the first one warms up
-                rows.append(
-                    {
-                        "store": store,
-                        "codec": codec,
-                        "write_MB/s": size / own_write / 1e6,
-                        "client_write_MB/s": size / write / 1e6,
-                        "of_client_write": write / own_write,
-                        "read_MB/s": size / own_read / 1e6,
-                        "client_read_MB/s": size / read / 1e6,
-                        "of_client_read": read / own_read,
-                    }
-                )
-    return [
-        {name: one if isinstance(one, str) else median([row[name] for row in rows]) for name, one in rows[0].items()}
-    ]
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("client_write", lambda: asyncio.run(time_client_writes(client, files, mark))),
+            ("moved_write", lambda: asyncio.run(time_moved_writes(client, files, mark))),
+            ("tier_write", lambda: time_tier_writes(tier, runs)),
+        ]
+        reads: list[tuple[str, Callable[[], float]]] = [
+            ("client_read", lambda: asyncio.run(time_client_reads(client, RUNS, mark))),
+            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark))),
+            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
+        ]
+        order = -1 if turn % 2 else 1
+        found = {name: way() for name, way in (*ways[::order], *reads[::order])}
+    figures = tier.collect_figures()
+    assert (figures["written"], figures["read_bytes"]) == (RUNS, sum(sizes)), figures
+    assert tier.close(60)
+    return {name: sum(sizes) / seconds / 1e6 for name, seconds in found.items()}
+
+
+def measure_rates(url: str, store: str, codec: Fixed) -> dict[str, Any]:
+    """Medians of MB/s over all passes but the first, which warms up."""
+    rows = list[dict[str, float]]()
+    for turn in range(PASSES + 1):
+        layout = Layout(f"rates {store} {codec} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
+        rows.append(measure_pass(url, layout, codec, turn))
+    names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
+    found: dict[str, Any] = {"store": store, "codec": codec}
+    found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
+    for way, what in names:
+        if way != "client":
+            ratios = [row[f"{way}_{what}"] / row[f"client_{what}"] for row in rows[1:]]
+            found[f"{way}_{what}_ratio"] = median(ratios)
+    return found
 
 
 # --- all of it ---
@@ -274,10 +300,10 @@ def make_figures(answers: Sequence[dict[str, Any]], rates: Sequence[dict[str, An
         subject = f"{row['model']}, restored on B from what A published"
         found.append(Figure("exactness", subject, at, "differ", row["differing"], goal=Goal(at_most=0)))
     for row in rates:
-        for what in ("write", "read"):
-            subject = f"shared tier, {row['store']}, codec {row['codec']}, {what}s, of the client alone"
-            ratio = row[f"of_client_{what}"]
-            found.append(Figure("restart", subject, f"{RUN_BYTES >> 20} MiB runs", "x", ratio, goal=Goal(at_least=0.9)))
+        for way, what in product(("moved", "tier"), ("write", "read")):
+            subject = f"shared tier, {row['store']}, codec {row['codec']}, {what}s, times the client alone"
+            ratio, at = row[f"{way}_{what}_ratio"], "bytes moved" if way == "moved" else "the whole tier"
+            found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
     return found
 
 
@@ -301,7 +327,7 @@ def main() -> int:
         if "rates" in given.only:
             codecs: tuple[Fixed, ...] = ("store", "zstd")
             for codec in codecs:
-                rates += measure_rates(url, given.store, codec)
+                rates.append(measure_rates(url, given.store, codec))
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
     if rates:

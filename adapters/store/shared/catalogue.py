@@ -43,6 +43,7 @@ class Catalogue:
     listed: Mapping[str, ObjectFacts] = field(factory=dict[str, ObjectFacts])
     hidden: frozenset[str] = frozenset()
     _entries: dict[str, Entry] = field(factory=dict[str, Entry])  # by name
+    _unlisted: set[str] = field(factory=set[str])  # written here since the last listing began
     _damaged: dict[str, str] = field(factory=dict[str, str])  # name -> version
     _used_s: dict[str, float] = field(factory=dict[str, float])  # name -> time of the last use
 
@@ -61,13 +62,17 @@ class Catalogue:
 
     # --- listings ---
 
+    def begin_listing(self) -> None:
+        """Prepare for a listing: it may lack what is written from now on."""
+        with self.lock:
+            self._unlisted = set()
+
     def take_listing(self, objects: Sequence[ObjectFacts]) -> list[ObjectFacts]:
         """Forget what is gone. Return the new objects, whose beginnings have to be read."""
         listed = {facts.name: facts for facts in objects if parse_run_name(facts.name) is not None}
         with self.lock:
             for name, entry in [*self._entries.items()]:
-                # What was written behind the listing's back is in the next one.
-                is_gone = name not in listed and name in self.listed
+                is_gone = name not in listed and name not in self._unlisted
                 if is_gone or (name in listed and listed[name].size != entry.size):
                     self._drop(name)
                     self.index.evictions += is_gone
@@ -121,6 +126,13 @@ class Catalogue:
                 self._entries[name] = entry
                 self._damaged.pop(name, None)
                 self.index.add_overlapping(entry)
+
+    def add_written(self, name: str, entry: Entry, now_s: float) -> None:
+        """Add a run that this server has just written. It counts as used."""
+        with self.lock:
+            self.note_use(name, now_s)
+            self._unlisted.add(name)
+            self.add(name, entry)
 
     def note_damaged(self, facts: ObjectFacts, kind: str) -> None:
         """Remember an object that is not what it should be, and stop finding it."""

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from attrs import define, frozen
 
-from adapters.store.shared.store_health import BASE_LIMIT_S, compute_limit
+from adapters.store.shared.store_health import BASE_LIMIT_S, compute_limit, compute_patient_limit
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -72,7 +72,7 @@ class ObjectClient:
         found = list[ObjectFacts]()
         stream = list_all(self._store, folder, chunk_size=PAGE)
         while True:  # each page has a limit of its own
-            async with limit_time(0):
+            async with limit_time(compute_patient_limit(0)), expect_store():
                 page = await anext(stream, None)
             if page is None or len(found) > MAX_LISTED:
                 return found
@@ -85,14 +85,14 @@ class ObjectClient:
         """Return the names of the folders at the top."""
         from obstore import list_with_delimiter_async  # noqa: PLC0415
 
-        async with limit_time(0):
+        async with limit_time(compute_patient_limit(0)), expect_store():
             return [*(await list_with_delimiter_async(self._store))["common_prefixes"]]
 
     async def read_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return the bytes `[start, stop)`, or as many of them as there are."""
         from obstore import get_range_async  # noqa: PLC0415
 
-        async with limit_time(stop - start):
+        async with limit_time(compute_limit(stop - start)):
             return memoryview(await get_range_async(self._store, name, start=start, end=stop))
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
@@ -106,7 +106,7 @@ class ObjectClient:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         from obstore import put_async  # noqa: PLC0415
 
-        async with limit_time(sum(map(len, parts))):
+        async with limit_time(compute_patient_limit(sum(map(len, parts)))), expect_store():
             await put_async(
                 self._store, name, b"".join(parts), mode="overwrite" if replace else "create", use_multipart=False
             )
@@ -116,28 +116,36 @@ class ObjectClient:
         from obstore import delete_async  # noqa: PLC0415
 
         try:
-            async with limit_time(0):
+            async with limit_time(compute_patient_limit(0)):
                 await delete_async(self._store, name)
         except FileNotFoundError:
             return
 
 
 @asynccontextmanager
-async def limit_time(size: int) -> AsyncIterator[None]:
-    """Give an operation on this many bytes its time, and turn the library's errors into ours."""
+async def limit_time(limit_s: float) -> AsyncIterator[None]:
+    """Give an operation its time, and turn the library's errors into ours."""
     from obstore.exceptions import AlreadyExistsError, BaseError  # noqa: PLC0415
 
-    limit_s = compute_limit(size)
     try:
         async with asyncio.timeout(limit_s):
             yield
     except AlreadyExistsError as error:
         raise ObjectExists from error
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(shorten_error(error)) from error
     except TimeoutError as error:
         raise StoreUnreachable(f"no answer within {limit_s:.1f} s") from error
     except (BaseError, OSError) as error:
+        raise StoreUnreachable(shorten_error(error)) from error
+
+
+@asynccontextmanager
+async def expect_store() -> AsyncIterator[None]:
+    """Raise StoreUnreachable where something is not found although no object was asked for: there is no such bucket."""
+    try:
+        yield
+    except FileNotFoundError as error:
         raise StoreUnreachable(shorten_error(error)) from error
 
 

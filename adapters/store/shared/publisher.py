@@ -115,9 +115,8 @@ class Publisher:
             self.counts["written_bytes"] += size
             self.counts["written"] += 1
             with self.lock:
-                self.catalogue.note_use(name, self.clock())
                 entry = make_entry(run, self.catalogue.index.allocate_handle(), size, self.catalogue.root)
-                self.catalogue.add(name, entry)
+                self.catalogue.add_written(name, entry, self.clock())
         finally:
             with self.lock:
                 self.uploading_bytes -= size

@@ -314,13 +314,12 @@ class SharedTier:
             await self._collector.write_report()
             self.availability.accept_refresh()
             await self._collector.collect()
-        except FileNotFoundError as error:
-            self.availability.report_failure(f"listing failed: {error.strerror or 'a folder is gone'}")
         except StoreUnreachable as error:
             self.availability.report_failure(f"listing failed: {error}")
 
     async def _read_listing(self) -> None:
         """List the runs, and read the beginnings of new ones. Those that cannot be read are tried again next time."""
+        self.catalogue.begin_listing()
         new = self.catalogue.take_listing(await self.client.list_objects(self.catalogue.root.hex()))
         waiting = deque(new[:MAX_HEADS])
         failed = list[ObjectFacts]()

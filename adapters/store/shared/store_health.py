@@ -16,10 +16,13 @@ from attrs import evolve, frozen
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 SOUND_S = 120.0  # the store has worked for so long: earlier failures are forgotten
-# The limit of an operation: a second and a half, and what its bytes take at the least speed that is of use. Computing
-# rows is quicker than to read them at less: 4 MiB of an 8B model's rows are 28 tokens.
+# The limit of a read, for which a request waits: a second and a half, and what its bytes take at the least speed that
+# is of use. Eight are under way at once, so a whole restore comes at 32 MiB/s at least.
 BASE_LIMIT_S = 1.5
-LEAST_BYTES_A_S = 8 << 20
+LEAST_BYTES_A_S = 4 << 20
+# No request waits for listings and writes, of which several share the way to the store.
+PATIENCE_S = 10.0
+LEAST_WRITTEN_BYTES_A_S = 1 << 20
 # A refresh takes at most a tenth of the thread's time, and begins every REFRESH_S while listing is quick.
 REFRESH_S = 5.0
 REFRESH_SHARE = 10
@@ -65,5 +68,10 @@ def choose_pause(health: StoreHealth, now_s: float, refresh_took_s: float) -> fl
 
 
 def compute_limit(size: int) -> float:
-    """Return the seconds that an operation on this many bytes may take."""
+    """Return the seconds that a read of this many bytes may take."""
     return BASE_LIMIT_S + size / LEAST_BYTES_A_S
+
+
+def compute_patient_limit(size: int) -> float:
+    """Return the seconds that any other operation may take; size: bytes that it writes."""
+    return PATIENCE_S + size / LEAST_WRITTEN_BYTES_A_S

@@ -118,6 +118,7 @@ class FakeServer:
             await self.collector.write_report()
         await self.collector.read_marks()
         client = self.collector.client
+        self.catalogue.begin_listing()
         for facts in self.catalogue.take_listing(await client.list_objects(ROOT.hex())):
             await self.catalogue.read_head(client, facts, BLOCK_SIZE)
         await self.collector.write_report()

@@ -339,7 +339,7 @@ class FailingClient(ObjectClient):
 
     async def fail(self, size: int) -> None:
         if self.how == "slow":
-            async with limit_time(size):
+            async with limit_time(compute_limit(size)):
                 await asyncio.sleep(60)
         if self.how:
             raise StoreUnreachable("connection refused")

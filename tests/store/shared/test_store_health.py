@@ -16,6 +16,7 @@ from adapters.store.shared.store_health import (
     StoreHealth,
     choose_pause,
     compute_limit,
+    compute_patient_limit,
     record_failure,
     record_refresh,
 )
@@ -69,6 +70,7 @@ def test_listing_takes_a_tenth_of_the_time_at_most(took_s: float, pause_s: float
 @pytest.mark.parametrize(("size", "limit_s"), [(0, BASE_LIMIT_S), (LEAST_BYTES_A_S, BASE_LIMIT_S + 1)])
 def test_the_limit_of_an_operation_follows_its_bytes(size: int, limit_s: float) -> None:
     assert compute_limit(size) == limit_s
+    assert compute_patient_limit(size) > limit_s
 
 
 @pytest.mark.parametrize(
