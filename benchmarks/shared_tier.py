@@ -233,15 +233,14 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
     return time.perf_counter() - began
 
 
-def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int) -> dict[str, float]:
-    """The seconds of every way, on the same objects."""
+def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory) -> dict[str, float]:
+    """MB/s of every way, on the same objects. memory: mapped before, as a server's is."""
     runs = make_runs(layout, RUNS, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
     mark = f"{codec}{turn}"
     client = open_client(url)
     tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
-    memory = SlabMemory(RUNS_IN_FLIGHT * RUN_BYTES * 2)
     with ThreadPoolExecutor(2 * RUNS_IN_FLIGHT) as workers:
         ways: list[tuple[str, Callable[[], float]]] = [
             ("client_write", lambda: asyncio.run(time_client_writes(client, files, mark))),
@@ -264,9 +263,11 @@ def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int) -> dict[str,
 def measure_rates(url: str, store: str, codec: Fixed) -> dict[str, Any]:
     """Medians of MB/s over all passes but the first, which warms up."""
     rows = list[dict[str, float]]()
+    memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
+    memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
     for turn in range(PASSES + 1):
         layout = Layout(f"rates {store} {codec} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
-        rows.append(measure_pass(url, layout, codec, turn))
+        rows.append(measure_pass(url, layout, codec, turn, memory))
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
     found: dict[str, Any] = {"store": store, "codec": codec}
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}

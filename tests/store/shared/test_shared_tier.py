@@ -333,6 +333,10 @@ class FailingClient(ObjectClient):
         await self.fail(stop - start)
         return await super().read_range(name, start, stop)
 
+    async def read_object(self, name: str, size: int) -> list[memoryview]:
+        await self.fail(size)
+        return await super().read_object(name, size)
+
     async def write_object(self, name: str, parts: object, *, replace: bool = False) -> None:
         await self.fail(0)
         await super().write_object(name, parts, replace=replace)  # type: ignore[arg-type]
