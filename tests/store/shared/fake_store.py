@@ -21,7 +21,7 @@ from tests.store.kit import BLOCK_SIZE, LAYOUT
 ROOT = LAYOUT.compute_root("rows")
 
 
-class Step:
+class Turn:
     """A point at which another server may go on."""
 
     def __await__(self) -> Generator[None, None, None]:
@@ -50,7 +50,7 @@ class FakeClient:
     stamp: Callable[[], float]
 
     async def _step(self) -> None:
-        await Step()
+        await Turn()
         if self.store.is_lost:
             raise StoreUnreachable("lost")
 

@@ -38,7 +38,7 @@ FILES = [file_of(number) for number in range(RUNS)]
 
 
 @define(eq=False)
-class World:
+class CollectorWorld:
     """Servers on one store, the true time, and what each server has leased."""
 
     count: int
@@ -94,11 +94,11 @@ class World:
 
 
 @pytest.fixture
-def make_world() -> Iterator[Callable[[int], World]]:
-    made = list[World]()
+def make_world() -> Iterator[Callable[[int], CollectorWorld]]:
+    made = list[CollectorWorld]()
 
-    def make(count: int) -> World:
-        made.append(World(count))
+    def make(count: int) -> CollectorWorld:
+        made.append(CollectorWorld(count))
         return made[-1]
 
     yield make
@@ -106,7 +106,7 @@ def make_world() -> Iterator[Callable[[int], World]]:
         world.close()
 
 
-def act(world: World, action: str, number: int, amount: int) -> None:
+def act(world: CollectorWorld, action: str, number: int, amount: int) -> None:
     match action:
         case "step":
             for _ in range(amount):
@@ -132,7 +132,7 @@ ACTIONS = st.tuples(
 @settings(max_examples=120, deadline=None)
 @given(st.lists(ACTIONS, max_size=120))
 def test_no_order_of_events_removes_what_a_server_has_leased(actions: list[tuple[str, int, int]]) -> None:
-    world = World(3)
+    world = CollectorWorld(3)
     try:
         for action in actions:
             act(world, *action)
@@ -140,7 +140,7 @@ def test_no_order_of_events_removes_what_a_server_has_leased(actions: list[tuple
         world.close()
 
 
-def settle(world: World, rounds: int, step_s: float) -> None:
+def settle(world: CollectorWorld, rounds: int, step_s: float) -> None:
     for _ in range(rounds):
         for server in world.servers:
             while not server.advance():
@@ -149,7 +149,7 @@ def settle(world: World, rounds: int, step_s: float) -> None:
 
 
 def test_two_collectors_with_skewed_clocks_remove_everything_that_nobody_uses(
-    make_world: Callable[[int], World],
+    make_world: Callable[[int], CollectorWorld],
 ) -> None:
     world = make_world(2)
     settle(world, 40, 30)
@@ -158,7 +158,7 @@ def test_two_collectors_with_skewed_clocks_remove_everything_that_nobody_uses(
     assert not [name for name in world.store.objects if name.startswith("marks/")]
 
 
-def test_a_lease_in_between_keeps_its_run_and_it_is_found_again(make_world: Callable[[int], World]) -> None:
+def test_a_lease_in_between_keeps_its_run_and_it_is_found_again(make_world: Callable[[int], CollectorWorld]) -> None:
     world = make_world(2)
     world.limit(UNLIMITED)
     settle(world, 1, 1)
@@ -174,7 +174,7 @@ def test_a_lease_in_between_keeps_its_run_and_it_is_found_again(make_world: Call
 
 
 def test_a_server_that_stalls_delays_removal_and_one_that_died_does_not_prevent_it(
-    make_world: Callable[[int], World],
+    make_world: Callable[[int], CollectorWorld],
 ) -> None:
     world = make_world(2)
     world.limit(UNLIMITED)
@@ -191,7 +191,7 @@ def test_a_server_that_stalls_delays_removal_and_one_that_died_does_not_prevent_
 
 
 def test_a_server_that_knows_nothing_of_a_mark_finds_its_runs_again_when_the_marker_is_dead(
-    make_world: Callable[[int], World],
+    make_world: Callable[[int], CollectorWorld],
 ) -> None:
     world = make_world(2)
     first, second = world.servers

@@ -14,7 +14,7 @@ from adapters.store.open_store import SharedPlace, create_index, open_shared
 from adapters.store.shared.object_client import StoreUnusable, open_client
 from adapters.store.store import Store
 from tests.store.kit import EVERYTHING, save
-from tests.store.shared.test_shared_tier import NEXT, TOKENS, Server, wait_for
+from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharingServer, wait_for
 from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
@@ -31,22 +31,22 @@ def server() -> Iterator[MotoServer]:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Server]]:
-    servers = list[Server]()
+def opened() -> Iterator[list[SharingServer]]:
+    servers = list[SharingServer]()
     yield servers
     for one in servers:
         one.tier.close()
 
 
-def open_server(opened: list[Server]) -> Server:
+def open_server(opened: list[SharingServer]) -> SharingServer:
     lock = threading.RLock()
     tier = open_shared(EVERYTHING, SharedPlace(URL), lock)
-    opened.append(Server(Store(EVERYTHING, (HostTier(create_index(EVERYTHING, 0)), tier), lock), tier))
+    opened.append(SharingServer(Store(EVERYTHING, (HostTier(create_index(EVERYTHING, 0)), tier), lock), tier))
     wait_for(lambda: tier.is_complete)
     return opened[-1]
 
 
-def test_what_one_server_has_published_another_restores(server: MotoServer, opened: list[Server]) -> None:
+def test_what_one_server_has_published_another_restores(server: MotoServer, opened: list[SharingServer]) -> None:
     first = open_server(opened)
     first.publish()
     assert open_server(opened).restore() == len(TOKENS)
@@ -56,7 +56,7 @@ def test_what_one_server_has_published_another_restores(server: MotoServer, open
     assert not second.tier.collect_figures()["write_errors"]
 
 
-def test_two_servers_that_write_one_run_at_once_write_it_once(server: MotoServer, opened: list[Server]) -> None:
+def test_two_servers_that_write_one_run_at_once_write_it_once(server: MotoServer, opened: list[SharingServer]) -> None:
     first, second = open_server(opened), open_server(opened)
     first.publish()
     second.publish()
@@ -64,7 +64,7 @@ def test_two_servers_that_write_one_run_at_once_write_it_once(server: MotoServer
     assert (figures["written"], figures["already_there"] > 0) == (0, True)
 
 
-def test_a_server_process_that_is_killed_and_started_again(server: MotoServer, opened: list[Server]) -> None:
+def test_a_server_process_that_is_killed_and_started_again(server: MotoServer, opened: list[SharingServer]) -> None:
     one = open_server(opened)
     one.publish()
     assert one.restore() == len(TOKENS)

@@ -62,7 +62,7 @@ def wait_for(done: Callable[[], object], seconds: float = 20) -> None:
 
 
 @define(eq=False)
-class Server:
+class SharingServer:
     """One server's store: host memory that keeps nothing, and the shared tier."""
 
     store: Store[SharedTier]
@@ -84,17 +84,17 @@ class Server:
 
 
 @define(eq=False)
-class Site:
+class SharedSite:
     """A folder that is a store, and the servers that use it."""
 
     folder: Path
-    servers: list[Server] = field(factory=list)
+    servers: list[SharingServer] = field(factory=list)
 
     @property
     def url(self) -> str:
         return f"file://{self.folder}"
 
-    def open(self, layout: Layout = LAYOUT, client: ObjectClient | None = None, budget: int = 0) -> Server:
+    def open(self, layout: Layout = LAYOUT, client: ObjectClient | None = None, budget: int = 0) -> SharingServer:
         """A server that has seen all that is in the store."""
         lock = threading.RLock()
         if client is None:
@@ -103,7 +103,7 @@ class Site:
             limits = SharedLimits(BIG, budget, 1e9)
             tier = SharedTier(client, layout, lock, limits, CodecChooser("zstd"))
             tier.start()
-        self.servers.append(Server(Store(layout, (HostTier(create_index(layout, 0)), tier), lock), tier))
+        self.servers.append(SharingServer(Store(layout, (HostTier(create_index(layout, 0)), tier), lock), tier))
         wait_for(lambda: tier.is_complete or tier.trouble)
         return self.servers[-1]
 
@@ -112,14 +112,14 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path / "shared")
+def site(tmp_path: Path) -> Iterator[SharedSite]:
+    made = SharedSite(tmp_path / "shared")
     yield made
     for server in made.servers:
         assert server.tier.close()
 
 
-def test_one_server_restores_what_another_has_published(site: Site) -> None:
+def test_one_server_restores_what_another_has_published(site: SharedSite) -> None:
     site.open(EVERYTHING).publish()
     other = site.open(EVERYTHING)
     found = other.store.find_prefix((*TOKENS, *NEXT), 0)
@@ -131,12 +131,12 @@ def test_one_server_restores_what_another_has_published(site: Site) -> None:
     assert other.tier.collect_figures()["read_bytes"] == sum(path.stat().st_size for path in site.runs(EVERYTHING))
 
 
-def test_another_draft_or_none_finds_the_rows_all_the_same(site: Site) -> None:
+def test_another_draft_or_none_finds_the_rows_all_the_same(site: SharedSite) -> None:
     site.open(FULL).publish()
     assert site.open(LAYOUT).restore() == len(TOKENS)
 
 
-def test_other_identities_find_nothing_and_their_objects_lie_apart(site: Site) -> None:
+def test_other_identities_find_nothing_and_their_objects_lie_apart(site: SharedSite) -> None:
     site.open().publish()
     other = site.open(OTHER)
     assert not other.restore()
@@ -145,7 +145,7 @@ def test_other_identities_find_nothing_and_their_objects_lie_apart(site: Site) -
     assert other.restore() == len(TOKENS)
 
 
-def test_a_run_that_is_there_is_not_written_again(site: Site) -> None:
+def test_a_run_that_is_there_is_not_written_again(site: SharedSite) -> None:
     first, second = site.open(), site.open()
     first.publish()
     before = [(path.name, path.stat().st_mtime_ns, path.stat().st_ino) for path in site.runs()]
@@ -154,7 +154,7 @@ def test_a_run_that_is_there_is_not_written_again(site: Site) -> None:
     assert second.tier.collect_figures()["already_there"] == len(before)
 
 
-def test_runs_that_overlap_are_found_from_end_to_end(site: Site) -> None:
+def test_runs_that_overlap_are_found_from_end_to_end(site: SharedSite) -> None:
     """Two servers read prompts with one head at the same time. Neither knows of the other's runs."""
     one, other = (*TOKENS, *range(500, 500 + 6 * BLOCK_SIZE)), (*TOKENS, *range(700, 700 + 6 * BLOCK_SIZE))
     first, second = site.open(), site.open()
@@ -165,7 +165,7 @@ def test_runs_that_overlap_are_found_from_end_to_end(site: Site) -> None:
     assert third.restore(other) == len(other)
 
 
-def test_when_a_run_goes_what_overlaps_it_is_found_in_the_other(site: Site) -> None:
+def test_when_a_run_goes_what_overlaps_it_is_found_in_the_other(site: SharedSite) -> None:
     first, second = site.open(), site.open()
     first.publish((*TOKENS, *range(500, 500 + 6 * BLOCK_SIZE)))
     second.publish((*TOKENS, *range(700, 700 + 6 * BLOCK_SIZE)))
@@ -179,14 +179,14 @@ def test_when_a_run_goes_what_overlaps_it_is_found_in_the_other(site: Site) -> N
     )
 
 
-def test_keys_are_listed_by_tier(site: Site) -> None:
+def test_keys_are_listed_by_tier(site: SharedSite) -> None:
     server = site.open()
     server.publish()
     keys = chain_keys(LAYOUT.compute_root("rows"), pack_tokens(TOKENS), BLOCK_SIZE)
     assert server.store.list_block_keys() == {"host": (), "shared": keys}
 
 
-def test_a_closed_server_has_written_everything_and_signed_off(site: Site) -> None:
+def test_a_closed_server_has_written_everything_and_signed_off(site: SharedSite) -> None:
     server = site.open()
     assert len([*(site.folder / "servers").iterdir()]) == 1
     save(server.store, TOKENS)
@@ -195,7 +195,7 @@ def test_a_closed_server_has_written_everything_and_signed_off(site: Site) -> No
     assert site.open().restore() == len(TOKENS)
 
 
-def test_a_store_over_its_budget_takes_no_more(site: Site) -> None:
+def test_a_store_over_its_budget_takes_no_more(site: SharedSite) -> None:
     server = site.open(budget=64)
     save(server.store, TOKENS)
     wait_for(lambda: server.tier.is_complete)
@@ -252,7 +252,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_hostile_objects_never_give_wrong_rows_and_are_counted(site: Site, how: str) -> None:
+def test_hostile_objects_never_give_wrong_rows_and_are_counted(site: SharedSite, how: str) -> None:
     """`restore` compares every row with the truth. What is left of the prompt is computed."""
     site.open().publish()
     (path,) = site.runs()
@@ -267,7 +267,7 @@ def test_hostile_objects_never_give_wrong_rows_and_are_counted(site: Site, how: 
     assert server.tier.damaged_files == {"shared": 1}
 
 
-def test_an_object_of_another_format_is_left_alone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_another_format_is_left_alone(site: SharedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     site.open().publish()
     (path,) = site.runs()
     with monkeypatch.context() as patched:
@@ -279,7 +279,7 @@ def test_an_object_of_another_format_is_left_alone(site: Site, monkeypatch: pyte
     assert (figures["other_format"], figures["damaged"]) == (1, 0)
 
 
-def test_an_object_that_cannot_be_read_takes_nothing_else_away(site: Site) -> None:
+def test_an_object_that_cannot_be_read_takes_nothing_else_away(site: SharedSite) -> None:
     site.open().publish()
     (path,) = site.runs()
     path.with_name(path.name.replace("-0", "-1")).mkdir()
@@ -289,7 +289,7 @@ def test_an_object_that_cannot_be_read_takes_nothing_else_away(site: Site) -> No
     assert not server.tier.trouble
 
 
-def test_a_damaged_object_is_replaced_by_who_computes_the_run(site: Site) -> None:
+def test_a_damaged_object_is_replaced_by_who_computes_the_run(site: SharedSite) -> None:
     site.open().publish()
     (path,) = site.runs()
     path.write_bytes(HOSTILE["another run's rows"])
@@ -300,7 +300,7 @@ def test_a_damaged_object_is_replaced_by_who_computes_the_run(site: Site) -> Non
     assert site.open().restore() == len(TOKENS)
 
 
-def test_hostile_marks_and_reports_are_ignored(site: Site) -> None:
+def test_hostile_marks_and_reports_are_ignored(site: SharedSite) -> None:
     server = site.open()
     server.publish()
     (name,) = (path.name for path in site.runs())
@@ -350,7 +350,7 @@ class FailingClient(ObjectClient):
 
 
 @pytest.mark.parametrize("how", ["lost", "slow"])
-def test_a_store_that_fails_costs_one_limit_and_comes_back(site: Site, how: str) -> None:
+def test_a_store_that_fails_costs_one_limit_and_comes_back(site: SharedSite, how: str) -> None:
     site.open().publish()
     client = FailingClient(site.url, open_client(site.url)._store)  # noqa: SLF001
     server = site.open(client=client)
@@ -376,7 +376,7 @@ def test_a_store_that_fails_costs_one_limit_and_comes_back(site: Site, how: str)
     assert site.open().restore(OTHERS) == len(OTHERS)
 
 
-def test_a_run_that_was_removed_is_a_miss_and_no_outage(site: Site) -> None:
+def test_a_run_that_was_removed_is_a_miss_and_no_outage(site: SharedSite) -> None:
     site.open().publish()
     server = site.open()
     for path in site.runs():
@@ -437,7 +437,7 @@ def test_an_object_is_read_in_ranges_without_a_gap(size: int, count: int) -> Non
     assert all(one[1] == other[0] for one, other in pairwise(spans))
 
 
-def test_pieces_are_one_content(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_one_content(site: SharedSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.store.shared.object_client.RANGE_BYTES", 100)
     site.open().publish()
     assert site.open().restore() == len(TOKENS)
