@@ -130,9 +130,13 @@ ACTIONS = st.tuples(
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.lists(ACTIONS, max_size=120))
-def test_no_order_of_events_removes_what_a_server_has_leased(actions: list[tuple[str, int, int]]) -> None:
+@given(st.lists(ACTIONS, max_size=120), st.sets(st.integers(0, 2), min_size=1))
+def test_no_order_of_events_removes_what_a_server_has_leased(
+    actions: list[tuple[str, int, int]], collectors: set[int]
+) -> None:
     world = CollectorWorld(3)
+    for server in world.servers:
+        server.collector.limits = LIMITS if server.number in collectors else UNLIMITED
     try:
         for action in actions:
             act(world, *action)
