@@ -212,3 +212,20 @@ def test_a_server_that_knows_nothing_of_a_mark_finds_its_runs_again_when_the_mar
     settle(world, 60, 30)
     assert len(second.catalogue.index.entries) == RUNS
     assert not [name for name in world.store.objects if name.startswith("marks/")]
+
+
+def test_a_collector_waits_for_a_server_that_has_not_seen_its_mark(make_world: Callable[[int], CollectorWorld]) -> None:
+    world = make_world(2)
+    collecting, reading = world.servers
+    reading.collector.limits = UNLIMITED
+    while not reading.advance():
+        pass
+    world.lease(1, 0)
+    for _ in range(5):  # the reader does not refresh meanwhile, so it has the lease and has not reported it
+        while not collecting.advance():
+            pass
+        world.now_s += 5
+    assert [name for name in world.store.objects if name.startswith("marks/")]
+    assert not world.removed
+    settle(world, 4, 30)
+    assert len(world.removed) == RUNS - 1, "it has reported, and keeps what it has leased"
