@@ -120,6 +120,22 @@ DISK_COUNTERS = {
     "written_bytes": "Bytes written to the cache folder",
     "read_bytes": "Bytes read from the cache folder",
 }
+# The same of the shared tier.
+SHARED_COUNTERS = {
+    "written": "Runs written to the shared store",
+    "already_there": "Runs that another server had written at the same moment",
+    "collected": "Runs that this server removed from the shared store",
+    "damaged": "Objects of the shared store that were not what they should be and are not used",
+    "other_format": "Objects of the shared store in the format of another version",
+    "outages": "Times that the shared store was lost",
+    "write_errors": "Writes to the shared store that failed",
+    "read_errors": "Reads from the shared store that failed",
+    "dropped_outage": "Runs that were not written because the shared store was lost",
+    "dropped_queue_full": "Runs that were not written because too many waited",
+    "dropped_no_room": "Runs that were not written because the shared store was over its budget",
+    "written_bytes": "Bytes written to the shared store",
+    "read_bytes": "Bytes read from the shared store",
+}
 
 
 @frozen(eq=False)
@@ -134,7 +150,8 @@ class CacheFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         figures = self.figures()
-        tiers = {"host": figures["host"], **({"disk": figures} if figures["budget"] else {})}
+        named = {name: one for name, one in figures.items() if isinstance(one, Mapping) and "budget" in one}
+        tiers = {**named, **({"disk": figures} if figures["budget"] else {})}
         for name, meaning in (
             ("bytes", "Bytes kept"),
             ("budget", "Bytes that may be kept"),
@@ -162,6 +179,8 @@ class CacheFigures(Collector):
             "Rows of snapshots that were dropped for lack of memory or time",
             value=figures["dropped_rows"],
         )
+        if "shared" in named:
+            yield from iterate_shared_metrics(named["shared"])
         if "queued_bytes" in figures:
             yield GaugeMetricFamily(
                 "rekindle_cache_queued_bytes", "Bytes that wait to be written", value=figures["queued_bytes"]
@@ -246,6 +265,17 @@ class ShardFigures(Collector):
             yield seconds
         restarts = {layers: one["restarts"] for layers, one in figures.items()}
         yield make_counter("rekindle_shard_restarts", "Times that a lost shard was reached again", "layers", restarts)
+
+
+def iterate_shared_metrics(figures: Mapping[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily("rekindle_shared_usable", "1 while the shared store can be used", value=figures["usable"])
+    for name, meaning in SHARED_COUNTERS.items():
+        yield CounterMetricFamily(f"rekindle_shared_{name}", meaning, value=figures[name])
+    yield GaugeMetricFamily(
+        "rekindle_shared_queued_bytes",
+        "Bytes that wait to be written to the shared store",
+        value=figures["queued_bytes"],
+    )
 
 
 def make_counter(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:

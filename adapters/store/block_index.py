@@ -67,6 +67,8 @@ class BlockIndex:
     turn: int = 0
     evictions: int = 0
     _blocks: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
+    # block key -> further runs that have the block too; only `add_overlapping` makes any
+    _spares: dict[bytes, list[Entry]] = field(factory=dict[bytes, "list[Entry]"])
     _continued: Counter[bytes] = field(factory=Counter[bytes])  # block key -> how many runs have it as their parent
     _latest: dict[bytes, Entry] = field(
         factory=dict[bytes, Entry]
@@ -123,6 +125,18 @@ class BlockIndex:
         self.held_bytes += entry.size
         return True
 
+    def add_overlapping(self, entry: Entry) -> None:
+        """Add an entry although others may keep some of its blocks, as where several servers save at the same time.
+
+        Such blocks are found in the entry that came first, and in the next one when that is removed.
+        """
+        others = {key: holder for key in entry.keys if (holder := self._blocks.pop(key, None)) is not None}
+        is_added = self.add(entry)
+        assert is_added, "a new handle, and blocks that no other entry has at the moment"
+        for key, holder in others.items():
+            self._blocks[key] = holder
+            self._spares.setdefault(key, []).append(entry)
+
     def add_all(self, entries: Sequence[Entry]) -> list[Entry]:
         """Add all entries to an empty index in a third of the time that `add` takes. Return those that were added."""
         blocks = {key: entry for entry in entries for key in entry.keys}
@@ -147,7 +161,7 @@ class BlockIndex:
         del self.entries[entry.handle]
         self.held_bytes -= entry.size
         for key in entry.keys:
-            del self._blocks[key]
+            self._remove_block(key, entry)
         if self._latest.get(entry.parent) is entry:
             del self._latest[entry.parent]
         self._continued[entry.parent] -= 1
@@ -156,6 +170,21 @@ class BlockIndex:
         if (before := self._blocks.get(entry.parent)) is not None:
             before.children -= 1
         return True
+
+    def _remove_block(self, key: bytes, entry: Entry) -> None:
+        spares = self._spares.get(key, [])
+        if self._blocks[key] is not entry:
+            spares.remove(entry)
+        elif spares:
+            self._blocks[key] = spares.pop(0)
+        else:
+            del self._blocks[key]
+        if not spares:
+            self._spares.pop(key, None)
+
+    def iterate_keys(self) -> Iterator[bytes]:
+        """Yield the keys of all blocks that are kept."""
+        return iter(self._blocks)
 
     def touch(self, entry: Entry) -> None:
         self.turn += 1

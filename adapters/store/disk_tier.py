@@ -59,6 +59,7 @@ class DiskTier:
     """The tier, opened by `start`. Its lock is the store's, and guards the index and the size of the queue."""
 
     name: ClassVar[Tier] = "disk"
+    trouble: ClassVar[str] = ""
     folder: PrivateFolder
     layout: Layout
     index: BlockIndex
@@ -135,7 +136,6 @@ class DiskTier:
 
     @property
     def damaged_files(self) -> Mapping[str, int]:
-        """The number of files that were found damaged, by kind."""
         return self._upkeep.damaged_files
 
     @property
@@ -188,8 +188,9 @@ class DiskTier:
     def _open_run(self, entry: Entry, memory: SlabMemory, then: ReadCallback) -> tuple[RunFile, Buffer]:
         expected = Expected(entry.size, entry.run, self.layout)
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
-        file = RunFile(self.folder, self.get_file_name(entry), expected, self._readers, then=lambda: then(buffer))
-        return file, buffer
+        return RunFile(
+            self.folder, self.get_file_name(entry), expected, self._readers, then=lambda: then(buffer)
+        ), buffer
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""
@@ -328,8 +329,6 @@ class DiskTier:
         if gone:
             log.info("evicted %d entries from disk, %d bytes for %d", len(gone), sum(e.size for e in gone), size)
         return fits
-
-    # --- files that the journal does not know ---
 
     def _adopt_file(self, name: str) -> None:
         try:

@@ -6,18 +6,23 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 
+from attrs import frozen
 from torch import Tensor
 
 from adapters.store.block_index import BlockIndex
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk_tier import MAX_QUEUED_BYTES, DiskTier
 from adapters.store.files import read_run
 from adapters.store.files.codec import DECODERS, Codec, CodecChooser
 from adapters.store.files.file_format import Kind, Layout
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
+from adapters.store.shared.object_client import open_client
+from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import ALIGN, SlabMemory
 from adapters.store.store import RUN_BYTES, RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
@@ -31,7 +36,17 @@ MAX_PINNED_BYTES = (
 )  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
 PINNED_SHARE = 16  # rows on their way may take a 16th of the machine's memory
 QUEUE_SHARE = 8  # rows that wait to be written may take an 8th of the machine's memory
+SHARED_QUEUE_SHARE = 16  # what waits to be written to a shared store may take a 16th of the machine's memory
 RECENT_SHARE = 16  # recent prompts may take a 16th of the disk's budget
+
+
+@frozen
+class SharedPlace:
+    """The URL of the shared tier, and its limits. budget: bytes for one identity, 0 for no limit."""
+
+    url: str
+    budget: int = 0
+    max_age_s: float = inf
 
 
 def open_store(
@@ -42,26 +57,35 @@ def open_store(
     disk_bytes: int = 0,
     codec: Codec = "auto",
     memory: SlabMemory | None = None,
+    shared: SharedPlace | None = None,
 ) -> Store[ReadableTier] | None:
-    """Open a store. Return None if there is neither memory nor a disk to keep rows in. Raises FolderUnusable.
+    """Open a store. Return None if there is no tier to keep rows in. Raises FolderUnusable or StoreUnusable.
 
-    path: the disk tier's folder. memory: as `create_memory` makes it.
+    path: the disk tier's folder. memory: as `create_memory` makes it. shared: the shared tier.
     """
-    if path is None and not host_bytes:
+    if path is None and not host_bytes and shared is None:
         return None
     pool = create_memory(host_bytes, pin=False) if memory is None else memory
     run_bytes = choose_run_bytes(pin=pool.pin)
     lock = threading.RLock()
+    others = () if shared is None else (open_shared(layout, shared, lock, codec=codec),)
     if pool.pin:
         pool.slab = choose_slab_bytes(layout, run_bytes)
-    disk = None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
+    try:
+        disk = (
+            None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
+        )
+    except FolderUnusable:
+        for tier in others:
+            tier.close()
+        raise
     ready = threading.Event()
     WatchedThread("store-memory", partial(prepare_memory, pool, run_bytes, ready)).start()
     if disk is not None:
         disk.max_queued_bytes = max(disk.max_queued_bytes, host_bytes, get_physical_memory() // QUEUE_SHARE)
     host = HostTier(create_index(layout, host_bytes), pool)
     # The quickest tier comes first. A further tier is added here.
-    tiers = (host,) if disk is None else (host, disk)
+    tiers = (host, *(() if disk is None else (disk,)), *others)
     return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
 
 
@@ -123,6 +147,15 @@ def open_disk(
         folder.close()
         raise FolderUnusable(f"{folder.path}: {error.strerror}") from error
     return disk
+
+
+def open_shared(layout: Layout, place: SharedPlace, lock: threading.RLock, *, codec: Codec = "zstd") -> SharedTier:
+    """Open the shared tier. Raises StoreUnusable. `auto` writes zstd: a network is slower than decoding."""
+    waiting = max(MAX_QUEUED_BYTES // 4, get_physical_memory() // SHARED_QUEUE_SHARE)
+    limits = SharedLimits(waiting, place.budget, place.max_age_s)
+    tier = SharedTier(open_client(place.url), layout, lock, limits, CodecChooser(codec, "zstd"))
+    tier.start()
+    return tier
 
 
 def create_index(layout: Layout, budget: int) -> BlockIndex:

@@ -53,6 +53,7 @@ RUN_BYTES = 4 << 20  # rows that are saved together: one file, one entry
 # Runs of one restore that are read at once. A single reader leaves a disk idle between its reads. With six, two cores
 # had nothing to decode while the last of eight runs was read: 8 ms of 44.
 RUNS_IN_FLIGHT = 8
+TOP: Tier = "disk"  # clients read the figures of this tier at the top of `full_cache`, those of others below it
 NO_FIGURES = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
 
 
@@ -286,6 +287,16 @@ class Store(Generic[D]):
         return tuple(thread for tier in self.lower_tiers for thread in tier.threads)
 
     @property
+    def troubles(self) -> Mapping[str, str]:
+        """The tiers in which nothing is found now, with the reason."""
+        return {tier.name: tier.trouble for tier in self.lower_tiers if tier.trouble}
+
+    def list_block_keys(self) -> Mapping[Tier, tuple[bytes, ...]]:
+        """Return the keys of all blocks that each tier has now."""
+        with self.lock:
+            return {tier.name: tuple(tier.index.iterate_keys()) for tier in self.tiers}
+
+    @property
     def damaged_files(self) -> Mapping[str, int]:
         """The number of files that were found damaged, by kind."""
         found = Counter[str]()
@@ -305,14 +316,14 @@ class Store(Generic[D]):
             self.restores[tier] = RestoreTotals(before.count + 1, before.bytes + size, before.seconds + seconds)
 
     def collect_figures(self) -> Mapping[str, Any]:
-        """Return what /props shows as `full_cache`: at its top the figures of the first lower tier."""
+        """Return what /props shows as `full_cache`: the figures of each tier by its name, and the disk's at the top."""
         with self.lock:
-            lower = [tier.collect_figures() for tier in self.lower_tiers]
+            by_tier = {tier.name: tier.collect_figures() for tier in self.tiers}
+            top = by_tier.pop(TOP, None)
             return {
-                "disk_policy": "full" if lower else "off",
-                **(lower[0] if lower else NO_FIGURES),
-                self.memory_tier.name: self.memory_tier.collect_figures(),
-                **{tier.name: tier.collect_figures() for tier in self.lower_tiers[1:]},
+                "disk_policy": "off" if top is None else "full",
+                **(NO_FIGURES if top is None else top),
+                **by_tier,
                 "hits": dict(self.hits),
                 "misses": dict(self.misses),
                 "restores": {tier: asdict(totals) for tier, totals in self.restores.items()},

@@ -94,6 +94,11 @@ class LowerTier(StoreTier, Protocol):
         """The number of files that were found damaged, by kind."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """The reason why nothing is found in the tier now, in one line; empty where it can be used."""
+        ...
+
     def close(self) -> bool:
         """Write what is queued. Return False where that takes too long."""
         ...

@@ -28,6 +28,7 @@ from adapters.store.files.file_format import Run, encode_run, format_name
 from adapters.store.files.private_folder import TEMPORARY
 from adapters.store.files.read_run import Expected
 from adapters.store.files.seekable import Damaged
+from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
@@ -160,32 +161,51 @@ class CopyMeasurement:
     @contextmanager
     def write_samples(self, disk: DiskTier, codec: Fixed) -> Iterator[list[Load]]:
         """Yield loads of sample files, which are written for this and removed again; no more than there is time for."""
-        layout = self.store.layout
-        block_size = layout.block_size
-        tokens = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes))
+        parts, expected = self._make_sample(codec)
         names = list[str]()
-        run = Run(
-            0, layout.compute_root("rows"), (bytes(KEY_BYTES),) * (tokens // block_size), bytes(tokens * TOKEN_BYTES)
-        )
-        parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
-        size = sum(map(len, parts))
-        most = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // size)
+        most = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // expected.size)
         end = time.perf_counter_ns() + LIMIT_NS
         try:
             while len(names) < most and (not names or time.perf_counter_ns() < end):
                 names.append(
-                    TEMPORARY + format_name(run.keys[-1], RUNS_IN_FLIGHT * list(LEVELS).index(codec) + len(names))
+                    TEMPORARY
+                    + format_name(expected.run.keys[-1], RUNS_IN_FLIGHT * list(LEVELS).index(codec) + len(names))
                 )
                 with os.fdopen(disk.folder.create(names[-1]), "wb") as file:
                     file.writelines(parts)
                     file.flush()
                     os.fsync(file.fileno())
-            expected = Expected(size, run, layout)
             yield [partial(self._read_file, disk, name, expected, number) for number, name in enumerate(names)]
         finally:
             for name in names:
                 with suppress(OSError):
                     disk.folder.remove(name)
+
+    @contextmanager
+    def write_shared_samples(self, tier: SharedTier, count: int) -> Iterator[list[Load]]:
+        """Yield loads of sample objects in a shared store, which are written for this and removed again."""
+        parts, expected = self._make_sample(tier.chooser.choice)
+        with tier.write_samples(parts, count) as names:
+            yield [partial(self._read_object, tier, name, expected, number) for number, name in enumerate(names)]
+
+    def _make_sample(self, codec: Fixed) -> tuple[list[bytes], Expected]:
+        """Return the file of a run that is not kept, and what a reader expects of it."""
+        layout = self.store.layout
+        tokens = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes))
+        keys = (bytes(KEY_BYTES),) * (tokens // layout.block_size)
+        run = Run(0, layout.compute_root("rows"), keys, bytes(tokens * TOKEN_BYTES))
+        parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
+        return parts, Expected(sum(map(len, parts)), run, layout)
+
+    def _read_object(self, tier: SharedTier, name: str, expected: Expected, number: int) -> int:
+        """Read a sample object into the slot and return its bytes; 0 if the store fails."""
+        length = expected.run.length
+        buffer = self.store.memory.allocate(self.store.layout.compute_size("rows", length))
+        try:
+            tier.read_sample(name, expected, buffer.data.numpy().data)
+        except (Damaged, OSError):
+            return 0
+        return self._copy_in(buffer, length, number)
 
     def _count_tokens(self, size: int) -> int:
         """Return the tokens whose rows have `size` bytes, in whole blocks, as far as a slot has them; at least one."""

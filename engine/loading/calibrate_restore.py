@@ -17,11 +17,13 @@ from attrs import asdict, evolve, fields, frozen
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.store.disk_tier import DiskTier
 from adapters.store.files.codec import SLOW_RATIO, Fixed, choose_codec, compute_ratio
+from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.measure_copies import CopyMeasurement, Load
 from effects.ids import Tier
 from engine.loading.calibrate_compute import run_chunk, time_quickest
+from engine.loading.calibrate_shared import build_shared_key, find_shared_time
 from engine.loading.shard_peers import describe_placement
 from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states.rates import ALONE, SLOWEST, Rates, compute_slowdown, estimate_prefill_time
@@ -130,6 +132,10 @@ def add_restore_times(
             log.info(SLOWLY, found.zstd / 1000)
     log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
     loads = {store.memory_tier.name: found.from_memory} | ({} if tier is None else {tier.name: found.from_files})
+    shared = store.find_tier(SharedTier)
+    if shared is not None:
+        key = build_shared_key(shared, shard, store.run_bytes)
+        loads[shared.name] = find_shared_time(shared, rehearsal, kept, key)
     return found.add_to(rates, loads)
 
 

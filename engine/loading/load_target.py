@@ -171,6 +171,7 @@ class Target:
             {**damaged, **self.transfer.store.damaged_files},
             {**cache, "disk_policy": policy},
             self.outages,
+            {f"tier {name}": why for name, why in self.transfer.store.troubles.items()},
         )
 
     def memory(self, blocks: int) -> MemoryLedger:

@@ -18,7 +18,8 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.files.private_folder import FolderUnusable
-from adapters.store.open_store import create_memory, open_store
+from adapters.store.open_store import SharedPlace, create_memory, open_store
+from adapters.store.shared.object_client import StoreUnusable
 from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
@@ -47,6 +48,13 @@ def disk_folder(cache: CacheOptions) -> Path | None:
     return cache.kv_cache_dir or find_cache_folder()
 
 
+def shared_place(cache: CacheOptions) -> SharedPlace | None:
+    """Return where the shared tier is, or None if there is none."""
+    if not cache.kv_shared_tier:
+        return None
+    return SharedPlace(cache.kv_shared_tier, cache.kv_shared_budget << 20, cache.kv_shared_max_age * 3600)
+
+
 def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
     """Return the memory through which rows and weights are copied to and from devices, and which the host tier uses.
 
@@ -57,8 +65,12 @@ def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender
 
 
 def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Store[ReadableTier] | None:
-    """Return the store. A folder that cannot be used stops the start only if it was named by an option."""
+    """Return the store. A folder that cannot be used stops the start only if it was named by an option.
+
+    A shared store that cannot be used always stops it: it was named, and a server without it would seem to work.
+    """
     folder = disk_folder(cache)
+    place = shared_place(cache)
 
     def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
         return open_store(
@@ -68,10 +80,13 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
             disk_bytes=cache.kv_cache_budget << 20,
             codec=cache.kv_cache_codec,
             memory=memory,
+            shared=place,
         )
 
     try:
         return open_with(folder)
+    except StoreUnusable as error:
+        raise UserError(f"--kv-shared-tier {cache.kv_shared_tier}: {error}") from error
     except FolderUnusable as error:
         if cache.kv_cache_dir is not None:
             raise UserError(f"--kv-cache-dir {error}") from error

@@ -152,7 +152,7 @@ def add_troubles(live: LiveFigures, threads: Sequence[WatchedThread], recorder: 
     troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
     if recorder is not None and recorder.failure:
         troubles["trace"] = recorder.failure
-    return evolve(live, troubles={**troubles, **live.outages})
+    return evolve(live, troubles={**live.troubles, **troubles, **live.outages})
 
 
 def update_gauges(metrics: Metrics, slots: Slots) -> None:

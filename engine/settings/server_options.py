@@ -97,6 +97,17 @@ class CacheOptions:
     """How cache files are stored. zstd: compressed. store: uncompressed, for disks that read faster than zstd decodes.
     auto: the one that was restored faster when the folder was first used; the folder remembers it."""
 
+    kv_shared_tier: Annotated[str, flag(CACHE)] = ""
+    """Store of objects that several servers share: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
+    file:///folder. Servers of one model restore there what others have read. Credentials come from the environment, as
+    the clients of these stores expect them. Needs the extra rekindle[shared]."""
+
+    kv_shared_budget: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 40))] = 65536
+    """Maximum size of one model's prompts in the shared store in MiB; the longest unused go first. 0: no limit."""
+
+    kv_shared_max_age: Annotated[float, flag(CACHE, validator=Number(gt=0, lte=100_000))] = 168
+    """Hours after which unused prompts leave the shared store."""
+
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         512
     )

@@ -155,10 +155,11 @@ async def requests(text: Text) -> AsyncIterator[str]:
 
 
 def every_metric() -> Metrics:
-    """As a server has them that has everything: a disk, shards elsewhere, and a request behind it."""
+    """As a server has them that has everything: a disk, a shared store, shards elsewhere, and a request behind it."""
     metrics = Metrics()
     figures = defaultdict[str, Any](int, budget=1, hits={"host": 0}, misses={"cold": 0}, host=defaultdict(int))
     figures |= {"restores": {"device": defaultdict(int)}, **dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0)}
+    figures["shared"] = defaultdict[str, Any](int, budget=1)
     metrics.watch_cache(lambda: figures)
     metrics.watch_damage(lambda: {"run": 0})
     metrics.watch_pages(lambda: dict.fromkeys(("busy", "idle", "free"), 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Run
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
-from adapters.store.open_store import create_index, open_disk
+from adapters.store.open_store import SharedPlace, create_index, open_disk, open_shared
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
@@ -36,7 +37,7 @@ class Lower:
     done: Callable[[], object]
 
 
-@pytest.fixture(params=["disk", "simulated"])
+@pytest.fixture(params=["disk", "simulated", "shared"])
 def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Lower]]:
     opened = list[LowerTier]()
 
@@ -47,6 +48,11 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
             opened.append(disk)
             store = Store(LAYOUT, (HostTier(create_index(LAYOUT, 0)), disk), lock)
             return Lower(disk, lambda: settled(store))
+        if request.param == "shared":
+            pytest.importorskip("obstore")
+            shared = open_shared(LAYOUT, SharedPlace(f"file://{tmp_path}/shared", budget), lock)
+            opened.append(shared)
+            return Lower(shared, lambda: wait_until(lambda: shared.is_complete))
         clock = Clock()
         simulated = SimulatedDisk(
             create_index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(InfiniteCache(BLOCK_SIZE))
@@ -56,6 +62,13 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 
     yield made
     assert all(tier.close() for tier in opened)
+
+
+def wait_until(done: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def run_of(tokens: tuple[int, ...]) -> tuple[Run, Buffer]:

@@ -46,6 +46,7 @@ class ObjectTier:
 
     index: BlockIndex
     name: ClassVar[Tier] = OBJECTS
+    trouble: ClassVar[str] = ""
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
     queued_bytes: int = 0

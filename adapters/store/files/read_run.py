@@ -13,8 +13,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
-from contextlib import contextmanager
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, cast
 
 from attrs import frozen
 
@@ -45,6 +45,17 @@ class Expected:
     size: int
     run: Run
     layout: Layout
+
+
+class RunContent(Protocol):
+    """The content of a run's file, wherever it lies. Several threads read pieces of it at once."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_piece(self, at: int, length: int) -> AbstractContextManager[memoryview]:
+        """Yield a piece of the content. Raises Damaged if there is less, OSError if reading fails."""
+        ...
 
 
 class RunFile(io.FileIO):
@@ -90,32 +101,11 @@ class RunFile(io.FileIO):
         """
         target = cast("memoryview", buffer)
         try:
-            self._fill(target)
+            fill_target(self, self._expected, self._pool, target)
         finally:
             self.close()
         self._then()
         return len(target)
-
-    def _fill(self, target: memoryview) -> None:
-        if self.size != self._expected.size:
-            raise Damaged("the file has another size than when it was written")
-        frames = read_table(self, 1 + len(split_frames(len(target))))
-        check_frames(frames, len(target))
-        own, *others = group_frames(frames)
-        futures = [self._pool.submit(read_batch, self, batch, target) for batch in others]
-        try:
-            read = [read_batch(self, own, target)]
-        except (Damaged, OSError):
-            for future in futures:
-                future.cancel()
-            raise
-        finally:
-            # After this no thread writes into the target or reads the file.
-            wait(futures)
-        read += [future.result() for future in futures]
-        checksums = [one for batch in read for one in batch.checksums]
-        if read[0].head != encode_head(self._expected.run, self._expected.layout, digest_frames(checksums)):
-            raise Damaged("the file holds another run, or another model's")
 
     @contextmanager
     def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
@@ -127,6 +117,32 @@ class RunFile(io.FileIO):
         with borrow_scratch(first + length) as space:
             read_fully(self.fileno(), space if self.direct else space[:length], at - first, first + length)
             yield space[first : first + length]
+
+
+def fill_target(content: RunContent, expected: Expected, pool: Executor, target: memoryview) -> None:
+    """Fill the target with the run's tensors. pool: its threads help reading.
+
+    Raises Damaged if the content is not exactly what we would write for this run, OSError if reading fails.
+    """
+    if content.size != expected.size:
+        raise Damaged("the file has another size than when it was written")
+    frames = read_table(content, 1 + len(split_frames(len(target))))
+    check_frames(frames, len(target))
+    own, *others = group_frames(frames)
+    futures = [pool.submit(read_batch, content, batch, target) for batch in others]
+    try:
+        read = [read_batch(content, own, target)]
+    except (Damaged, OSError):
+        for future in futures:
+            future.cancel()
+        raise
+    finally:
+        # After this no thread writes into the target or reads the content.
+        wait(futures)
+    read += [future.result() for future in futures]
+    checksums = [one for batch in read for one in batch.checksums]
+    if read[0].head != encode_head(expected.run, expected.layout, digest_frames(checksums)):
+        raise Damaged("the file holds another run, or another model's")
 
 
 @frozen
@@ -177,7 +193,7 @@ class BatchResult:
     head: bytes = b""
 
 
-def read_table(file: RunFile, frames: int) -> list[Sizes]:
+def read_table(file: RunContent, frames: int) -> list[Sizes]:
     length = seekable.compute_table_size(frames)
     if length > file.size:
         raise Damaged("the file is too short")
@@ -185,7 +201,7 @@ def read_table(file: RunFile, frames: int) -> list[Sizes]:
         return seekable.parse_table(raw, file.size)
 
 
-def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchResult:
+def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult:
     at = batch.content
     head = b""
     checksums = list[bytes]()

@@ -94,3 +94,18 @@ def decompress(frame: Buffer, target: memoryview) -> None:
                 raise Damaged("a frame has another length than it says")
     except zstandard.ZstdError as error:
         raise Damaged(f"a frame does not decompress: {error}") from error
+
+
+def decompress_beginning(raw: Buffer, target: memoryview) -> None:
+    """Fill `target` with the content of the first frame of `raw`; more may follow. Its checksum is not compared.
+
+    At most as much as fits into `target` is decompressed. Raises Damaged.
+    """
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
+            if zstandard.get_frame_parameters(raw).content_size != len(target) or reader.readinto(target) != len(
+                target
+            ):
+                raise Damaged("the first frame has another length than it says")
+    except zstandard.ZstdError as error:
+        raise Damaged(f"a frame does not decompress: {error}") from error

@@ -52,6 +52,7 @@ class SimulatedDisk:
     """
 
     name: ClassVar[Tier] = "disk"
+    trouble: ClassVar[str] = ""
     index: BlockIndex
     costs: Costs
     clock: Clock

@@ -244,6 +244,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "kv_cache_budget": 64,
         "host_cache_budget": 32,
         "kv_cache_codec": "store",
+        "kv_shared_budget": 100,
+        "kv_shared_max_age": 2.0,
         "kv_cache_min_tokens": 64,
         "prefill_compression": "always",
         "prefill_drafter": str(demo.FOLDER),
@@ -325,7 +327,8 @@ async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path
     for model, given in CHANGED.items():
         found = {}
         for name, devices in PLANS.items():
-            options = watched(build_options(**given, **devices, kv_cache_dir=tmp_path / model / name), read[name])
+            places = {"kv_cache_dir": tmp_path / model / name, "kv_shared_tier": f"file://{tmp_path}/shared"}
+            options = watched(build_options(**given, **devices, **places), read[name])
             target = await load_target(options)
             found[name] = outcome(target)
             assert len(target.shard.parts) == (1 if name == "single" else 3)
@@ -339,7 +342,9 @@ async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path
     changed = {name for given in CHANGED.values() for name in given}
     placed = {"device", "target_devices", "target_layer_split", "target_shard_ipc_python", "shard_secret_file"}
     placed |= {"experts"}  # refused on a CPU
-    assert changed | EDGE | placed | {"kv_cache_dir"} == fields, "a new option is said to be the edge's, or tried here"
+    assert changed | EDGE | placed | {"kv_cache_dir", "kv_shared_tier"} == fields, (
+        "a new option is said to be the edge's, or tried here"
+    )
     assert read["single"] & fields == read["split"] & fields == fields - EDGE, "none is read by one of them alone"
 
 

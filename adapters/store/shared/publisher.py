@@ -1,0 +1,134 @@
+"""Writes runs into a shared store, behind the requests: a bounded queue, one thread that encodes, several uploads.
+
+The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
+and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
+one limit. What finds no room, or what the store refuses, is dropped and counted; it is written when a later snapshot
+finds that the store lacks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from attrs import define, field
+
+from adapters.store.file_description import make_entry
+from adapters.store.files.codec import CodecChooser
+from adapters.store.files.file_format import Layout, Run, encode_run
+from adapters.store.shared.catalogue import Catalogue
+from adapters.store.shared.object_client import ObjectClient, ObjectExists, StoreUnreachable
+from adapters.store.shared.object_names import name_run
+from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason, has_room
+from adapters.store.tier import WriteRun
+
+UPLOADS = 4  # objects that are written at once
+
+
+@define(eq=False)
+class Publisher:
+    """The queue, and the tasks that empty it on the tier's event loop. The lock is the store's.
+
+    report_failure: called with the reason when the store fails. clock: seconds, as the catalogue counts uses.
+    """
+
+    client: ObjectClient
+    layout: Layout
+    catalogue: Catalogue
+    chooser: CodecChooser
+    limits: SharedLimits
+    report_failure: Callable[[str], object]
+    clock: Callable[[], float]
+    counts: Counter[str]
+    queued_bytes: int = 0  # rows that are not encoded yet
+    uploading_bytes: int = 0  # files that are not written yet
+    _queue: deque[WriteRun] = field(factory=deque[WriteRun])
+    _encoder: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "shared-encoder"))
+
+    @property
+    def lock(self) -> threading.RLock:
+        return self.catalogue.lock
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.queued_bytes or self.uploading_bytes)
+
+    def submit(self, job: WriteRun, *, usable: bool) -> bool:
+        """Queue a job. Return False if it is refused, which is counted."""
+        with self.lock:
+            waiting = self.queued_bytes + self.uploading_bytes
+            reason = find_drop_reason(self.limits, job.size, waiting, usable=usable)
+            if reason:
+                self.counts[f"dropped_{reason}"] += 1
+                return False
+            self.queued_bytes += job.size
+            self._queue.append(job)
+        return True
+
+    async def empty_queue(self) -> None:
+        """Write what is queued. Several tasks may do so at once."""
+        while self._queue:
+            job = self._queue.popleft()
+            parts = await self._encode(job)
+            run = job.run
+            del job  # its rows are free
+            if parts:
+                await self._upload(run, parts)
+
+    async def _encode(self, job: WriteRun) -> list[bytes]:
+        """Return the file of a job, and count the job off. The file is empty if it is not to be written."""
+        parts = list[bytes]()
+        size = job.size
+        finish = job.finish
+        try:
+            if not has_room(self.limits, size, self.catalogue.count_held_bytes()):
+                self.counts["dropped_no_room"] += 1
+            elif not self.catalogue.is_known(job.run):
+                parts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._make_file, job)
+        except MemoryError:
+            self.counts["write_errors"] += 1
+        finally:
+            del job
+            with self.lock:
+                self.queued_bytes -= size
+                self.uploading_bytes += sum(map(len, parts))
+                finish()
+        return parts
+
+    def _make_file(self, job: WriteRun) -> list[bytes]:
+        return encode_run(job.run, self.layout, job.rows.data.numpy().data, self.chooser.create_compressor())
+
+    async def _upload(self, run: Run, parts: list[bytes]) -> None:
+        name = name_run(self.catalogue.root, run)
+        size = sum(map(len, parts))
+        try:
+            await self.client.write_object(name, parts, replace=self.catalogue.is_damaged(name))
+        except ObjectExists:
+            self.counts["already_there"] += 1  # the next listing brings it, with its size
+        except StoreUnreachable as error:
+            self.counts["write_errors"] += 1
+            self.report_failure(f"writing failed: {error}")
+        else:
+            self.counts["written_bytes"] += size
+            self.counts["written"] += 1
+            with self.lock:
+                entry = make_entry(run, self.catalogue.index.allocate_handle(), size, self.catalogue.root)
+                self.catalogue.add_written(name, entry, self.clock())
+        finally:
+            with self.lock:
+                self.uploading_bytes -= size
+
+    def give_up(self) -> None:
+        """Finish all jobs without writing them: the tier's thread has ended."""
+        with self.lock:
+            while self._queue:
+                job = self._queue.popleft()
+                self.counts["write_errors"] += 1
+                self.queued_bytes -= job.size
+                job.finish()
+
+    def close(self) -> None:
+        self._encoder.shutdown()

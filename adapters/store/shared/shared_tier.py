@@ -1,0 +1,344 @@
+"""The shared tier: runs in an object store that several servers of one identity use, as `--kv-shared-tier` names it.
+
+The problem: what one server has computed, others should restore, bit for bit, although servers come and go, write the
+same runs at the same time, and the store may be slow or gone at any moment.
+
+How it works. A run is one object, with the name and the content of a file of the disk tier (`object_names.py`). A
+thread with an event loop of its own does everything that no request waits for:
+
+* It *refreshes* every few seconds: it lists the store, reads the beginnings of new objects into an index
+  (`catalogue.py`), and takes part in garbage collection (`garbage_policy.py`).
+* It *publishes*: it encodes runs that snapshots bring, and writes them (`publisher.py`).
+
+Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
+decodes it on the caller's threads, with the same checks as a file (`fill_target`). Then it is a run like any other.
+
+An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
+is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
+reason.
+
+Invariants: the index is changed under the store's lock only. A run is found only while this server's last report, or
+the next one, covers it; so a server that has not refreshed for STALE_S finds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from attrs import define, field
+
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.files.codec import DECODERS, CodecChooser
+from adapters.store.files.file_format import Layout
+from adapters.store.files.read_run import Expected, fill_target
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import RecentPrompts
+from adapters.store.shared.availability import Availability, read_clock
+from adapters.store.shared.catalogue import Catalogue
+from adapters.store.shared.garbage_collector import GarbageCollector
+from adapters.store.shared.object_client import ObjectClient, ObjectFacts, StoreUnreachable, StoreUnusable
+from adapters.store.shared.object_names import name_entry, name_sample
+from adapters.store.shared.object_pieces import ObjectPieces
+from adapters.store.shared.publish_policy import SharedLimits
+from adapters.store.shared.publisher import UPLOADS, Publisher
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
+from adapters.watched_thread import WatchedThread
+from effects.ids import Tier
+
+log = logging.getLogger("rekindle.store")
+
+MAX_RESTARTS = 16
+HEADS_AT_ONCE = 16  # beginnings of objects that are read at the same time
+MAX_HEADS = 4096  # beginnings that one refresh reads; the next refresh follows at once where there are more
+COUNTED = (
+    "written", "already_there", "collected", "damaged", "other_format", "outages", "write_errors", "read_errors",
+    "dropped_outage", "dropped_queue_full", "dropped_no_room", "written_bytes", "read_bytes",
+)  # fmt: skip
+
+
+@define(eq=False)
+class SharedTier:
+    """The tier, opened by `start`. Its lock is the store's. clock: as `read_clock`."""
+
+    name: ClassVar[Tier] = "shared"
+    client: ObjectClient
+    layout: Layout
+    lock: threading.RLock
+    limits: SharedLimits
+    chooser: CodecChooser
+    recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    clock: Callable[[], float] = read_clock
+    server: str = field(factory=lambda: secrets.token_hex(8))
+    counts: Counter[str] = field(factory=Counter[str])
+    catalogue: Catalogue = field(init=False)
+    thread: WatchedThread = field(init=False)
+    _publisher: Publisher = field(init=False)
+    _collector: GarbageCollector = field(init=False)
+    _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
+    _empty: BlockIndex = field(init=False)
+    availability: Availability = field(init=False)
+    _is_complete: bool = False  # all objects of the last listing are in the index
+    _loop: asyncio.AbstractEventLoop | None = None
+    _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
+    _closing: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        root = self.layout.compute_root("rows")
+        index = BlockIndex(self.limits.budget, self.layout.block_size, root)
+        self._empty = BlockIndex(self.limits.budget, self.layout.block_size, root)
+        self.availability = Availability(self.lock, self.counts, self.clock)
+        self.catalogue = Catalogue(root, index, self.lock, self.counts)
+        self._publisher = Publisher(
+            self.client,
+            self.layout,
+            self.catalogue,
+            self.chooser,
+            self.limits,
+            self.availability.report_failure,
+            self.clock,
+            self.counts,
+        )
+        self._collector = GarbageCollector(
+            self.client, self.catalogue, self.server, self.limits, self.clock, self.counts
+        )
+        self.thread = WatchedThread("shared-store", self._run, died=self._give_up, restarts=MAX_RESTARTS)
+
+    # --- start and end ---
+
+    def start(self) -> None:
+        """Sign on, which shows that the store can be written, and list it once. Raises StoreUnusable."""
+        try:
+            asyncio.run(self._sign_on())
+        except OSError as error:
+            self._decoders.shutdown()
+            self._publisher.close()
+            raise StoreUnusable(str(error)) from error
+        self.thread.start()
+
+    async def _sign_on(self) -> None:
+        await self._collector.write_report()
+        await self._collector.read_marks()
+        await self.client.list_objects(self.catalogue.root.hex())
+
+    def close(self, timeout_s: float = 10) -> bool:
+        """Write what is queued and sign off. Return False if that takes too long. May be called again."""
+        with self.lock:
+            self._closing = True
+        self._wake_thread()
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
+            return False
+        self._decoders.shutdown()
+        self._publisher.close()
+        return True
+
+    # --- from any thread ---
+
+    @property
+    def index(self) -> BlockIndex:
+        """The index of what can be read now: an empty one while the store is away."""
+        return self.catalogue.index if self.availability.is_usable else self._empty
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether nothing is queued, and everything that was listed is in the index."""
+        return self._is_complete and self._publisher.is_idle
+
+    @property
+    def trouble(self) -> str:
+        """The reason why nothing is found in the tier now, in one line; empty where it can be used."""
+        return self.availability.trouble
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        return (self.thread,)
+
+    @property
+    def damaged_files(self) -> Mapping[str, int]:
+        return {"shared": self.counts["damaged"]}
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of rows that are not encoded yet. What is encoded needs no memory of the store any more."""
+        return self._publisher.queued_bytes
+
+    def touch(self, entry: Entry) -> None:
+        """Count a lookup that found this entry. Called with the lock."""
+        self.catalogue.touch(entry, self.clock())
+
+    def submit(self, job: WriteRun | NotePrompt) -> bool:
+        """Queue a run. Return False if it is refused. Prompts are not shared: each server compares with its own."""
+        if isinstance(job, NotePrompt):
+            job.finish()
+            return True
+        with self.lock:
+            usable = self.availability.is_usable and not self._closing and not self.thread.is_dead
+            taken = self._publisher.submit(job, usable=usable)
+        if taken:
+            self._wake_thread()
+        return taken
+
+    async def read(
+        self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = lambda _: None
+    ) -> Buffer:
+        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+
+        then: called with the buffer on the thread of `workers` that has decoded it.
+        Raises Damaged (the object is not found any more by then), OSError or MemoryError.
+        """
+        pieces = await self._fetch(entry)
+        buffer = await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory)
+        await asyncio.get_running_loop().run_in_executor(workers, then, buffer)
+        return buffer
+
+    async def _fetch(self, entry: Entry) -> ObjectPieces:
+        name = name_entry(self.catalogue.root, entry)
+        try:
+            pieces = await self.client.read_object(name, entry.size)
+        except FileNotFoundError as error:
+            self.counts["read_errors"] += 1
+            self.catalogue.forget(entry)
+            raise StoreUnreachable("the run was removed from the shared store") from error
+        except StoreUnreachable as error:
+            self.counts["read_errors"] += 1
+            self.availability.report_failure(f"reading failed: {error}")
+            raise
+        self.counts["read_bytes"] += entry.size
+        return ObjectPieces(pieces)
+
+    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory) -> Buffer:
+        buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
+        expected = Expected(entry.size, entry.run, self.layout)
+        try:
+            fill_target(pieces, expected, self._decoders, buffer.data.numpy().data)
+        except Damaged as error:
+            log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
+            self.catalogue.note_damaged_entry(entry)
+            raise
+        return buffer
+
+    # --- measurements, before any request is served ---
+
+    @contextmanager
+    def write_samples(self, parts: Sequence[bytes], count: int) -> Iterator[list[str]]:
+        """Yield the names of objects with this content, written for a measurement and removed again. Raises OSError."""
+        names = [name_sample(self.server, number) for number in range(count)]
+        try:
+            asyncio.run(self._write_all(names, parts))
+            yield names
+        finally:
+            with suppress(OSError):
+                asyncio.run(self._remove_all(names))
+
+    async def _write_all(self, names: Sequence[str], parts: Sequence[bytes]) -> None:
+        await asyncio.gather(*(self.client.write_object(name, parts, replace=True) for name in names))
+
+    async def _remove_all(self, names: Sequence[str]) -> None:
+        await asyncio.gather(*map(self.client.remove_object, names))
+
+    def read_sample(self, name: str, expected: Expected, target: memoryview) -> None:
+        """Read a sample as a run is read. Called on a thread without an event loop. Raises Damaged, OSError."""
+        pieces = ObjectPieces(asyncio.run(self.client.read_object(name, expected.size)))
+        fill_target(pieces, expected, self._decoders, target)
+
+    def collect_figures(self) -> dict[str, Any]:
+        with self.lock:
+            return {
+                **self.catalogue.index.collect_figures(),
+                "url": self.client.url,
+                "usable": self.availability.is_usable,
+                "trouble": self.trouble,
+                "held_bytes": self.catalogue.count_held_bytes(),
+                "dropped_writes": sum(self.counts[f"dropped_{why}"] for why in ("outage", "queue_full", "no_room")),
+                "queued_bytes": self._publisher.queued_bytes + self._publisher.uploading_bytes,
+                **{name: self.counts[name] for name in COUNTED},
+            }
+
+    # --- the tier's thread ---
+
+    def _wake_thread(self) -> None:
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._wake.set)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        """Refresh and publish until the tier closes, then write what is left and sign off."""
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            refreshing = tasks.create_task(self._keep_refreshing())
+            uploads = set[asyncio.Task[None]]()
+            self._start_uploads(tasks, uploads)
+            while not self._closing:
+                await self._wake.wait()
+                self._wake.clear()
+                self._start_uploads(tasks, uploads)
+            refreshing.cancel()
+        with suppress(OSError):
+            await self._collector.remove_report()
+
+    def _start_uploads(self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]]) -> None:
+        """Start tasks that empty the queue, as many as run at once: a slow upload must not hold the others up."""
+        for _ in range(UPLOADS - len(running)):
+            task = tasks.create_task(self._publisher.empty_queue())
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            began_s = self.clock()
+            await self._refresh()
+            pause_s = self.availability.choose_pause(self.clock() - began_s)
+            await asyncio.sleep(pause_s if self._is_complete or self.trouble else 0)
+
+    async def _refresh(self) -> None:
+        """Bring the index up to date, and take part in garbage collection. A failure takes the tier away."""
+        try:
+            if self.trouble:
+                await self._collector.write_report()  # before anything is listed: this server is there again
+            await self._collector.read_marks()
+            await self._read_listing()
+            await self._collector.write_report()
+            self.availability.accept_refresh()
+            await self._collector.collect()
+        except StoreUnreachable as error:
+            self.availability.report_failure(f"listing failed: {error}")
+
+    async def _read_listing(self) -> None:
+        """List the runs, and read the beginnings of new ones. Those that cannot be read are tried again next time."""
+        self.catalogue.begin_listing()
+        new = self.catalogue.take_listing(await self.client.list_objects(self.catalogue.root.hex()))
+        waiting = deque(new[:MAX_HEADS])
+        failed = list[ObjectFacts]()
+
+        async def read_heads() -> None:
+            while waiting and len(failed) < HEADS_AT_ONCE:
+                facts = waiting.popleft()
+                try:
+                    await self.catalogue.read_head(self.client, facts, self.layout.block_size)
+                except StoreUnreachable:  # of one object, while others are listed: no outage
+                    self.counts["read_errors"] += 1
+                    failed.append(facts)
+
+        await asyncio.gather(*(read_heads() for _ in range(min(HEADS_AT_ONCE, len(waiting)))))
+        self._is_complete = len(new) <= MAX_HEADS or len(failed) >= HEADS_AT_ONCE
+
+    def _give_up(self) -> None:
+        """Find nothing and accept no more jobs: the thread has failed too often."""
+        with self.lock:
+            self._closing = True
+        self.availability.end("its thread has died")
+        self._publisher.give_up()

@@ -1,0 +1,342 @@
+"""The shared tier: answers that were restored on one server from what another has read, and the speed of the store.
+
+`python -m benchmarks.shared_tier [--prompts 300] [--models demo,demo-hybrid] [--store file|s3]
+[--only exactness,rates]`
+
+**Exactness.** Server B computes every prompt cold, alone and without a draft. Server A, another process whose layers
+are split (`--writer`), reads the same prompts, publishes their rows, those of its draft and its recurrent states, and
+is killed (`kill -9`). B has no disk and keeps nothing in host memory. It is asked again and restores from the shared
+tier, whatever that is worth. Tokens are compared.
+
+**Rates.** The bytes of objects that are read and written in a second, against the client library alone with the same
+objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
+decodes, checks and copies. Passes take turns; medians.
+
+`s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from attrs import evolve
+
+from adapters.sequence_layout import RowSpec
+from adapters.store.block_keys import chain_keys, pack_tokens
+from adapters.store.files.codec import CodecChooser, Fixed
+from adapters.store.files.file_format import Layout, Run, encode_run
+from adapters.store.open_store import SharedPlace, open_shared
+from adapters.store.shared.object_client import ObjectClient, open_client
+from adapters.store.shared.publisher import UPLOADS
+from adapters.store.shared.shared_tier import SharedTier
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.store import RUNS_IN_FLIGHT
+from adapters.store.tier import WriteRun
+from adapters.text.model_text import Text
+from benchmarks.arguments import benchmark_parser
+from benchmarks.exactness import FULL, Comparison, made, together
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options, build_options
+from engine.settings.paths import find_model_folder
+from tests.store.shared_servers import BUCKET, find_moto, moto_server
+
+RUN_BYTES = 4 << 20
+RUNS = 24
+PASSES = 5
+BLOCK = 64
+
+
+def shared_tier(target: Target) -> SharedTier:
+    assert target.transfer is not None
+    tier = target.transfer.store.find_tier(SharedTier)
+    assert tier is not None
+    return tier
+
+
+# --- exactness ---
+
+
+def reader_options(given: argparse.Namespace, model: str, url: str) -> Options:
+    nothing = {"kv_cache_budget": 0, "host_cache_budget": 0, "kv_cache_min_tokens": 0}
+    return build_options(model=model, slots=4, threads=given.threads, kv_shared_tier=url, **nothing)
+
+
+def writer_options(given: argparse.Namespace, model: str, url: str) -> Options:
+    kept = {"kv_cache_budget": 0, "host_cache_budget": 4096, "kv_cache_min_tokens": 0}
+    split = {"target_devices": given.writer} if given.writer else {}
+    return build_options(model=model, slots=4, threads=given.threads, kv_shared_tier=url, **kept, **split)
+
+
+async def jobs_of(given: argparse.Namespace, model: str) -> list[Any]:
+    text = Text.load(find_model_folder(reader_options(given, model, "").model))
+    jobs = made(given.prompts, tuple(text.tokenizer.end_tokens))
+    await text.aclose()
+    return jobs
+
+
+async def write_and_die(given: argparse.Namespace, model: str, url: str) -> None:
+    """Answer all prompts, publish everything, and be killed."""
+    target = await load_target(writer_options(given, model, url))
+    await together(target, [evolve(job, scope=FULL) for job in await jobs_of(given, model)])
+    tier = shared_tier(target)
+    while not tier.is_complete:  # noqa: ASYNC110 - nothing else says so
+        await anyio.sleep(0.05)
+    figures = tier.collect_figures()
+    dropped = sum(count for name, count in figures.items() if name.startswith("dropped"))
+    assert figures["written"], figures
+    assert not dropped, figures
+    print(f"A wrote {figures['written']} runs, {figures['written_bytes'] >> 20} MiB", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def compare_answers(given: argparse.Namespace, model: str, url: str) -> dict[str, Any]:
+    jobs = await jobs_of(given, model)
+    target = await load_target(reader_options(given, model, url))
+    with tempfile.TemporaryDirectory() as folder:
+        compared = Comparison(target, jobs, Path(folder), [], [])
+        silent = [evolve(job, speculate=False) for job in jobs]
+        compared.plain = await together(target, silent, at_once=1)
+        words = [sys.executable, "-m", "benchmarks.shared_tier", *sys.argv[1:], "--leave", url, "--models", model]
+        ended = await anyio.run_process(words, check=False, stderr=None, stdout=None)
+        assert ended.returncode == -signal.SIGKILL, ended.returncode
+        await settle(shared_tier(target))
+        await compared.run("from the shared tier, of a process that was killed", compared.restored)
+    figures = shared_tier(target).collect_figures()
+    draft = sum(1 for entry in shared_tier(target).index.entries.values() if entry.kind == "draft")
+    states = sum(1 for entry in shared_tier(target).index.entries.values() if entry.kind == "state")
+    await target.close()
+    prompt_tokens = sum(len(job.prompt) for job in jobs)
+    row = {"model": model, **compared.rows[0], "prompt_tokens": prompt_tokens, "draft_runs": draft, "states": states}
+    assert row["tier"] == "shared", row
+    return row | {"read_bytes": figures["read_bytes"], "damaged": figures["damaged"]}
+
+
+async def settle(tier: SharedTier) -> None:
+    """Until no listing brings anything new."""
+    before = -1
+    while before != (now := len(tier.index.entries)) or not now:
+        before = now
+        await anyio.sleep(12)
+
+
+# --- rates ---
+
+
+def make_runs(layout: Layout, count: int, codec: Fixed) -> list[tuple[Run, Buffer, list[bytes]]]:
+    """Runs of random bf16 rows, with the files that they become."""
+    tokens = RUN_BYTES // layout.token_bytes // BLOCK * BLOCK
+    generator = torch.Generator().manual_seed(1)
+    found = list[tuple[Run, Buffer, list[bytes]]]()
+    root = layout.compute_root("rows")
+    for number in range(count):
+        packed = pack_tokens(range(number * tokens, (number + 1) * tokens))
+        run = Run(0, root, chain_keys(root, packed, BLOCK), packed)
+        rows = torch.randn(layout.compute_size("rows", tokens) // 2, generator=generator).to(torch.bfloat16)
+        data = rows.view(torch.uint8)
+        file = encode_run(run, layout, data.numpy().data, CodecChooser(codec).create_compressor())
+        found.append((run, Buffer(data), file))
+    return found
+
+
+async def time_client_writes(client: ObjectClient, files: Sequence[bytes], mark: str) -> float:
+    from obstore import put_async  # noqa: PLC0415
+
+    names = [(f"plain-{mark}/{number}", file) for number, file in enumerate(files)]
+    store = client._store  # noqa: SLF001 - the library alone is what is compared with
+
+    async def work() -> None:
+        while names:
+            name, file = names.pop()
+            await put_async(store, name, file, mode="create", use_multipart=False)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(UPLOADS)))
+    return time.perf_counter() - began
+
+
+async def time_client_reads(client: ObjectClient, count: int, mark: str) -> float:
+    from obstore import get_async  # noqa: PLC0415
+
+    names = [f"plain-{mark}/{number}" for number in range(count)]
+    store = client._store  # noqa: SLF001
+
+    async def work() -> None:
+        while names:
+            await (await get_async(store, names.pop())).bytes_async()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+    return time.perf_counter() - began
+
+
+async def time_moved_writes(client: ObjectClient, files: Sequence[bytes], mark: str) -> float:
+    names = [(f"moved-{mark}/{number}", file) for number, file in enumerate(files)]
+
+    async def work() -> None:
+        while names:
+            name, file = names.pop()
+            await client.write_object(name, [file])
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(UPLOADS)))
+    return time.perf_counter() - began
+
+
+async def time_moved_reads(client: ObjectClient, sizes: Sequence[int], mark: str) -> float:
+    names = [(f"moved-{mark}/{number}", size) for number, size in enumerate(sizes)]
+
+    async def work() -> None:
+        while names:
+            await client.read_object(*names.pop())
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+    return time.perf_counter() - began
+
+
+def time_tier_writes(tier: SharedTier, runs: Sequence[tuple[Run, Buffer, list[bytes]]]) -> float:
+    began = time.perf_counter()
+    for run, rows, _ in runs:
+        assert tier.submit(WriteRun(run, rows, lambda: None))
+    while not tier._publisher.is_idle:  # noqa: SLF001
+        time.sleep(0.001)
+    return time.perf_counter() - began
+
+
+async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadPoolExecutor) -> float:
+    entries = [*tier.index.entries.values()]
+
+    async def work() -> None:
+        while entries:
+            await tier.read(entries.pop(), memory, workers)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
+    return time.perf_counter() - began
+
+
+def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory) -> dict[str, float]:
+    """MB/s of every way, on the same objects. memory: mapped before, as a server's is."""
+    runs = make_runs(layout, RUNS, codec)
+    files = [b"".join(parts) for _, _, parts in runs]
+    sizes = [*map(len, files)]
+    mark = f"{codec}{turn}"
+    client = open_client(url)
+    tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
+    with ThreadPoolExecutor(2 * RUNS_IN_FLIGHT) as workers:
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("client_write", lambda: asyncio.run(time_client_writes(client, files, mark))),
+            ("moved_write", lambda: asyncio.run(time_moved_writes(client, files, mark))),
+            ("tier_write", lambda: time_tier_writes(tier, runs)),
+        ]
+        reads: list[tuple[str, Callable[[], float]]] = [
+            ("client_read", lambda: asyncio.run(time_client_reads(client, RUNS, mark))),
+            ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark))),
+            ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
+        ]
+        order = -1 if turn % 2 else 1
+        found = {name: way() for name, way in (*ways[::order], *reads[::order])}
+    figures = tier.collect_figures()
+    assert (figures["written"], figures["read_bytes"]) == (RUNS, sum(sizes)), figures
+    assert tier.close(60)
+    return {name: sum(sizes) / seconds / 1e6 for name, seconds in found.items()}
+
+
+def measure_rates(url: str, store: str, codec: Fixed) -> dict[str, Any]:
+    """Medians of MB/s over all passes but the first, which warms up."""
+    rows = list[dict[str, float]]()
+    memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
+    memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
+    for turn in range(PASSES + 1):
+        layout = Layout(f"rates {store} {codec} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
+        rows.append(measure_pass(url, layout, codec, turn, memory))
+    names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
+    found: dict[str, Any] = {"store": store, "codec": codec}
+    found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
+    for way, what in names:
+        if way != "client":
+            ratios = [row[f"{way}_{what}"] / row[f"client_{what}"] for row in rows[1:]]
+            found[f"{way}_{what}_ratio"] = median(ratios)
+    return found
+
+
+# --- all of it ---
+
+
+@contextmanager
+def opened_store(kind: str) -> Iterator[str]:
+    """The URL of an empty store."""
+    if kind == "file":
+        with tempfile.TemporaryDirectory() as folder:
+            yield f"file://{folder}/shared"
+        return
+    command = find_moto()
+    assert command is not None, "pip install 'moto[server]', or name its command in REKINDLE_MOTO_SERVER"
+    with moto_server(command):
+        yield f"s3://{BUCKET}/shared"
+
+
+def make_figures(answers: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], store: str) -> list[Figure]:
+    found = list[Figure]()
+    for row in answers:
+        at = f"{store}, {row['jobs']} prompts"
+        subject = f"{row['model']}, restored on B from what A published"
+        found.append(Figure("exactness", subject, at, "differ", row["differing"], goal=Goal(at_most=0)))
+    for row in rates:
+        for way, what in product(("moved", "tier"), ("write", "read")):
+            subject = f"shared tier, {row['store']}, codec {row['codec']}, {what}s, times the client alone"
+            ratio, at = row[f"{way}_{what}_ratio"], "bytes moved" if way == "moved" else "the whole tier"
+            found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
+    return found
+
+
+def main() -> int:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--models", default="demo,demo-hybrid")
+    parser.add_argument("--store", default="file", choices=("file", "s3"))
+    parser.add_argument("--only", default="exactness,rates")
+    parser.add_argument("--writer", default="cpu:0,ipc+cpu:0", help="as --target-devices, of the server that writes")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.leave:
+        anyio.run(write_and_die, given, given.models, given.leave)
+    answers, rates = list[dict[str, Any]](), list[dict[str, Any]]()
+    with opened_store(given.store) as url:
+        if "exactness" in given.only:
+            for model in given.models.split(","):
+                answers.append(anyio.run(compare_answers, given, model, url))
+        if "rates" in given.only:
+            codecs: tuple[Fixed, ...] = ("store", "zstd")
+            for codec in codecs:
+                rates.append(measure_rates(url, given.store, codec))
+    if answers:
+        print_table("Restored on B from what A published, against answers computed cold", answers)
+    if rates:
+        print_table("The store through the tier and through its client alone; medians", rates)
+    figures = make_figures(answers, rates, given.store)
+    publish(given, f"shared_tier-{given.store}", {"answers": answers, "rates": rates}, figures, "cpu")
+    return 1 if any(row["differing"] for row in answers) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""The shared tier against a server process that speaks the S3 protocol, which is killed and started again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("obstore")
+
+from adapters.store.host_tier import HostTier
+from adapters.store.open_store import SharedPlace, create_index, open_shared
+from adapters.store.shared.object_client import StoreUnusable, open_client
+from adapters.store.store import Store
+from tests.store.kit import EVERYTHING, save
+from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharingServer, wait_for
+from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_server
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+URL = f"s3://{BUCKET}/some/prefix"
+
+
+@pytest.fixture
+def server() -> Iterator[MotoServer]:
+    command = find_moto()
+    if command is None:
+        pytest.skip("no moto_server: pip install 'moto[server]'")
+    with moto_server(command) as running:
+        yield running
+
+
+@pytest.fixture
+def opened() -> Iterator[list[SharingServer]]:
+    servers = list[SharingServer]()
+    yield servers
+    for one in servers:
+        one.tier.close()
+
+
+def open_server(opened: list[SharingServer]) -> SharingServer:
+    lock = threading.RLock()
+    tier = open_shared(EVERYTHING, SharedPlace(URL), lock)
+    opened.append(SharingServer(Store(EVERYTHING, (HostTier(create_index(EVERYTHING, 0)), tier), lock), tier))
+    wait_for(lambda: tier.is_complete)
+    return opened[-1]
+
+
+def test_what_one_server_has_published_another_restores(server: MotoServer, opened: list[SharingServer]) -> None:
+    first = open_server(opened)
+    first.publish()
+    assert open_server(opened).restore() == len(TOKENS)
+    second = open_server(opened)
+    second.publish()
+    assert not second.tier.collect_figures()["written"], "everything was there"
+    assert not second.tier.collect_figures()["write_errors"]
+
+
+def test_two_servers_that_write_one_run_at_once_write_it_once(server: MotoServer, opened: list[SharingServer]) -> None:
+    first, second = open_server(opened), open_server(opened)
+    first.publish()
+    second.publish()
+    figures = second.tier.collect_figures()
+    assert (figures["written"], figures["already_there"] > 0) == (0, True)
+
+
+def test_a_server_process_that_is_killed_and_started_again(server: MotoServer, opened: list[SharingServer]) -> None:
+    one = open_server(opened)
+    one.publish()
+    assert one.restore() == len(TOKENS)
+    server.kill()
+    with pytest.raises(OSError, match=r"\w"):
+        one.restore()
+    assert not one.restore(), "it is looked up elsewhere at once"
+    assert one.tier.trouble
+    save(one.store, (*range(40), *NEXT))
+    assert one.tier.collect_figures()["dropped_outage"]
+    server.start()  # with nothing in it
+    wait_for(lambda: not one.tier.trouble, 60)
+    assert not one.restore(), "its objects are lost"
+    one.publish()
+    assert open_server(opened).restore() == len(TOKENS)
+
+
+def test_wrong_credentials_and_buckets_end_the_start(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreUnusable) as found:
+        open_shared(EVERYTHING, SharedPlace("s3://no-such-bucket/x"), threading.RLock())
+    assert "\n" not in str(found.value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    assert open_client(URL)
+    with pytest.raises(StoreUnusable):
+        open_shared(EVERYTHING, SharedPlace(URL), threading.RLock())
