@@ -13,6 +13,19 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "adapters.models.families.qwen3_5_moe",
     "qwen3_5_moe_text": "adapters.models.families.qwen3_5_moe",
     "qwen3_next": "adapters.models.families.qwen3_next",
+    "mistral": "adapters.models.families.mistral",
+    "mistral3": "adapters.models.families.mistral",
+    "ministral3": "adapters.models.families.mistral",
+    "seed_oss": "adapters.models.families.seed_oss",
+    "glm4_moe": "adapters.models.families.glm4_moe",
+    "minimax_m2": "adapters.models.families.minimax_m2",
+}
+
+# `model_type` -> what such models need that is not built, for a message.
+MISSING: Mapping[str, str] = {
+    "glm4_moe_lite": "attention over compressed keys and values (MLA)",
+    "deepseek_v3": "attention over compressed keys and values (MLA)",
+    "mistral4": "attention over compressed keys and values (MLA)",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.

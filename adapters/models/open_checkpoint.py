@@ -23,13 +23,12 @@ from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.checkpoint.quantised.rounding import GROUP, measure_error, round_matrices
 from adapters.checkpoint.safetensors_folder import (
     ALL,
-    Shapes,
     StoredTensor,
     check_tensors,
     digest_tensors,
     scan_tensors,
 )
-from adapters.models.decoder.family import Family, ModelConfig, family_of
+from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
 from adapters.models.decoder.feed_forward import cut_up
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
@@ -75,7 +74,7 @@ class Checkpoint:
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )
         expected = config.tensors()
-        tensors, others = _name_tensors(path, family, scanned, expected)
+        tensors, others = _name_tensors(path, family, config, scanned)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         spare |= {name for name in tensors.keys() - expected.keys() if _adds_nothing(name, tensors)}
@@ -169,14 +168,15 @@ def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def _name_tensors(
-    path: Path, family: Family, scanned: Mapping[str, StoredTensor], expected: Shapes
+    path: Path, family: Family, config: ModelConfig, scanned: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Return the tensors by the family's names, and those that it is served without. Experts get a tensor each."""
     tensors = dict[str, StoredTensor]()
     others = dict[str, StoredTensor]()
+    expected = config.tensors()
     for published, entry in scanned.items():
-        name = family.named(published)
-        found = tensors if name else others
+        name = family.named(published, config)
+        found = tensors if name and not name.startswith(HEAD_PREFIX) else others
         for part, stored in cut_up(name or published, entry, expected).items():
             if part in found:
                 raise CheckpointError(f"{path}: tensor {part[:200]} is there twice, under different names")

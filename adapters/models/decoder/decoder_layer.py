@@ -10,7 +10,7 @@ Recurrent layers (`recurrent_layer.py`) have the same norms and feed-forward aro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from attrs import evolve, frozen
@@ -31,7 +31,7 @@ from adapters.models.decoder.feed_forward import (
 )
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import HeadPrep, Kernels
+from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
 
@@ -53,7 +53,17 @@ class LayerShape(FeedShape, Protocol):
     def qk_norm(self) -> bool: ...
 
     @property
+    def norms_all_heads(self) -> bool:
+        """Do the norms of `qk_norm` go over the numbers of all heads together? Otherwise each head has its own."""
+        ...
+
+    @property
     def qkv_bias(self) -> bool: ...
+
+    @property
+    def out_bias(self) -> bool:
+        """Has the projection behind attention a bias?"""
+        ...
 
     @property
     def output_gate(self) -> bool:
@@ -66,11 +76,24 @@ class LayerShape(FeedShape, Protocol):
         ...
 
 
+class LayerTraits:
+    """What most families have in common, as `LayerShape` describes it. A family overrides what it has."""
+
+    __slots__ = ()
+    qk_norm: ClassVar[bool] = False
+    norms_all_heads: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
+
+
 @frozen
 class Frame:
     """The weights that every layer has around the mixing of rows, which is attention or a recurrence.
 
     projection: one matrix for everything that is projected from the normed input. out: the matrix behind the mixing.
+    out_bias: is added to what `out` returns.
     """
 
     input_norm: Tensor
@@ -79,18 +102,26 @@ class Frame:
     post_norm: Tensor
     feed: GatedWeights | Experts
     eps: float
+    out_bias: Tensor | None = None
 
 
 @frozen
 class DecoderLayer:
     """The weights of one layer with attention, fused and packed.
 
-    width: columns of queries, keys and values in the projection. Gates may follow them.
+    width: columns of queries, keys and values in the projection. Gates may follow them. norms: the factors of norms
+    over all query heads and over all key heads; None where each head has its own, or none.
     """
 
     frame: Frame
     prep: HeadPrep
     width: int
+    norms: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Does the layer consist of operations that `Kernels.fuse_layers` can put together?"""
+        return self.norms is None and self.frame.out_bias is None
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
@@ -111,9 +142,12 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
         "self_attn.o_proj.weight": (hidden, q),
     }
     if shape.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+        sizes = (q, kv) if shape.norms_all_heads else (head, head)
+        shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)}
     if shape.qkv_bias:
         shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
+    if shape.out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
     return {prefix + name: size for name, size in shapes.items()}
 
 
@@ -219,6 +253,7 @@ def load_frame(
         post_norm=post_norm,
         feed=load_feed(read, kernels, shape, prefix),
         eps=shape.rms_norm_eps,
+        out_bias=read(prefix + out.replace("weight", "bias")) if shape.out_bias else None,
     )
 
 
@@ -233,17 +268,23 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
         parts = (select_rows(both, q.flatten()), *rest, select_rows(both, gate.flatten()))
         projection = evolve(projection, parts=parts)
 
-    def head_norm(part: str) -> Tensor | None:
-        return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred) if shape.qk_norm else None
-
+    norms = (
+        (
+            read.norm(f"{attention}q_norm.weight", zero_centred=shape.zero_centred),
+            read.norm(f"{attention}k_norm.weight", zero_centred=shape.zero_centred),
+        )
+        if shape.qk_norm
+        else None
+    )
+    q_norm, k_norm = (None, None) if norms is None or shape.norms_all_heads else norms
     prep = HeadPrep(
         bias=read(*(f"{attention}{part}_proj.bias" for part in "qkv")) if shape.qkv_bias else None,
-        q_norm=head_norm("q"),
-        k_norm=head_norm("k"),
+        q_norm=q_norm,
+        k_norm=k_norm,
         eps=shape.rms_norm_eps,
     )
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
-    return DecoderLayer(frame, prep, width)
+    return DecoderLayer(frame, prep, width, norms if shape.norms_all_heads else None)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
@@ -252,6 +293,28 @@ def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tens
     delta: the result of the layer before.
     """
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
+
+
+def select_heads(kernels: Kernels, layer: DecoderLayer, projected: Tensor) -> Tensor:
+    """Return the columns of queries, keys and values in a layer's projection, normed if all heads share a norm."""
+    heads = projected[:, : layer.width]
+    if layer.norms is None:
+        return heads
+    sizes = [len(norm) for norm in layer.norms]
+    q, k, v = torch.split(heads, [*sizes, layer.width - sum(sizes)], 1)
+    eps = layer.frame.eps
+    parts = [
+        kernels.add_norm(part.contiguous(), None, norm, eps) for part, norm in zip((q, k), layer.norms, strict=True)
+    ]
+    return torch.cat((*parts, v), 1)
+
+
+def scale_queries(q: Tensor, rope: Rope, batch: Batch) -> Tensor:
+    """Return rotated queries, multiplied with the factors of their positions if the model has such factors."""
+    if rope.query_scale is None:
+        return q
+    factors = rope.query_scale[batch.positions.clamp(min=0)]
+    return q.mul_(factors.view(-1, *[1] * (q.dim() - 1)))
 
 
 def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
@@ -267,5 +330,8 @@ def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, proj
 
 def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
-    x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
+    out = kernels.linear(mixed, frame.out)
+    if frame.out_bias is not None:
+        out.add_(frame.out_bias)
+    x = kernels.add_norm(residual, out, frame.post_norm, frame.eps)
     return run_feed(kernels, frame.feed, x, batch)

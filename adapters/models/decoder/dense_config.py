@@ -14,7 +14,12 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
+from adapters.models.decoder.decoder_layer import (
+    LayerTraits,
+    layer_matrices,
+    layer_products,
+    layer_tensors,
+)
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement
@@ -30,18 +35,12 @@ _PROBED_VOCABULARY = 256
 
 
 @frozen
-class DenseConfig:
+class DenseConfig(LayerTraits):
     """H query heads and KV key/value heads of `head_dim`; H * head_dim need not equal hidden_size.
 
-    qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
-    output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight.
     by_key_head: of recurrent layers, as `RecurrentShape` says.
     """
 
-    qk_norm: ClassVar[bool] = False
-    qkv_bias: ClassVar[bool] = False
-    output_gate: ClassVar[bool] = False
-    zero_centred: ClassVar[bool] = False
     by_key_head: ClassVar[bool] = False
 
     vocab_size: int

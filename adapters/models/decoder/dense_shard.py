@@ -17,6 +17,8 @@ from adapters.models.decoder.decoder_layer import (
     gate_attention,
     load_layer,
     project_inputs,
+    scale_queries,
+    select_heads,
 )
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
@@ -236,12 +238,16 @@ class DenseShard:
             assert kernels.delta is not None
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gate_attention(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
+            mixed = gate_attention(
+                kernels, layer, tree.attend(place, select_heads(kernels, layer, own), layer.prep), own
+            )
         else:
             k_cache, v_cache = self.rows.layers[place]
-            q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
+            heads = select_heads(kernels, layer, own)
+            q = kernels.rotate_store(heads, layer.prep, self._rope, batch, k_cache, v_cache)
             if stops:
                 return None
+            q = scale_queries(q, self._rope, batch)
             mixed = gate_attention(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
         return None if stops else finish_layer(kernels, layer.frame, residual, mixed, batch)
 

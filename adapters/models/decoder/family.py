@@ -13,7 +13,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models import FAMILIES
+from adapters.models import FAMILIES, MISSING
 from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.decoder.host_experts import HostExperts
@@ -22,6 +22,8 @@ from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
+
+HEAD_PREFIX = "mtp."  # of the names of a prediction head's tensors
 
 
 class ModelConfig(Protocol):
@@ -126,12 +128,17 @@ class HeadShape(LayerShape, Protocol):
     def rotary(self) -> Rotary: ...
 
 
+def keep_name(published: str, config: ModelConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`
+    return published
+
+
 @frozen
 class Family:
     """A family of models.
 
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
-    what is accepted. named: returns the name of a published tensor here; empty for tensors that are not used.
+    what is accepted. named: returns the name here of a published tensor of a model; empty for a tensor that is not used.
+    Names of the prediction head begin with HEAD_PREFIX.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
     models have none.
     """
@@ -139,7 +146,7 @@ class Family:
     model_type: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     build: Build
-    named: Callable[[str], str] = str
+    named: Callable[[str, Any], str] = keep_name
     head_shape: Callable[[Any], HeadShape] | None = None
 
 
@@ -148,6 +155,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
+        if isinstance(kind, str) and kind in MISSING:
+            raise CheckpointError(f"config.json: model_type {kind!r} needs {MISSING[kind]}, which is not supported")
         raise CheckpointError(f"config.json: model_type {describe_value(kind)} is not supported; accepted: {accepted}")
     found = import_module(FAMILIES[kind]).FAMILY
     assert isinstance(found, Family)

@@ -16,11 +16,18 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
+from adapters.models.kernels.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    SigmoidExpertsShape,
+    run_feed_forward,
+)
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
 
+CORRECTION = "mlp.gate.e_score_correction_bias"
 _STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
 
 
@@ -47,10 +54,13 @@ def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
     if experts is None:
         return _gated_tensors("mlp.", hidden, shape.intermediate_size)
     found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts.count, hidden)}
+    if isinstance(experts, SigmoidExpertsShape):
+        found[CORRECTION] = (experts.count,)
     for number in range(experts.count):
         found |= _gated_tensors(f"mlp.experts.{number}.", hidden, experts.inner)
     if experts.shared:
         found |= _gated_tensors("mlp.shared_expert.", hidden, experts.shared)
+    if experts.gates_shared:
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
 
@@ -115,6 +125,10 @@ class FeedReader(Protocol):
         """Return the named tensors, stacked along their rows."""
         ...
 
+    def wide(self, name: str) -> Tensor:
+        """Return one tensor in float32."""
+        ...
+
 
 def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
     """Load the feed-forward of the layer whose names begin with `prefix`."""
@@ -131,12 +145,13 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
     if experts is None:
         return load_gated("mlp")
     each = (load_gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
-    gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
+    gates = ("gate", "shared_expert_gate") if experts.gates_shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
         shared=load_gated("mlp.shared_expert") if experts.shared else None,
+        correction=read.wide(prefix + CORRECTION) if isinstance(experts, SigmoidExpertsShape) else None,
     )
 
 

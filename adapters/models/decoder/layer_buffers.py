@@ -56,7 +56,7 @@ def fuse_layers(
     found = dict[int, tuple[int, FusedLayers]]()
     whole = list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
-        if not isinstance(layer.frame.feed, Experts):
+        if layer.is_plain and rope.query_scale is None and not isinstance(layer.frame.feed, Experts):
             before = forward.aux_hidden_states.get(number - 1)
             whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from adapters.checkpoint.config_fields import check_field, find_text_settings
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
@@ -14,9 +15,7 @@ from adapters.models.decoder.family import Family
 from adapters.models.families.qwen3_5 import (
     FULL,
     Qwen35Config,
-    check_field,
     find_text_name,
-    find_text_settings,
     head_shape,
     parse_hybrid,
 )

@@ -33,11 +33,13 @@ ALONE = 4
 class Rope:
     """Rotary tables, float32 `[capacity, n]` each, row p for position p, built once on the host in float32.
 
-    n is half of what is rotated: hd / 2, or less where only the first 2 n numbers of a head are rotated.
+    n is half of what is rotated: hd / 2, or less where only the first 2 n numbers of a head are rotated. query_scale:
+    float32 `[capacity]`, with which the caller of the kernels multiplies rotated queries; None: with nothing.
     """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
 
 @frozen(eq=False)

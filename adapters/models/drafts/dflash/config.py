@@ -10,6 +10,7 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
+from adapters.models.decoder.decoder_layer import LayerTraits
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.rope import Rotary, parse_rope
 from adapters.models.kernels.interface import AttentionMask
@@ -34,7 +35,7 @@ class DraftShapes:
 
 
 @frozen
-class DFlashConfig:
+class DFlashConfig(LayerTraits):
     """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` after context rows from the target's layers.
 
     aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`.
@@ -43,9 +44,6 @@ class DFlashConfig:
     """
 
     qk_norm: ClassVar[bool] = True
-    qkv_bias: ClassVar[bool] = False
-    output_gate: ClassVar[bool] = False
-    zero_centred: ClassVar[bool] = False
     experts: ClassVar[None] = None
 
     hidden_size: int

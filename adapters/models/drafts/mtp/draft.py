@@ -190,7 +190,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         self._hidden.index_copy_(0, batch.kept_at, hidden)
         kv = kernels.linear(kernels.add_norm(x, None, loaded.layer.frame.input_norm, self._eps), loaded.kv)
         [(k_cache, v_cache)] = self.rows.layers
-        kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
+        kernels.store(kv, loaded.kv_prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels = self._kernels
