@@ -137,8 +137,8 @@ class Family:
     """A family of models.
 
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
-    what is accepted. named: returns the name here of a published tensor of a model; empty for a tensor that is not used.
-    Names of the prediction head begin with HEAD_PREFIX.
+    what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
+    the prediction head begin with HEAD_PREFIX.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
     models have none.
     """
