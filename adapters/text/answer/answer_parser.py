@@ -14,6 +14,8 @@ from attrs import define, field, frozen
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
 from adapters.text.answer.call_form import CallForm
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
+from adapters.text.answer.mistral_calls import MistralCalls
+from adapters.text.answer.other_tagged_calls import GlmCalls, MiniMaxCalls, SeedCalls
 from adapters.text.answer.pythonic_calls import PythonicCalls
 from adapters.text.answer.reasoning import ReasoningParser, ReasoningTags
 from adapters.text.answer.xml_calls import XmlCalls
@@ -22,10 +24,18 @@ from adapters.text.conversation import FunctionTool, ToolChoice
 CALL_FORMS: Mapping[str, type[CallForm]] = {
     "hermes": HermesCalls,
     "qwen-xml": XmlCalls,
+    "seed-xml": SeedCalls,
+    "minimax-xml": MiniMaxCalls,
+    "glm-xml": GlmCalls,
+    "mistral": MistralCalls,
     "llama3-json": LlamaJsonCalls,
     "pythonic": PythonicCalls,
 }
-REASONING: Mapping[str, ReasoningTags] = {"think": ReasoningTags("<think>", "</think>")}
+REASONING: Mapping[str, ReasoningTags] = {
+    "think": ReasoningTags("<think>", "</think>"),
+    "seed": ReasoningTags("<seed:think>", "</seed:think>"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+}
 NONE = "none"  # can be chosen at start: calls or reasoning stay text
 TOOL_PARSERS = (*CALL_FORMS, NONE)
 REASONING_PARSERS = (*REASONING, NONE)
