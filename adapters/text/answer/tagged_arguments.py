@@ -31,6 +31,7 @@ from adapters.text.grammars.grammar import GrammarRefused
 
 KEY = re.compile(r"[^<>\s]{1,128}")
 ANY_KEY = "\0"
+FREE_KEY = r'/[^<>\s"]{1,128}/'
 NEXT = r'"\n"'  # between parameters
 
 
@@ -56,7 +57,7 @@ class TaggedArguments:
             parts.append(part if needed else f"({part})?")
         if not parts and schema.get("additionalProperties") is not False:
             before, after = self.tags.write_key(ANY_KEY).split(ANY_KEY)
-            key = rf"{self.rules.write_text(before)} /[^<>\s"]{{1,128}}/ {self.rules.write_text(after)}"
+            key = " ".join((self.rules.write_text(before), FREE_KEY, self.rules.write_text(after)))
             parts.append(f"({key} {self._write_value(schema.get('additionalProperties'))} {NEXT})*")
         return " ".join([*parts, *self._end]) or '""'
 
