@@ -12,7 +12,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.rope import Rotary, parse_rope
-from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.attention_rule import AttentionMask
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128
