@@ -11,8 +11,9 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import AttentionMask, Embedding, FusedLayers, Kernels, Rope, WholeLayer
+from adapters.models.kernels.interface import Embedding, FusedLayers, Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 

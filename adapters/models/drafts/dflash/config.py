@@ -13,7 +13,7 @@ from adapters.checkpoint.config_fields import read_flag, read_positive, read_siz
 from adapters.models.decoder.decoder_layer import LayerTraits
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.rope import Rotary, parse_rope
-from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.attention_rule import AttentionMask
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128

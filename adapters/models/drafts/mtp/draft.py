@@ -36,7 +36,8 @@ from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDra
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
-from adapters.models.kernels.interface import AttentionMask, Kernels
+from adapters.models.kernels.attention_rule import AttentionMask
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 
