@@ -37,4 +37,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3next": "qwen3_next",
+    "mistral3": "ministral3",
+    "seed_oss": "seed_oss",
+    "glm4moe": "glm4_moe",
+    "minimax-m2": "minimax_m2",
 }
