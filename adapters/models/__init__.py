@@ -13,6 +13,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "adapters.models.families.qwen3_5_moe",
     "qwen3_5_moe_text": "adapters.models.families.qwen3_5_moe",
     "qwen3_next": "adapters.models.families.qwen3_next",
+    "gemma3": "adapters.models.families.gemma3",
+    "gemma3_text": "adapters.models.families.gemma3",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.

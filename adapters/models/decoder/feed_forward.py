@@ -16,6 +16,8 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
@@ -39,6 +41,9 @@ class FeedShape(Protocol):
     def experts(self) -> ExpertsShape | None:
         """The experts; None if the feed-forward is dense and has `intermediate_size` columns."""
         ...
+
+    @property
+    def traits(self) -> LayerTraits: ...
 
 
 def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
@@ -71,32 +76,34 @@ def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
     hidden = shape.hidden_size
     experts = shape.experts
     if experts is None:
-        return _gated_products(hidden, shape.intermediate_size)
-    shared = _gated_products(hidden, experts.shared) if experts.shared else ()
+        return _gated_products(shape, shape.intermediate_size)
+    shared = _gated_products(shape, experts.shared) if experts.shared else ()
     routers = (Weight(experts.router_outputs, hidden), Weight(experts.shrink_for_probe().router_outputs, hidden))
-    return (*routers, *_gated_products(hidden, experts.inner) * experts.chosen, *shared)
+    return (*routers, *_gated_products(shape, experts.inner) * experts.chosen, *shared)
 
 
-def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
-    return Weight(inner, hidden, gated=True), Weight(hidden, inner)
+def _gated_products(shape: FeedShape, inner: int) -> tuple[Weight, ...]:
+    """Return the two products. Only a gate by SiLU is part of the first one."""
+    hidden = shape.hidden_size
+    gated = shape.traits.activation == SILU
+    return Weight(inner if gated else 2 * inner, hidden, gated=gated), Weight(hidden, inner)
 
 
 def feed_matrices(shape: FeedShape, prefix: str) -> Iterator[Matrix]:
-    hidden = shape.hidden_size
     experts = shape.experts
     if experts is None:
-        yield from _gated_matrices(hidden, shape.intermediate_size, f"{prefix}mlp.")
+        yield from _gated_matrices(shape, shape.intermediate_size, f"{prefix}mlp.")
         return
     for number in range(experts.count):
-        yield from _gated_matrices(hidden, experts.inner, f"{prefix}mlp.experts.{number}.")
+        yield from _gated_matrices(shape, experts.inner, f"{prefix}mlp.experts.{number}.")
     if experts.shared:
-        yield from _gated_matrices(hidden, experts.shared, f"{prefix}mlp.shared_expert.")
+        yield from _gated_matrices(shape, experts.shared, f"{prefix}mlp.shared_expert.")
 
 
-def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
-    gated, down = _gated_products(hidden, inner)
+def _gated_matrices(shape: FeedShape, inner: int, prefix: str) -> Iterator[Matrix]:
+    gated, down = _gated_products(shape, inner)
     yield gated, tuple((f"{prefix}{part}_proj.weight", inner) for part in ("gate", "up"))
-    yield down, ((f"{prefix}down_proj.weight", hidden),)
+    yield down, ((f"{prefix}down_proj.weight", shape.hidden_size),)
 
 
 def idle_weights(shape: FeedShape) -> int:
@@ -123,9 +130,10 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both = read.matrix(gate, up)
         own = read.matrix(down)
+        pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
         if not packed:
-            return GatedWeights(kernels.pack_gated(both.unpack()), kernels.pack(own.unpack()))
-        return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
+            return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation)
+        return GatedWeights(pack_both(both), kernels.pack(own), shape.traits.activation)
 
     experts = shape.experts
     if experts is None:

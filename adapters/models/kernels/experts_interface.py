@@ -18,6 +18,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.models.kernels.activations import SILU, apply_activation
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
 from adapters.models.kernels.step_batch import Batch
@@ -52,10 +53,14 @@ class ExpertsShape:
 
 @frozen(eq=False)
 class GatedWeights:
-    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`."""
+    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`.
+
+    activation: in place of SiLU. For any other one `gate_up` is packed as a plain weight.
+    """
 
     gate_up: Any
     down: Any
+    activation: str = SILU
 
 
 @frozen(eq=False)
@@ -137,7 +142,10 @@ def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  #
 
 
 def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
-    return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    if weights.activation == SILU:
+        return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    gate, up = kernels.linear(x, weights.gate_up).chunk(2, dim=1)
+    return kernels.linear(apply_activation(weights.activation, gate).mul_(up), weights.down)
 
 
 def run_experts(

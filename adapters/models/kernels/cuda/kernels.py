@@ -333,16 +333,16 @@ class TritonKernels:
     def prepare_step(self, batch: Batch) -> None:
         if batch.plan is None:
             batch.plan = StepTiles()
-        batch.plan.stale = True
+        batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def run_planned() -> T:
-            batch.plan.stale = True
+            batch.plan.fresh.clear()
             self._attention.running = name
             if isinstance(batch, StateBatch):
                 self.delta.begin_body(name, batch)
-            if name in self._attention.planned_bodies and batch.plan.tiles is not None:
+            if name in self._attention.planned_bodies:
                 self._attention.plan_tiles(batch)
             return body()
 
