@@ -13,12 +13,15 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "adapters.models.families.qwen3_5_moe",
     "qwen3_5_moe_text": "adapters.models.families.qwen3_5_moe",
     "qwen3_next": "adapters.models.families.qwen3_next",
+    "gemma3": "adapters.models.families.gemma3",
+    "gemma3_text": "adapters.models.families.gemma3",
     "mistral": "adapters.models.families.mistral",
     "mistral3": "adapters.models.families.mistral",
     "ministral3": "adapters.models.families.mistral",
     "seed_oss": "adapters.models.families.seed_oss",
     "glm4_moe": "adapters.models.families.glm4_moe",
     "minimax_m2": "adapters.models.families.minimax_m2",
+    "gpt_oss": "adapters.models.families.gpt_oss",
 }
 
 # `model_type` -> what such models need that is not built, for a message.

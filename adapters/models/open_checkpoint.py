@@ -29,7 +29,6 @@ from adapters.checkpoint.safetensors_folder import (
     scan_tensors,
 )
 from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
-from adapters.models.decoder.feed_forward import cut_up
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
@@ -177,7 +176,7 @@ def _name_tensors(
     for published, entry in scanned.items():
         name = family.named(published, config)
         found = tensors if name and not name.startswith(HEAD_PREFIX) else others
-        for part, stored in cut_up(name or published, entry, expected).items():
+        for part, stored in family.cut_up(name or published, entry, expected).items():
             if part in found:
                 raise CheckpointError(f"{path}: tensor {part[:200]} is there twice, under different names")
             found[part] = stored

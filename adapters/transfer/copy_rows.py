@@ -193,12 +193,12 @@ class StateMover:
         """Return where the state of a slot with this many rows stands: some parts keep it at multiples only."""
         return rows - max((rows % part.block for part in self.parts if part.specs), default=0)
 
-    def copy_in(self, slot: int, data: Tensor) -> None:
-        """Write the state into the slot. Raises ValueError or RuntimeError where that fails."""
+    def copy_in(self, slot: int, data: Tensor, at: int) -> None:
+        """Write a state that stands at row `at` into the slot. Raises ValueError or RuntimeError where that fails."""
         state = view_tensors(self.specs, data)
         for part in self.parts:
             if part.specs:
-                part.import_(slot, {spec.name: state[spec.name] for spec in part.specs})
+                part.import_(slot, {spec.name: state[spec.name] for spec in part.specs}, at)
 
     def copy_out(self, slot: int, data: Tensor) -> None:
         into = view_tensors(self.specs, data)

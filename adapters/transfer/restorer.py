@@ -259,7 +259,7 @@ class Restorer:
         if rows < start:
             return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
         try:
-            self.state.copy_in(slot, move.buffer.data)
+            self.state.copy_in(slot, move.buffer.data, move.part.stop)
         except (ValueError, RuntimeError, RowsLost) as error:
             # Some of the old state may be overwritten, so nothing can go on from it.
             state.valid = 0

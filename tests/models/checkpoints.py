@@ -131,7 +131,7 @@ def save_model(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 weight.add_(torch.randn_like(weight) * 0.2)
         for name, weight in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -36,7 +36,7 @@ class CopiedEnds:
 
     @property
     def _read(self) -> WeightReader:
-        return WeightReader(self.weights, self.device, self.dtype)
+        return WeightReader(self.weights, self.device, self.dtype, wide_norms=self.config.wide_norms)
 
     @cached_property
     def embedding(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -11,11 +11,11 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
 from adapters.models.decoder.decoder_layer import LayerShape
-from adapters.models.decoder.feed_forward import Matrix
+from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
@@ -102,6 +102,14 @@ class ModelConfig(Protocol):
         ...
 
 
+class CutUp(Protocol):
+    """A function that cuts a tensor of all experts into the tensors of each, by name."""
+
+    def __call__(self, name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:
+        """Return the parts. A tensor that is not cut is returned as it is. wanted: the names that the family needs."""
+        ...
+
+
 class Build(Protocol):
     """A function that builds a shard of a family's models."""
 
@@ -138,7 +146,7 @@ class Family:
 
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
     what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
-    the prediction head begin with HEAD_PREFIX.
+    the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
     models have none.
     """
@@ -147,6 +155,7 @@ class Family:
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     build: Build
     named: Callable[[str, Any], str] = keep_name
+    cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
 
 

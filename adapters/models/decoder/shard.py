@@ -161,7 +161,9 @@ class SlotRows(ReadableRows, Protocol):
 
 
 class PositionalStates(Protocol):
-    """The positional state of recurrent layers, for each slot, and places for more such states on the device.
+    """The positional state of some layers, for each slot, and places for more such states on the device.
+
+    It is that of recurrent layers, or the last rows of layers with a window.
 
     A state stands at a multiple of `block`. A slot with n settled rows has the state at the last multiple at or below
     n, and what the rows after it will change in it. So the slot's next forward may start anywhere from there to n,
@@ -188,10 +190,10 @@ class PositionalStates(Protocol):
         """Return the slot's state on the host: the one at the last multiple of `block` in its settled rows."""
         ...
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
-        """Write a state that `export` returned. The start of the slot's next forward tells where it stands.
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
+        """Write a state that `export` returned, which stands at row `at`.
 
-        ValueError for another name, shape or dtype.
+        ValueError for another name, shape or dtype, or a row at which no state stands.
         """
         ...
 

@@ -95,4 +95,4 @@ def head_shape(config: Glm4MoeConfig) -> Glm4MoeConfig:
     return config
 
 
-FAMILY = Family("glm4_moe", parse, DenseShard, find_name, head_shape)
+FAMILY = Family("glm4_moe", parse, DenseShard, find_name, head_shape=head_shape)

@@ -12,6 +12,7 @@ from adapters.models.decoder.dense_config import DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_sigmoid_experts
 from adapters.models.decoder.family import Family
+from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary, count_rotated
 from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 
@@ -28,10 +29,13 @@ NAMES = {
 @frozen
 class MiniMaxM2Config(DenseConfig):
     qk_norm: ClassVar[bool] = True
-    norms_all_heads: ClassVar[bool] = True
 
     experts: SigmoidExpertsShape = field(kw_only=True)
     rotated: int = field(kw_only=True)
+
+    @property
+    def traits(self) -> LayerTraits:
+        return LayerTraits(norms_all_heads=True)
 
     @property
     def rotary(self) -> Rotary:

@@ -165,4 +165,4 @@ def head_shape(config: Qwen35Config) -> Qwen35Config:
     return config
 
 
-FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape)
+FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape=head_shape)

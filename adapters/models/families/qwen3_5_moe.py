@@ -59,4 +59,4 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 
-FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape)
+FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape=head_shape)

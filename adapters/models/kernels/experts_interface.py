@@ -18,6 +18,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
 from adapters.models.kernels.step_batch import Batch
@@ -57,6 +58,11 @@ class ExpertsShape:
 
 
 @frozen
+class BiasedExpertsShape(ExpertsShape):
+    """Experts whose products, the router's included, have biases. Their gates are CLAMPED."""
+
+
+@frozen
 class SigmoidExpertsShape(ExpertsShape):
     """Experts whose scores are the sigmoids of their logits. A correction is added to a score for the choice only.
 
@@ -79,10 +85,17 @@ class SigmoidExpertsShape(ExpertsShape):
 
 @frozen(eq=False)
 class GatedWeights:
-    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`."""
+    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`.
+
+    activation: in place of SiLU. For any other one `gate_up` is packed as a plain weight. gate_up_bias, down_bias: are
+    added to what the products return; only with another activation.
+    """
 
     gate_up: Any
     down: Any
+    activation: str = SILU
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @frozen(eq=False)
@@ -123,7 +136,8 @@ class ChosenExperts(ABC):
 class Experts:
     """The weights of a layer of experts. router: packed, `[E, D]`, with one more row for the shared expert's gate.
 
-    correction: float32 `[E]`, added to the scores for the choice of experts; only for `SigmoidExpertsShape`.
+    correction: float32 `[E]`, added to the scores of a `SigmoidExpertsShape` for the choice of experts, and to the
+    logits of a `BiasedExpertsShape`.
     each: the experts by number. Only those that some row goes through are asked for, once a step and in ascending
     order.
     """
@@ -166,7 +180,13 @@ def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  #
 
 
 def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
-    return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    if weights.activation == SILU:
+        return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    both = kernels.linear(x, weights.gate_up)
+    if weights.gate_up_bias is not None:
+        both.add_(weights.gate_up_bias)
+    out = kernels.linear(apply_gate(weights.activation, *both.chunk(2, dim=1)), weights.down)
+    return out if weights.down_bias is None else out.add_(weights.down_bias)
 
 
 def run_experts(
@@ -203,6 +223,8 @@ def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | Non
     """
     if isinstance(shape, SigmoidExpertsShape):
         return _choose_by_sigmoid(logits, shape, correction)
+    if correction is not None:
+        logits = logits + correction
     chosen = _find_greatest(logits, shape.chosen)
     # Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
     whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)

@@ -103,9 +103,9 @@ class CountedStates(RecurrentStates):
 
     brought = 0
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         self.brought += 1
-        super().import_(slot, state)
+        super().import_(slot, state, at)
 
 
 class ReadBack(RecurrentShard):

@@ -16,7 +16,7 @@ from adapters.models.families.mistral import Ministral3Config
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
-from adapters.models.families.seed_oss import BiasedSeedOssConfig
+from adapters.models.families.seed_oss import SeedOssConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.kernels.functions.seeded import make_generator
@@ -37,7 +37,7 @@ CONFIGS: dict[str, DenseConfig] = {
         203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=ExpertsShape(11, 3, 72, is_normalized=True), dense_layers=(0,)
     ),
     "scaled queries": Ministral3Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, beta=0.2, original=100),
-    "seed_oss": BiasedSeedOssConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6),
+    "seed_oss": SeedOssConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, out_bias=True),
     "glm4_moe": NormedGlm4MoeConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=SIGMOID, dense=1, rotated=12),
     "minimax_m2": MiniMaxM2Config(203, 100, 72, 2, 6, 2, 24, 2048, 1e6, experts=SIGMOID, rotated=24),
     "qwen2": Qwen2Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, tie_word_embeddings=True),

@@ -1,4 +1,4 @@
-"""Hybrid models against transformers, on small random checkpoints of several geometries."""
+"""Models with positional state, recurrent or of windows, against transformers, on small random checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import save_model, shard_of, tokens_of
 from tests.models.hybrids import HYBRIDS, SPARSE, advance
+from tests.models.windowed import WINDOWED
 
 KERNELS = {"reference": lambda _: ReferenceKernels(), "cpu": CpuKernels}
 
 
-MODELS = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()} | SPARSE
+MODELS = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()} | SPARSE | WINDOWED
 
 
 @pytest.fixture(scope="module", params=[*MODELS])

@@ -48,7 +48,7 @@ PREP = HeadPrep(None, random(HEAD, seed=1) + 1, random(HEAD, seed=2) + 1, 1e-6)
 QKV = random(LENGTH, (HEADS + 2 * KV) * HEAD, seed=3)
 
 
-def attended(kernels, rule, pieces, prep=PREP, dtype=torch.float32, slot=0):
+def attended(kernels, rule, pieces, *, prep=PREP, dtype=torch.float32, slot=0):
     """What attention returns for the whole sequence, cut into (bucket, rows) pieces, the last one repeated."""
     caches = [torch.zeros(2, KV, CAPACITY, HEAD, dtype=dtype) for _ in "kv"]
     found, at, index = [], 0, 0
@@ -107,8 +107,9 @@ def test_a_row_has_the_same_bits_however_the_sequence_is_cut(rule, dtype, own):
         torch.testing.assert_close(found, whole, **close)
 
 
-def test_rows_behind_a_window_are_not_read(native_code):  # noqa: ARG001 - only the compiled library promises it
+def test_rows_behind_a_window_are_not_read(native_code):
     kernels = CpuKernels(torch.float32)
+    assert kernels.native_attention is not None, native_code
     rule = AttentionRule(window=100)
     caches = [random(1, KV, CAPACITY, HEAD, seed=seed) for seed in (4, 5)]
     batch = Batch(4, CPU)
@@ -124,8 +125,8 @@ def test_rows_behind_a_window_are_not_read(native_code):  # noqa: ARG001 - only 
 @pytest.mark.parametrize("own", [True, False], ids=["in C", "by torch"])
 def test_values_are_normed_where_a_model_norms_them(own):
     prep = HeadPrep(None, PREP.q_norm, PREP.k_norm, 1e-6, v_norm=True)
-    expected = attended(ReferenceKernels(), PLAIN, [(256, 256)], prep)
-    found = attended(CpuKernels(torch.float32, own=own), PLAIN, [(256, 256)], prep)
+    expected = attended(ReferenceKernels(), PLAIN, [(256, 256)], prep=prep)
+    found = attended(CpuKernels(torch.float32, own=own), PLAIN, [(256, 256)], prep=prep)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
     assert not torch.allclose(found, attended(ReferenceKernels(), PLAIN, [(256, 256)]), atol=1e-2)
 

@@ -10,8 +10,8 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
-from adapters.models.decoder.decoder_layer import LayerTraits
 from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary, parse_rope
 from adapters.models.kernels.attention_rule import AttentionMask
 
@@ -35,7 +35,7 @@ class DraftShapes:
 
 
 @frozen
-class DFlashConfig(LayerTraits):
+class DFlashConfig:
     """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` after context rows from the target's layers.
 
     aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`.
@@ -44,7 +44,11 @@ class DFlashConfig(LayerTraits):
     """
 
     qk_norm: ClassVar[bool] = True
+    qkv_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
     experts: ClassVar[None] = None
+    traits: ClassVar[LayerTraits] = USUAL
 
     hidden_size: int
     intermediate_size: int

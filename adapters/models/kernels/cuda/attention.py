@@ -36,13 +36,13 @@ AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that t
 
 @define
 class StepTiles:
-    """The step's row tiles on the device. stale: the running body has not computed them yet. merges: see
-    `CudaAttention.merges_in_kernel`.
+    """The step's tiles of rows on the device, by the rows of a tile.
+
+    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
     """
 
-    tiles: Tensor | None = None
-    tile: int = 0
-    stale: bool = True
+    tiles: dict[int, Tensor] = field(factory=dict)
+    fresh: set[int] = field(factory=set)
     merges: bool = False
 
 
@@ -303,35 +303,37 @@ class CudaAttention:
         before.
         """
         plan: StepTiles = batch.plan
-        if plan.tiles is None:
+        if tile not in plan.tiles:
             limit = min(batch.bucket, count_parts(batch.bucket, tile) + slots + 1)
-            plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
-            plan.tile = tile
-        if plan.stale:
-            self.plan_tiles(batch)
+            plan.tiles[tile] = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+        if tile not in plan.fresh:
+            self._plan_tiles(batch, tile)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         self.planned_bodies.add(self.running)
-        return plan.tiles
+        return plan.tiles[tile]
 
     def plan_tiles(self, batch: Batch) -> None:
-        """Compute the step's tiles on the device."""
+        """Compute the step's tiles on the device, of every size that was asked for so far."""
+        for tile in batch.plan.tiles:
+            self._plan_tiles(batch, tile)
+
+    def _plan_tiles(self, batch: Batch, tile: int) -> None:
         plan: StepTiles = batch.plan
-        assert plan.tiles is not None
-        limit = len(plan.tiles)
+        limit = len(plan.tiles[tile])
         launch(
             rows.plan_tiles,
             (1,),
             batch.slots,
             batch.positions,
-            plan.tiles,
+            plan.tiles[tile],
             batch.bucket,
             limit,
-            TILE=plan.tile,
+            TILE=tile,
             SPLIT=SPLIT,
             ROWS=rows_to_plan(batch.bucket),
             num_warps=4,
         )
         if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
             self._usual.abs_()
-        plan.stale = False
+        plan.fresh.add(tile)

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.attention import (
     KV_TILE,
@@ -71,7 +72,8 @@ class CudaWeight:
 
 def can_be_grouped(weights: GatedWeights) -> bool:
     """Return whether products of many such experts can be one launch."""
-    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    plain = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    return plain and weights.activation == SILU
 
 
 def _pad_row_count(rows: int) -> int:
@@ -333,16 +335,16 @@ class TritonKernels:
     def prepare_step(self, batch: Batch) -> None:
         if batch.plan is None:
             batch.plan = StepTiles()
-        batch.plan.stale = True
+        batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def run_planned() -> T:
-            batch.plan.stale = True
+            batch.plan.fresh.clear()
             self._attention.running = name
             if isinstance(batch, StateBatch):
                 self.delta.begin_body(name, batch)
-            if name in self._attention.planned_bodies and batch.plan.tiles is not None:
+            if name in self._attention.planned_bodies:
                 self._attention.plan_tiles(batch)
             return body()
 

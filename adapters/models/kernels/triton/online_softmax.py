@@ -1,4 +1,4 @@
-"""The online softmax of attention in Triton: tiles of keys join a split, and splits join each other, in a fixed order."""
+"""The online softmax of attention in Triton: tiles of keys join a split, and splits join each other, in order."""
 
 from __future__ import annotations
 
