@@ -15,6 +15,30 @@ GEMMA3 = {
         SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+GEMMA4 = {
+    "hidden_size_per_layer_input": 0,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 48,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, FULL, FULL],
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 25.0}
+SHARING = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 160,
+}
+BESIDE = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 40}
 
 # model_type, and what transformers is told.
 WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
@@ -23,5 +47,9 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
         "gemma3_text",
         {**GEMMA3, **GEOMETRIES["mqa"], "query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0},
     ),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4, keys as values": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES}),
+    "gemma4, inputs of layers, rows shared": ("gemma4_text", {**GEMMA4, **SHARING}),
+    "gemma4, experts": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **BESIDE}),
     "gemma3, a long window": ("gemma3_text", {**GEMMA3, "sliding_window": 290}),
 }

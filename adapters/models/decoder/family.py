@@ -133,7 +133,7 @@ class Family:
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
     what is accepted. named: returns the name of a published tensor here; empty for tensors that are not used.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none.
+    models have none. is_spare: says whether a layer does without a tensor, by its name here, if it is not expected.
     """
 
     model_type: str
@@ -141,6 +141,7 @@ class Family:
     build: Build
     named: Callable[[str], str] = str
     head_shape: Callable[[Any], HeadShape] | None = None
+    is_spare: Callable[[str], bool] = lambda _: False
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
