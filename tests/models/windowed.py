@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from adapters.models.decoder.family import family_of
+from adapters.models.decoder.layered_config import LayeredConfig
 from tests.models.checkpoints import GEOMETRIES
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -53,3 +55,13 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4, experts": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **BESIDE}),
     "gemma3, a long window": ("gemma3_text", {**GEMMA3, "sliding_window": 290}),
 }
+
+
+def read_config(name: str) -> LayeredConfig:
+    """The configuration of one of them, without a checkpoint."""
+    model_type, told = WINDOWED[name]
+    sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
+    raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
+    found = family_of({"model_type": model_type}).parse(raw)
+    assert isinstance(found, LayeredConfig)
+    return found

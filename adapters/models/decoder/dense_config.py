@@ -35,7 +35,8 @@ from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
-_PROBED_VOCABULARY = 256
+PROBED_VOCABULARY = 256  # of a small model whose layers are probed
+PROBED_LAYERS = 2
 
 
 class RowInputs(Protocol):
@@ -246,8 +247,8 @@ class DenseConfig:
         return ((self._small(), range(1)),)
 
     def _small(self, **changes: Any) -> Self:
-        changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
-        return evolve(self, num_layers=2, **changes)
+        changes |= {"vocab_size": PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
+        return evolve(self, num_layers=PROBED_LAYERS, **changes)
 
 
 def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:

@@ -64,6 +64,10 @@ class ModelConfig(Protocol):
         """
         ...
 
+    def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
+        """Return the bytes of rows that all slots share, for steps of up to `bucket` rows, in these layers or in all."""
+        ...
+
     def tensors(self, layers: range | None = None) -> Shapes:
         """Return names and shapes of the tensors of these layers, or of all.
 

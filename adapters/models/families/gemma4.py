@@ -17,7 +17,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size, refuse_flag
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import WeightReader
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.dense_config import PROBED_LAYERS, PROBED_VOCABULARY, DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
 from adapters.models.decoder.family import Family
@@ -122,7 +122,10 @@ class Gemma4Config(gemma3.GemmaConfig):
 
     def layer_products(self, layer: int) -> tuple[Weight, ...]:
         found = (*super().layer_products(layer), *self.ending_of(layer).list_products())
-        return found if self.inputs_shape is None else (*found, self.inputs_shape.product)
+        if self.inputs_shape is None:
+            return found
+        small = evolve(self.inputs_shape, layers=PROBED_LAYERS)
+        return (*found, self.inputs_shape.product, small.product)
 
     def layer_matrices(self, layer: int) -> Iterator[Matrix]:
         yield from super().layer_matrices(layer)
@@ -141,11 +144,10 @@ class Gemma4Config(gemma3.GemmaConfig):
         return None if shape is None else load_inputs(read, kernels, shape, self.rms_norm_eps)
 
     def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
-        """Return what a layered model returns. A layer with experts gets few of them."""
-        if self.sparse is None:
-            return super().list_probed_layers()
-        few = self.sparse.shrink_for_probe()
-        return tuple((evolve(config, sparse=few), layers) for config, layers in super().list_probed_layers())
+        """Return what a layered model returns, with few experts and a small table of inputs."""
+        few = None if self.sparse is None else self.sparse.shrink_for_probe()
+        small = {"sparse": few, "input_vocabulary": min(self.input_vocabulary, PROBED_VOCABULARY)}
+        return tuple((evolve(config, **small), layers) for config, layers in super().list_probed_layers())
 
 
 def parse(raw: Mapping[str, Any]) -> Gemma4Config:
