@@ -65,7 +65,7 @@ class ModelConfig(Protocol):
         ...
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
-        """Return the bytes of rows that all slots share, for steps of up to `bucket` rows, in these layers or in all."""
+        """Return the bytes of rows that all slots share, for steps of up to `bucket` rows. layers: None: all."""
         ...
 
     def tensors(self, layers: range | None = None) -> Shapes:
