@@ -15,6 +15,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_next": "adapters.models.families.qwen3_next",
     "gemma3": "adapters.models.families.gemma3",
     "gemma3_text": "adapters.models.families.gemma3",
+    "gemma4": "adapters.models.families.gemma4",
+    "gemma4_text": "adapters.models.families.gemma4",
     "mistral": "adapters.models.families.mistral",
     "mistral3": "adapters.models.families.mistral",
     "ministral3": "adapters.models.families.mistral",

@@ -142,6 +142,9 @@ def estimate_needs(
         if plan[0] in places:
             fixed -= table
         fixed += options.cache.state_checkpoints * sum(place for _, place in states)
+        if device.type == "cuda":
+            chunk = choose_chunk(options.runtime, plan)
+            fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
         own = 0
         row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:

@@ -131,11 +131,13 @@ def save_model(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale")):
                 weight.add_(torch.randn_like(weight) * 0.2)
-        for name, weight in model.named_buffers():
+        for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                weight.add_(torch.randn_like(weight) * 0.2)
+                buffer.add_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, max_shard_size=shard_size)

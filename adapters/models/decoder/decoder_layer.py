@@ -92,6 +92,18 @@ class Frame:
     out_bias: Tensor | None = field(kw_only=True, default=None)
 
 
+class LayerEnding(Protocol):
+    """What a family does around the feed-forward of a layer, and with the residual stream behind it."""
+
+    def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
+        """Return what the feed-forward returned, with whatever stands beside it. residual: as it enters both."""
+        ...
+
+    def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
+        """Change the residual stream in place once the layer's result is in it. inputs: `[R, P]`, the layer's own."""
+        ...
+
+
 @frozen
 class DecoderLayer:
     """The weights of one layer with attention, fused and packed.
@@ -106,6 +118,7 @@ class DecoderLayer:
     width: int
     rule: AttentionRule = PLAIN
     source: int | None = None
+    ending: LayerEnding | None = None
     norms: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -347,7 +360,15 @@ def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, proj
     return kernels.delta.apply_gate(attended, projected[:, layer.width :])
 
 
-def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+def finish_layer(
+    kernels: Kernels,
+    frame: Frame,
+    residual: Tensor,
+    mixed: Tensor,
+    batch: Batch,
+    *,
+    ending: LayerEnding | None = None,
+) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
     found = kernels.linear(mixed, frame.out)
     if frame.out_bias is not None:
@@ -356,4 +377,6 @@ def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor
         found = kernels.add_norm(found, None, frame.after_mixing, frame.eps)
     x = kernels.add_norm(residual, found, frame.post_norm, frame.eps)
     fed = run_feed(kernels, frame.feed, x, batch)
+    if ending is not None:
+        fed = ending.join_feed(kernels, residual, fed, batch)
     return fed if frame.after_feed is None else kernels.add_norm(fed, None, frame.after_feed, frame.eps)

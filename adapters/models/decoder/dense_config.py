@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from attrs import astuple, evolve, frozen
@@ -14,7 +14,13 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
+from adapters.models.decoder.decoder_layer import (
+    LayerEnding,
+    WeightReader,
+    layer_matrices,
+    layer_products,
+    layer_tensors,
+)
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary
@@ -23,12 +29,22 @@ from adapters.models.decoder.tree_attention import check_tree
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
 from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
-_PROBED_VOCABULARY = 256
+PROBED_VOCABULARY = 256  # of a small model whose layers are probed
+PROBED_LAYERS = 2
+
+
+class RowInputs(Protocol):
+    """Inputs that every layer has of its own, made from the tokens of a step."""
+
+    def compute(self, kernels: Kernels, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return the inputs, `[R, layers, P]`. embedded: the tokens' scaled rows of the embedding."""
+        ...
 
 
 @frozen
@@ -181,7 +197,7 @@ class DenseConfig:
         layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
         count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
-        idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
+        idle = sum(map(self.count_idle_weights, range(self.num_layers)))
         parts = [part for one in self.matrices() for part in packed_parts(*one, layouts)] if layouts else []
         plain = [part for part in parts if part.layout is None]
         return Products(
@@ -199,6 +215,18 @@ class DenseConfig:
         shapes = [self.shape_of(layer) for layer in range(self.num_layers) if not self.recurrent(layer)]
         kinds = dict.fromkeys((shape.group, shape.head_dim) for shape in shapes)
         return tuple(Heads(group, size, -(-capacity // TILE) * TILE) for group, size in kinds)
+
+    def count_idle_weights(self, layer: int) -> int:
+        """Return the number of the layer's weights that a row is not multiplied with."""
+        return idle_weights(self.shape_of(layer))
+
+    def load_ending(self, read: WeightReader, kernels: Kernels, layer: int) -> LayerEnding | None:  # noqa: ARG002
+        """Return what is special about the end of a layer; None: nothing is."""
+        return None
+
+    def load_row_inputs(self, read: WeightReader, kernels: Kernels) -> RowInputs | None:  # noqa: ARG002
+        """Return what gives each layer inputs of its own; None: layers have none."""
+        return None
 
     def layer_matrices(self, layer: int) -> Iterator[Matrix]:
         return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
@@ -219,8 +247,8 @@ class DenseConfig:
         return ((self._small(), range(1)),)
 
     def _small(self, **changes: Any) -> Self:
-        changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
-        return evolve(self, num_layers=2, **changes)
+        changes |= {"vocab_size": PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
+        return evolve(self, num_layers=PROBED_LAYERS, **changes)
 
 
 def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:

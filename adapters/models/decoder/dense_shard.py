@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
@@ -91,17 +92,24 @@ class DenseShard:
         needed = self.spec.layers.start == 0 or (last and config.tie_word_embeddings)
         table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self.spec.layers.start == 0 else None
-        self._decoder: list[DecoderLayer | DeltaLayer] = [
-            (load_delta_layer if config.recurrent(layer) else load_layer)(
-                read, kernels, config.shape_of(layer), f"model.layers.{layer}."
-            )
-            for layer in self.spec.layers
-        ]
+        self._decoder: list[DecoderLayer | DeltaLayer] = [self._load_layer(read, layer) for layer in self.spec.layers]
+        self._row_inputs = config.load_row_inputs(read, kernels)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.spec.dtype))
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
         self._host_bytes = 0 if table is None or table.device.type == self.spec.device.type else table.nbytes
-        self._weights_bytes = count_bytes((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
+        self._weights_bytes = (
+            count_bytes((self._embedding, self._norm, self._head, self._decoder, self._row_inputs)) - self._host_bytes
+        )
+
+    def _load_layer(self, read: WeightReader, layer: int) -> DecoderLayer | DeltaLayer:
+        shape = self.config.shape_of(layer)
+        prefix = f"model.layers.{layer}."
+        if self.config.recurrent(layer):
+            return load_delta_layer(read, self._kernels, shape, prefix)
+        found = load_layer(read, self._kernels, shape, prefix)
+        ending = self.config.load_ending(read, self._kernels, layer)
+        return found if ending is None else evolve(found, ending=ending)
 
     @property
     def embedding(self) -> Tensor:
@@ -202,6 +210,8 @@ class DenseShard:
             self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
             if self.config.embedding_scale != 1:
                 residual.mul_(self._embedding_scale)
+            if self._row_inputs is not None:
+                buffers.row_inputs = self._row_inputs.compute(self._kernels, buffers.batch.tokens, residual)
         while number < self.spec.layers.stop:
             stop, whole = fused_layers.get(number, (number + 1, None))
             stops = early and stop == self.spec.layers.stop
@@ -240,7 +250,14 @@ class DenseShard:
             if attended is None:
                 return None
             mixed = gate_attention(kernels, layer, attended, own)
-        return None if stops else finish_layer(kernels, layer.frame, residual, mixed, batch)
+        if stops:
+            return None
+        if isinstance(layer, DeltaLayer) or layer.ending is None:
+            return finish_layer(kernels, layer.frame, residual, mixed, batch)
+        residual.add_(finish_layer(kernels, layer.frame, residual, mixed, batch, ending=layer.ending))
+        inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number]
+        layer.ending.end(kernels, residual, inputs)
+        return None
 
     def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
         """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `_run_layer`."""
@@ -310,7 +327,7 @@ class DenseShard:
         """Give the memory back; the shard is of no use afterwards."""
         self._decoder.clear()
         self._buffers.clear()
-        self._embedding = self._norm = self._head = None
+        self._embedding = self._norm = self._head = self._row_inputs = None
         self.rows.close()
         self.states.close()
         if self._offloaded is not None:

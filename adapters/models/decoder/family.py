@@ -66,6 +66,10 @@ class ModelConfig(Protocol):
         """
         ...
 
+    def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
+        """Return the bytes of rows that all slots share, for steps of up to `bucket` rows. layers: None: all."""
+        ...
+
     def tensors(self, layers: range | None = None) -> Shapes:
         """Return names and shapes of the tensors of these layers, or of all.
 
@@ -148,7 +152,7 @@ class Family:
     what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
     the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none.
+    models have none. is_spare: says whether a layer does without a tensor, by its name here, if it is not expected.
     """
 
     model_type: str
@@ -157,6 +161,7 @@ class Family:
     named: Callable[[str, Any], str] = keep_name
     cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
+    is_spare: Callable[[str], bool] = lambda _: False
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:

@@ -20,7 +20,10 @@ from adapters.models.kernels.step_batch import StateBatch
 
 @define(eq=False)
 class Buffers:
-    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number."""
+    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number.
+
+    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs.
+    """
 
     batch: StateBatch
     hidden: Tensor
@@ -28,6 +31,7 @@ class Buffers:
     forward: Forward
     fused_layers: Mapping[int, tuple[int, FusedLayers]]
     tree: TreeAttention | None = field(init=False, default=None)
+    row_inputs: Tensor | None = field(init=False, default=None)
 
     def logits_of(self, vocabulary: int) -> Tensor:
         """Return the buffer of logits, made on first use: it is large, and a prefill's bucket never needs it."""

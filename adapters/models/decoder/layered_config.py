@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_size
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_config import PROBED_LAYERS, DenseConfig
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary
 
@@ -68,7 +68,8 @@ class LayeredConfig(DenseConfig):
             source = kind.traits.source
             before = kind if source is None else self.kinds[source]
             small = self._in_probe(kind)
-            found.setdefault(small, (self._small(kinds=(before, small)), range(1 if source is None else 2)))
+            alone = source is None and self.is_divisible
+            found.setdefault(small, (self._small(kinds=(before, small)), range(1 if alone else PROBED_LAYERS)))
         return tuple(found.values())
 
     @staticmethod

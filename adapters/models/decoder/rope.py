@@ -88,7 +88,23 @@ class Divided:
         return 1.0 / powers / torch.tensor(self.factors)
 
 
-Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided
+@frozen
+class Proportional:
+    """Only the first `pairs` of a head's pairs are rotated, by frequencies as if all were; the others stay.
+
+    Frequencies are divided by `factor`.
+    """
+
+    pairs: int
+    factor: float = 1.0
+
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+        found = 1.0 / powers / self.factor
+        found[self.pairs :] = 0.0
+        return found
+
+
+Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided | Proportional
 
 
 @frozen

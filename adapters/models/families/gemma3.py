@@ -53,8 +53,8 @@ _SKIPPED = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector
 
 
 @frozen
-class Gemma3Config(LayeredConfig):
-    """A Gemma 3 model. final_cap: of logits; 0: they are not capped."""
+class GemmaConfig(LayeredConfig):
+    """A Gemma model. final_cap: of logits; 0: they are not capped."""
 
     qk_norm: ClassVar[bool] = True
     zero_centred: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class Gemma3Config(LayeredConfig):
         return self.final_cap
 
 
-def parse(raw: Mapping[str, Any]) -> Gemma3Config:
+def parse(raw: Mapping[str, Any]) -> GemmaConfig:
     """Return the configuration that this config.json describes. Raises CheckpointError."""
     text = with_defaults(find_text_settings(raw, "gemma3_text"), DEFAULTS)
     refuse_flag(text, "attention_bias")
@@ -94,7 +94,7 @@ def parse(raw: Mapping[str, Any]) -> Gemma3Config:
     of_kind = {kind: LayerKind(*shape, inner, _read_rotary(text, kind, head), traits[kind]) for kind in (FULL, SLIDING)}
     return parse_dense(
         {name: value for name, value in text.items() if name != "layer_types"},
-        Gemma3Config,
+        GemmaConfig,
         rope_theta=of_kind[FULL].rotary.theta,
         kinds=tuple(of_kind[kind] for kind in kinds),
         final_cap=read_cap(text, "final_logit_softcapping"),

@@ -139,13 +139,14 @@ class Experts:
     correction: float32 `[E]`, added to the scores of a `SigmoidExpertsShape` for the choice of experts, and to the
     logits of a `BiasedExpertsShape`.
     each: the experts by number. Only those that some row goes through are asked for, once a step and in ascending
-    order.
+    order. scales: float32 `[E]`, what each expert's weight is multiplied with at last; None: with nothing.
     """
 
     shape: ExpertsShape
     router: Any
     each: EveryExpert | ChosenExperts
     shared: GatedWeights | None
+    scales: Tensor | None = None
     correction: Tensor | None = None
 
     def weights_of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
@@ -190,16 +191,25 @@ def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) 
 
 
 def run_experts(
-    kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch, padded: Callable[[int], int] = int
+    kernels: PackedProducts,
+    x: Tensor,
+    experts: Experts,
+    batch: Batch,
+    padded: Callable[[int], int] = int,
+    *,
+    deciding: Tensor | None = None,
 ) -> Tensor:
     """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
 
     padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
+    deciding: what the router reads in place of x.
     """
     shape = experts.shape
     rows = sum(segment.count for segment in batch.segments)
-    logits = kernels.linear(x, experts.router)[:rows].float()
+    logits = kernels.linear(x if deciding is None else deciding, experts.router)[:rows].float()
     chosen, weights = choose_experts(logits[:, : shape.count], shape, experts.correction)
+    if experts.scales is not None:
+        weights = weights * experts.scales[chosen]
     where = dispatch_rows(chosen, shape.count, padded)
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
     weighted = zip(parts, experts.weights_of(where.experts), strict=True)

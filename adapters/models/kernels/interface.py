@@ -271,10 +271,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         """Return the weighted sum of each row's experts, `[R, D]`, of x `[R, D]`; padded rows may be zeros.
 
-        A row's bits depend neither on other rows' experts nor on how many rows an expert has.
+        deciding: `[R, D]`, what the router reads in place of x. A row's bits depend neither on other rows' experts nor
+        on how many rows an expert has.
         """
         ...
 

@@ -38,7 +38,7 @@ def test_logits_in_float32_are_those_of_transformers(model, kernels):
     with torch.no_grad():
         expected = oracle(tokens[None]).logits[0]
     found = advance(shard_of(folder, kernels=kernels(torch.float32)), tokens, [64, 37, 64, 1, 1, 63, 2, 64, 16, 5])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-4)
 
 
 def test_a_chunk_of_prefill_leaves_what_its_rows_leave(model, kernels):

@@ -218,8 +218,8 @@ class CpuKernels:
         gate, up = packed.weights
         return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return run_experts(self, x, experts, batch, self._pad_row_count)
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)
 
     def _pad_row_count(self, rows: int) -> int:
         """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""

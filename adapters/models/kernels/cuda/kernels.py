@@ -72,8 +72,8 @@ class CudaWeight:
 
 def can_be_grouped(weights: GatedWeights) -> bool:
     """Return whether products of many such experts can be one launch."""
-    plain = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
-    return plain and weights.activation == SILU
+    packed = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    return packed and weights.activation == SILU
 
 
 def _pad_row_count(rows: int) -> int:
@@ -174,7 +174,7 @@ class TritonKernels:
                 target[number].copy_(source)
         return StackedExperts(stack)
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         """Run a layer of experts. Where the host has to know the router's choice, layer by layer, nothing of the
         shard can be recorded as a graph.
         """
@@ -184,7 +184,7 @@ class TritonKernels:
         self.graphs.enabled = False
         if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
             return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
-        return run_experts(self, x, experts, batch, _pad_row_count)
+        return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
     def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth) = x.shape

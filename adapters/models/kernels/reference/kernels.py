@@ -189,8 +189,8 @@ class ReferenceKernels:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return run_experts(self, x, experts, batch)
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        return run_experts(self, x, experts, batch, deciding=deciding)
 
     def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None
