@@ -23,7 +23,17 @@ TRACE = Group("Trace", sort_key=8)
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
 ToolParser: TypeAlias = Literal[
-    "auto", "hermes", "qwen-xml", "seed-xml", "minimax-xml", "glm-xml", "mistral", "llama3-json", "pythonic", "none"
+    "auto",
+    "hermes",
+    "qwen-xml",
+    "seed-xml",
+    "minimax-xml",
+    "glm-xml",
+    "mistral",
+    "harmony",
+    "llama3-json",
+    "pythonic",
+    "none",
 ]
 ReasoningParser: TypeAlias = Literal["auto", "think", "seed", "mistral", "none"]
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from adapters.text.answer.answer_parser import REASONING, AnswerReader
 from adapters.text.answer.argument_grammar import ANY_TEXT, GeneratedRules, format_content
 from adapters.text.answer.call_rules import CALL_RULES, CallSection
+from adapters.text.answer.harmony_rules import build_harmony_grammar
 from adapters.text.conversation import FunctionTool
 from adapters.text.template import ControlToken
 from effects.grammar import Grammar
@@ -25,6 +26,11 @@ def build_answer_grammar(
     """
     if form is not None and form.kind == "lark":
         return form
+    if reader.calls == "harmony":
+        if form is None and not constrains_calls(reader):
+            return None
+        tools = [tool for tool in reader.tools.values() if reader.choice.allows(tool.name)]
+        return build_harmony_grammar(tools, form, controls, must_call=must_call(reader))
     calls = build_call_section(reader, controls) if form is not None or constrains_calls(reader) else None
     if calls is None:
         if form is None or reader.reasoning not in REASONING:
