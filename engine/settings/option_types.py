@@ -22,8 +22,8 @@ LOG = Group("Log", sort_key=7)
 TRACE = Group("Trace", sort_key=8)
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
-ToolParser: TypeAlias = Literal["auto", "hermes", "qwen-xml", "llama3-json", "pythonic", "none"]
-ReasoningParser: TypeAlias = Literal["auto", "think", "none"]
+ToolParser: TypeAlias = Literal["auto", "hermes", "qwen-xml", "llama3-json", "pythonic", "gemma4", "none"]
+ReasoningParser: TypeAlias = Literal["auto", "think", "gemma4", "none"]
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="", show_default=False)]

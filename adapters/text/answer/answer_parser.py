@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
 from adapters.text.answer.call_form import CallForm
+from adapters.text.answer.gemma_calls import GemmaCalls
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
 from adapters.text.answer.pythonic_calls import PythonicCalls
 from adapters.text.answer.reasoning import ReasoningParser, ReasoningTags
@@ -24,8 +25,12 @@ CALL_FORMS: Mapping[str, type[CallForm]] = {
     "qwen-xml": XmlCalls,
     "llama3-json": LlamaJsonCalls,
     "pythonic": PythonicCalls,
+    "gemma4": GemmaCalls,
 }
-REASONING: Mapping[str, ReasoningTags] = {"think": ReasoningTags("<think>", "</think>")}
+REASONING: Mapping[str, ReasoningTags] = {
+    "think": ReasoningTags("<think>", "</think>"),
+    "gemma4": ReasoningTags("<|channel>", "<channel|>", "thought"),
+}
 NONE = "none"  # can be chosen at start: calls or reasoning stay text
 TOOL_PARSERS = (*CALL_FORMS, NONE)
 REASONING_PARSERS = (*REASONING, NONE)

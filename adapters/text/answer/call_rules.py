@@ -19,6 +19,8 @@ from adapters.text.answer.argument_grammar import (
     write_python_arguments,
     write_xml_arguments,
 )
+from adapters.text.answer.gemma_calls import CLOSER, OPENER
+from adapters.text.answer.gemma_grammar import write_gemma_arguments, write_value_rules
 from adapters.text.answer.quoted_rules import to_terminal
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused
@@ -39,7 +41,7 @@ class CallRules:
     text_before: the expression for text that may stand before a call.
     wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
     name_pattern: the names that the form can write.
-    extra_rules: rules that the arguments need.
+    extra_rules: rules that the arguments need. write_extra: returns more of them, for these control tokens.
     """
 
     start: Sequence[str]
@@ -52,6 +54,7 @@ class CallRules:
     wrapper_tokens: tuple[str, str] = ("", "")
     name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
     extra_rules: Sequence[str] = ()
+    write_extra: Callable[[Container[str]], Sequence[str]] = lambda _: ()
 
 
 def make_json_head(arguments: str) -> Callable[[str], str]:
@@ -111,6 +114,16 @@ CALL_RULES: Mapping[str, CallRules] = {
         WORD,
         PYTHON,
     ),
+    "gemma4": CallRules(
+        (OPENER,),
+        (CLOSER, OPENER),
+        (CLOSER,),
+        lambda name: f"call:{name}{{",
+        write_gemma_arguments,
+        lambda _: f"{ANY}{re.escape(OPENER)}",
+        name_pattern=WORD,
+        write_extra=write_value_rules,
+    ),
 }
 
 
@@ -151,6 +164,7 @@ class CallSection:
             *(f"call{number}: {json.dumps(written.write_head(tool.name))} rest{number}" for number, tool in tools),
             *(f"rest{number}: {written.write_arguments(tool, self._made)}" for number, tool in tools),
             *written.extra_rules,
+            *written.write_extra(self.controls),
             *self._made.lines,
         ]
 

@@ -65,7 +65,9 @@ def write_reasoning_rules(reader: AnswerReader, controls: Container[str]) -> lis
     tags = REASONING.get(reader.reasoning)
     if tags is None:
         return ["start: body"]
-    opened = "thought" if reader.starts_in_reasoning else f"({quote_unless_token(tags.opening, controls)} thought)?"
+    label = f"{json.dumps(tags.label)} " if tags.label else ""
+    begun = f"({quote_unless_token(tags.opening, controls)} {label}thought)?"
+    opened = "thought" if reader.starts_in_reasoning else begun
     until = [f"thought: ANY {tags.closing} SPACE?", f"ANY: {ANY_TEXT}"]  # no text contains a control token
     if tags.closing not in controls:
         until = ["thought: until SPACE?", f"until[suffix={json.dumps(tags.closing)}]: {ANY_TEXT}"]

@@ -20,6 +20,8 @@ FORMS = {
     "llama3-json": '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
     "pythonic": "[{{ call.function.name }}({% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}"
     "{% endfor %})]",
+    "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
+    '{% for k, v in call.function.arguments | items %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
     "none": "<call:{{ call.function.name }}/>",
 }
 LLAMA_TAG = '<|python_tag|>{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'

@@ -75,7 +75,7 @@ GRAMMARS: dict[str, tuple[Grammar, tuple[str, ...], tuple[str, ...]]] = {
         ('say ""', 'say "abcd"', 'say "a/"', 'say "a"x'),
     ),
 }
-FORMS = ("hermes", "qwen-xml", "llama3-json", "pythonic")
+FORMS = ("hermes", "qwen-xml", "llama3-json", "pythonic", "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,8 @@ def written(form: str, text: str) -> str:
             return f"<tool_call>\n<function=edit>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
         case "llama3-json":
             return f'{{"name": "edit", "parameters": {{"input": {quoted}}}}}'
+        case "gemma4":
+            return f'<|tool_call>call:edit{{input:<|"|>{text}<|"|>}}<tool_call|>'
         case _:
             return f"[edit(input={quoted})]"
 
