@@ -136,8 +136,8 @@ class Gemma4Config(gemma3.GemmaConfig):
         return 0 if sparse is None else idle_weights(sparse)
 
     def load_ending(self, read: WeightReader, kernels: Kernels, layer: int) -> Gemma4Ending:
-        how = {"eps": self.rms_norm_eps, "activation": GELU}
-        return load_ending(read, kernels, self.ending_of(layer), f"model.layers.{layer}.", **how)
+        shape = self.ending_of(layer)
+        return load_ending(read, kernels, shape, f"model.layers.{layer}.", eps=self.rms_norm_eps, activation=GELU)
 
     def load_row_inputs(self, read: WeightReader, kernels: Kernels) -> Gemma4Inputs | None:
         shape = self.inputs_shape
@@ -146,8 +146,9 @@ class Gemma4Config(gemma3.GemmaConfig):
     def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return what a layered model returns, with few experts and a small table of inputs."""
         few = None if self.sparse is None else self.sparse.shrink_for_probe()
-        small = {"sparse": few, "input_vocabulary": min(self.input_vocabulary, PROBED_VOCABULARY)}
-        return tuple((evolve(config, **small), layers) for config, layers in super().list_probed_layers())
+        vocabulary = min(self.input_vocabulary, PROBED_VOCABULARY)
+        small = evolve(self, sparse=few, input_vocabulary=vocabulary)
+        return super(Gemma4Config, small).list_probed_layers()
 
 
 def parse(raw: Mapping[str, Any]) -> Gemma4Config:
