@@ -33,9 +33,10 @@ ToolParser: TypeAlias = Literal[
     "harmony",
     "llama3-json",
     "pythonic",
+    "gemma4",
     "none",
 ]
-ReasoningParser: TypeAlias = Literal["auto", "think", "seed", "mistral", "none"]
+ReasoningParser: TypeAlias = Literal["auto", "think", "seed", "mistral", "gemma4", "none"]
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="", show_default=False)]

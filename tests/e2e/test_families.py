@@ -22,6 +22,7 @@ from tests.models.windowed import FULL, GEMMA3, GEMMA4, KEYS_AS_VALUES, SHARING,
 
 VOCAB, LAYERS, HIDDEN = 4096, 4, 96  # the demo's tokenizer's
 PROMPT = [10 + 37 * n % 4000 for n in range(600)]
+SHAPE = {"hidden_size": HIDDEN, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
 LINEAR_SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -62,9 +63,8 @@ DRAFT = DFlashConfig(HIDDEN, 128, 2, 4, 2, 24, Rotary(24, 1e4), (ALL_ROWS,) * 2,
 @pytest.fixture(scope="module", params=[*FAMILIES])
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
     own = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
-    save_model(folder, request.param, **shape, **own | FAMILIES[request.param])
+    save_model(folder, request.param, **SHAPE | own | FAMILIES[request.param])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / name, folder)
     return folder

@@ -36,7 +36,6 @@ from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 PROBED_VOCABULARY = 256  # of a small model whose layers are probed
-PROBED_LAYERS = 2
 
 
 class RowInputs(Protocol):
@@ -102,9 +101,8 @@ class DenseConfig:
         """The cap of logits, c in c * tanh(logit / c); 0: there is none."""
         return 0.0
 
-    @property
-    def is_divisible(self) -> bool:
-        """Return whether the layers may be split over several shards."""
+    def can_be_shard(self, layers: range) -> bool:  # noqa: ARG002
+        """Return whether these layers can be a shard. Some layers need what only other layers have."""
         return True
 
     @property
@@ -248,7 +246,7 @@ class DenseConfig:
 
     def _small(self, **changes: Any) -> Self:
         changes |= {"vocab_size": PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
-        return evolve(self, num_layers=PROBED_LAYERS, **changes)
+        return evolve(self, **{"num_layers": 2} | changes)
 
 
 def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:
@@ -257,8 +255,8 @@ def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacemen
     capacity = placement.capacity
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
         raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
-    if len(layers) < config.num_layers and not config.is_divisible:
-        raise ValueError(f"layers {layers.start}..{layers.stop - 1}: the layers of this model cannot be split")
+    if not config.can_be_shard(layers):
+        raise ValueError(f"layers {layers.start}..{layers.stop - 1} of this model need what other layers have")
     if slots < 1 or not 1 <= capacity <= config.max_positions:
         raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
     if not placement.buckets or any(bucket < 1 for bucket in placement.buckets):

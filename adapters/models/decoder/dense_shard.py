@@ -27,6 +27,7 @@ from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
+from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.tree_attention import TreeAttention
@@ -240,6 +241,7 @@ class DenseShard:
             before.copy_(residual)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
+            assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
             mixed = gate_attention(

@@ -9,10 +9,11 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_size
-from adapters.models.decoder.dense_config import PROBED_LAYERS, DenseConfig
+from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary
 
+PROBED_LAYERS = 3  # of a small model: a layer, one that reads its rows, and one behind them
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -68,8 +69,8 @@ class LayeredConfig(DenseConfig):
             source = kind.traits.source
             before = kind if source is None else self.kinds[source]
             small = self._in_probe(kind)
-            alone = source is None and self.is_divisible
-            found.setdefault(small, (self._small(kinds=(before, small)), range(1 if alone else PROBED_LAYERS)))
+            model = self._small(num_layers=PROBED_LAYERS, kinds=(before, small, small))
+            found.setdefault(small, (model, range(1 if source is None else 2)))
         return tuple(found.values())
 
     @staticmethod

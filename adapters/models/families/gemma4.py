@@ -24,7 +24,7 @@ from adapters.checkpoint.config_fields import (
 )
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import WeightReader
-from adapters.models.decoder.dense_config import PROBED_LAYERS, PROBED_VOCABULARY, DenseConfig, parse_dense
+from adapters.models.decoder.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
 from adapters.models.decoder.family import Family
@@ -32,6 +32,7 @@ from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.layered_config import (
     FULL,
+    PROBED_LAYERS,
     SLIDING,
     LayerKind,
     find_rope_settings,
@@ -97,9 +98,10 @@ class Gemma4Config(gemma3.GemmaConfig):
         """The experts of the model; the feed-forward proper of a layer is dense."""
         return self.sparse if self.kind is None else None
 
-    @property
-    def is_divisible(self) -> bool:
-        return not self.inputs and all(kind.traits.source is None for kind in self.kinds)
+    def can_be_shard(self, layers: range) -> bool:
+        """Inputs of layers are made from tokens, which only the first shard gets."""
+        sources = [self.kinds[layer].traits.source for layer in layers]
+        return not (self.inputs and layers.start) and all(source is None or source in layers for source in sources)
 
     @property
     def inputs_shape(self) -> InputsShape | None:
@@ -142,8 +144,8 @@ class Gemma4Config(gemma3.GemmaConfig):
         return 0 if sparse is None else idle_weights(sparse)
 
     def load_ending(self, read: WeightReader, kernels: Kernels, layer: int) -> Gemma4Ending:
-        how = {"eps": self.rms_norm_eps, "activation": GELU}
-        return load_ending(read, kernels, self.ending_of(layer), f"model.layers.{layer}.", **how)
+        shape = self.ending_of(layer)
+        return load_ending(read, kernels, shape, f"model.layers.{layer}.", eps=self.rms_norm_eps, activation=GELU)
 
     def load_row_inputs(self, read: WeightReader, kernels: Kernels) -> Gemma4Inputs | None:
         shape = self.inputs_shape
@@ -152,8 +154,8 @@ class Gemma4Config(gemma3.GemmaConfig):
     def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return what a layered model returns, with few experts and a small table of inputs."""
         few = None if self.sparse is None else self.sparse.shrink_for_probe()
-        small = {"sparse": few, "input_vocabulary": min(self.input_vocabulary, PROBED_VOCABULARY)}
-        return tuple((evolve(config, **small), layers) for config, layers in super().list_probed_layers())
+        small = evolve(self, sparse=few, input_vocabulary=PROBED_VOCABULARY)
+        return super(Gemma4Config, small).list_probed_layers()
 
 
 def parse(raw: Mapping[str, Any]) -> Gemma4Config:
@@ -173,8 +175,15 @@ def parse(raw: Mapping[str, Any]) -> Gemma4Config:
         final_cap=gemma3.read_cap(text, "final_logit_softcapping"),
         sparse=_read_experts(text),
         inputs=_read_inputs(text),
-        input_vocabulary=read_size({"vocab_size": text.get("vocab_size_per_layer_input")}, "vocab_size", 262_144),
+        input_vocabulary=_read_input_vocabulary(text),
     )
+
+
+def _read_input_vocabulary(text: Mapping[str, Any]) -> int:
+    found = read_size({"vocab_size": text.get("vocab_size_per_layer_input")}, "vocab_size", DEFAULTS["vocab_size"])
+    if found < read_size(text, "vocab_size") and _read_inputs(text):
+        raise CheckpointError(f"config.json: vocab_size_per_layer_input {found} is less than vocab_size")
+    return found
 
 
 def _end_with_full(types: object) -> object:

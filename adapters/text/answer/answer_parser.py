@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
 from adapters.text.answer.call_form import CallForm
+from adapters.text.answer.gemma_calls import GemmaCalls
 from adapters.text.answer.harmony_calls import HarmonyCalls
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
 from adapters.text.answer.mistral_calls import MistralCalls
@@ -32,11 +33,13 @@ CALL_FORMS: Mapping[str, type[CallForm]] = {
     "harmony": HarmonyCalls,
     "llama3-json": LlamaJsonCalls,
     "pythonic": PythonicCalls,
+    "gemma4": GemmaCalls,
 }
 REASONING: Mapping[str, ReasoningTags] = {
     "think": ReasoningTags("<think>", "</think>"),
     "seed": ReasoningTags("<seed:think>", "</seed:think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningTags("<|channel>", "<channel|>", "thought"),
 }
 NONE = "none"  # can be chosen at start: calls or reasoning stay text
 TOOL_PARSERS = (*CALL_FORMS, NONE)

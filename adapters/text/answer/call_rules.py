@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -20,6 +20,8 @@ from adapters.text.answer.argument_grammar import (
     write_python_arguments,
 )
 from adapters.text.answer.call_tags import GLM, MINIMAX, QWEN, SEED, CallTags
+from adapters.text.answer.gemma_calls import CLOSER, OPENER
+from adapters.text.answer.gemma_grammar import write_gemma_arguments, write_value_rules
 from adapters.text.answer.quoted_rules import to_terminal
 from adapters.text.answer.tagged_arguments import TaggedArguments
 from adapters.text.conversation import FunctionTool
@@ -42,7 +44,7 @@ class CallRules:
     text_before: the expression for text that may stand before a call.
     wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
     name_pattern: the names that the form can write.
-    extra_rules: rules that the arguments need.
+    extra_rules: rules that the arguments need. write_extra: returns more of them, for these control tokens.
     """
 
     start: Sequence[str]
@@ -55,6 +57,7 @@ class CallRules:
     wrapper_tokens: tuple[str, str] = ("", "")
     name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
     extra_rules: Sequence[str] = ()
+    write_extra: Callable[[Container[str]], Sequence[str]] = lambda _: ()
 
 
 def make_json_head(arguments: str) -> Callable[[str], str]:
@@ -151,6 +154,16 @@ CALL_RULES: Mapping[str, CallRules] = {
         WORD,
         PYTHON,
     ),
+    "gemma4": CallRules(
+        (OPENER,),
+        (CLOSER, OPENER),
+        (CLOSER,),
+        lambda name: f"call:{name}{{",
+        write_gemma_arguments,
+        lambda _: f"{ANY}{re.escape(OPENER)}",
+        name_pattern=WORD,
+        write_extra=write_value_rules,
+    ),
 }
 
 
@@ -195,6 +208,7 @@ class CallSection:
             ),
             *(f"rest{number}: {written.write_arguments(tool, self._made)}" for number, tool in tools),
             *written.extra_rules,
+            *written.write_extra(self.controls),
             *self._made.lines,
         ]
 

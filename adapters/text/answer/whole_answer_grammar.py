@@ -75,11 +75,11 @@ def write_reasoning_rules(reader: AnswerReader, controls: Mapping[str, ControlTo
     if tags is None:
         return ["start: body"]
     rules = GeneratedRules(controls)
-    opened = "thought" if reader.starts_in_reasoning else f"({rules.write_text(tags.opening)} thought)?"
-    until = [
-        f"thought: ANY {rules.write_text(tags.closing)} SPACE?",
-        f"ANY: {ANY_TEXT}",
-    ]  # no text contains a control token
+    label = f"{json.dumps(tags.label)} " if tags.label else ""
+    begun = f"({rules.write_text(tags.opening)} {label}thought)?"
+    opened = "thought" if reader.starts_in_reasoning else begun
+    # No text contains a control token.
+    until = [f"thought: ANY {rules.write_text(tags.closing)} SPACE?", f"ANY: {ANY_TEXT}"]
     if tags.closing not in controls:
         until = ["thought: until SPACE?", f"until[suffix={json.dumps(tags.closing)}]: {ANY_TEXT}"]
     return [f"start: {opened} body", *until, r"SPACE: /\s{1,4}/"]

@@ -179,6 +179,36 @@ async def test_why_an_answer_ended_agrees_with_its_calls(site: Site, form: str, 
             assert said.ended == APIS[api].ended[bool(calls)], name
 
 
+HARMONY_CALL = '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a.py"}<|call|>'
+THINKING = "<|channel|>analysis<|message|>I do.<|end|><|start|>assistant"
+HARMONY = {
+    "a final message": ("<|channel|>final<|message|>So.", "So.", [], ""),
+    "reasoning and a final message": (f"{THINKING}<|channel|>final<|message|>So.", "So.", [], "I do."),
+    "a call": (HARMONY_CALL, "", MADE, ""),
+    "reasoning, a preamble and a call": (
+        f"{THINKING}<|channel|>commentary<|message|>So.<|end|><|start|>assistant{HARMONY_CALL}",
+        "So.",
+        MADE,
+        "I do.",
+    ),
+    "two calls": (f"{HARMONY_CALL}<|start|>assistant{HARMONY_CALL}", "", MADE * 2, ""),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", APIS)
+async def test_channels_are_reasoning_text_and_calls_in_every_api(site: Site, api: str, streamed: bool) -> None:
+    before, site.text.calls = site.text.calls, "harmony"
+    for name, (written, text, calls, thought) in HARMONY.items():
+        site.say(written)
+        for per_step in (1, 3, 1000):
+            site.door.per_step = per_step
+            said = await APIS[api].ask(site, streamed, None)
+            assert (said.text, said.calls, said.thought) == (text, calls, thought), name
+            assert said.ended == APIS[api].ended[bool(calls)], name
+    site.text.calls = before
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "messages"])
 async def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone(

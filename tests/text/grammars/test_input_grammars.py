@@ -92,6 +92,7 @@ TAGGED = {
     "seed-xml": "<seed:tool_call>\n<function=edit>\n<parameter=input>{}</parameter>\n</function>\n</seed:tool_call>",
     "minimax-xml": '<minimax:tool_call>\n<invoke name="edit">\n<parameter name="input">{}</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
+    "gemma4": '<|tool_call>call:edit{{input:<|"|>{}<|"|>}}<tool_call|>',
     "glm-xml": "<tool_call>edit\n<arg_key>input</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
 }
 QUOTED = {

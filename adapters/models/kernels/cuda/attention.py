@@ -146,8 +146,8 @@ class CudaAttention:
         if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
             grid = (limit * kv,)
-            to = (tiles, out, pages, sinks, capacity, limit, scale)
-            launch(attention.attend_chain, grid, q, *rows_of, *to, **shape, **bounds, **joins, **options)
+            chained = (tiles, out, pages, sinks, capacity, limit, scale)
+            launch(attention.attend_chain, grid, q, *rows_of, *chained, **shape, **bounds, **joins, **options)
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
