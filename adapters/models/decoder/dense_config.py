@@ -92,6 +92,12 @@ class DenseConfig:
         return USUAL
 
     @property
+    def can_score_prompts(self) -> bool:
+        """Return whether the model can score prompts for compression: its layers have nothing but the usual parts."""
+        shapes = [self.shape_of(layer) for layer in range(self.num_layers)]
+        return all(shape.traits == USUAL and type(shape.rotary) is Rotary for shape in shapes)
+
+    @property
     def embedding_scale(self) -> float:
         """The factor of embedded tokens."""
         return 1.0
