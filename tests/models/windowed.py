@@ -43,6 +43,7 @@ SHARING = {
 BESIDE = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 40}
 
 GPT_OSS = {
+    **rope(),
     "num_local_experts": 9,
     "num_experts_per_tok": 3,
     "intermediate_size": 48,

@@ -316,7 +316,7 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     )
     sinks = read.wide(f"{attention}sinks") if traits.sinks else None
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
-    return DecoderLayer(frame, prep, width, AttentionRule(traits.window, traits.cap, sinks), traits.source, norms)
+    return DecoderLayer(frame, prep, width, AttentionRule(traits.window, traits.cap, sinks), traits.source, norms=norms)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ class Layer:
             router,
             self.kernels.stack_experts(iter(self.each), shape.count),
             shared,
-            correction if isinstance(shape, SigmoidExpertsShape) else None,
+            correction=correction if isinstance(shape, SigmoidExpertsShape) else None,
         )
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
