@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ SHAPES = {
 POSITIONS = 40960
 FREE = ("planner", "kept")  # modes in which the planner decides
 TOGETHER = 6  # layers in one file
+WRITERS = 3  # files written at once for each device
 
 
 def serve(mode: str, words: Sequence[str]) -> None:
@@ -213,21 +215,22 @@ def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIO
     """A Qwen3 with random weights and the demo's tokenizer, in which every id has a text."""
     hidden, inner, layers, heads, kv_heads, width, vocab = SHAPES[given.shape]
     layers = given.layers or layers
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator, index = torch.Generator(device).manual_seed(1), dict[str, str]()
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    index = dict[str, str]()
     folder.mkdir()
 
-    def weight(*shape: int) -> torch.Tensor:
-        drawn = torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        return (drawn + (len(shape) == 1)).cpu()
-
-    def put(tensors: dict[str, torch.Tensor]) -> None:
-        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+    def write_file(number: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Draw the tensors of one file on a device. Norms are near 1, all others near 0."""
+        device = devices[number % len(devices)]
+        generator = torch.Generator(device).manual_seed(number)
+        tensors = dict[str, torch.Tensor]()
+        for name, shape in shapes.items():
+            drawn = torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+            tensors[name] = (drawn + (len(shape) == 1)).cpu()
+        name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name)
         index.update(dict.fromkeys(tensors, name))
 
-    put({"model.embed_tokens.weight": weight(vocab, hidden), "lm_head.weight": weight(vocab, hidden)})
-    put({"model.norm.weight": weight(hidden)})
     parts: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
@@ -241,9 +244,13 @@ def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIO
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    embeddings = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    files: list[dict[str, tuple[int, ...]]] = [{**embeddings, "model.norm.weight": (hidden,)}]
     for first in range(0, layers, TOGETHER):
         numbers = range(first, min(first + TOGETHER, layers))
-        put({f"model.layers.{n}.{name}.weight": weight(*shape) for n in numbers for name, shape in parts.items()})
+        files.append({f"model.layers.{n}.{name}.weight": shape for n in numbers for name, shape in parts.items()})
+    with ThreadPoolExecutor(WRITERS * len(devices)) as pool:
+        [*pool.map(write_file, range(len(files)), files)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     config = json.loads((demo.FOLDER / "config.json").read_text())
     sizes = {
@@ -261,7 +268,7 @@ def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIO
     }
     (folder / "config.json").write_text(json.dumps({**config, **sizes}))
     checkpoint_texts(folder, vocab)
-    if device.type == "cuda":
+    if devices[0].type == "cuda":
         torch.cuda.empty_cache()
     return folder
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,7 @@ def test_a_run_is_recorded_where_that_is_asked_for(
     assert result.versions["torch"]
 
 
+@cache
 def benchmark_modules() -> dict[str, ast.Module]:
     """The modules that measure something when they are run."""
     found = {file.stem: ast.parse(file.read_text()) for file in sorted(FOLDER.glob("*.py"))}

@@ -93,10 +93,10 @@ class Frame:
 
 
 class LayerEnding(Protocol):
-    """What a family does around the feed-forward of a layer, and with the residual stream behind it."""
+    """A family's own steps around the feed-forward of a layer, and with the residual stream behind it."""
 
     def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
-        """Return what the feed-forward returned, with whatever stands beside it. residual: as it enters both."""
+        """Return what the feed-forward returned, together with what is parallel to it. residual: as it enters both."""
         ...
 
     def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:

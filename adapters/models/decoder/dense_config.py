@@ -88,7 +88,7 @@ class DenseConfig:
 
     @property
     def traits(self) -> LayerTraits:
-        """What this layer has beside the usual parts."""
+        """The parts that this layer has in addition to the usual ones."""
         return USUAL
 
     @property

@@ -1,4 +1,4 @@
-"""Where the layers of a shard have their rows or states, and the rotary tables that they share."""
+"""The places where the layers of a shard have their rows or states, and the rotary tables that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers of a few families have beside the usual parts: windows, more norms, keys of another layer."""
+"""The parts that layers of a few families have in addition: windows, more norms, keys of another layer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Layers that see all rows may use one projection for keys and values, and rotate a quarter of each head. In small models
 the last layers read the keys and values of earlier ones, and every layer has inputs of its own. One model has experts
-beside its MLPs. Checkpoints that also handle images and sound are served without those parts.
+parallel to its MLPs. Checkpoints that also handle images and sound are served without those parts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _OF_SHARED = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v
 class Gemma4Config(gemma3.GemmaConfig):
     """A Gemma 4 model.
 
-    sparse: the experts beside the MLPs; None: there are none. inputs: numbers of each layer's own inputs; 0: layers
+    sparse: the experts parallel to the MLPs; None: there are none. inputs: numbers of each layer's own inputs; 0: layers
     have none. input_vocabulary: rows of the embedding of those inputs.
     """
 

@@ -1,4 +1,4 @@
-"""What only layers of Gemma 4 have: a factor behind a layer, inputs of each layer's own, experts beside an MLP."""
+"""The parts that only layers of Gemma 4 have: a factor behind a layer, inputs of each layer's own, experts parallel to an MLP."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
 
-_BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+_PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 
 
 @frozen
 class SparseFeed:
-    """The experts of a layer, which stand beside its MLP, as a `FeedShape`."""
+    """The experts of a layer, which are parallel to its MLP, as a `FeedShape`."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,7 +40,7 @@ class SparseFeed:
 
 @frozen
 class EndingShape:
-    """What a layer has. inputs: numbers of its own inputs; 0: it has none. sparse: None if it has no experts."""
+    """The special parts of one layer. inputs: numbers of its own inputs; 0: it has none. sparse: None if it has no experts."""
 
     hidden_size: int
     inputs: int
@@ -56,7 +56,7 @@ class EndingShape:
                 "post_per_layer_input_norm.weight": (hidden,),
             }
         if self.sparse is not None:
-            found |= {f"{name}.weight": (hidden,) for name in _BESIDE} | feed_tensors(self.sparse)
+            found |= {f"{name}.weight": (hidden,) for name in _PARALLEL_NORMS} | feed_tensors(self.sparse)
             found |= {"router.scale": (hidden,), "router.per_expert_scale": (self.sparse.experts.count,)}
         return found
 
@@ -83,8 +83,8 @@ class OwnInputs:
 
 
 @frozen(eq=False)
-class BesideMlp:
-    """The experts beside the MLP. Both read the residual stream, behind norms of their own, and their sum is normed.
+class ParallelExperts:
+    """The experts parallel to the MLP. Both read the residual stream, behind norms of their own, and their sum is normed.
 
     deciding: the norm of what the router reads. after_mlp, before, after: norms behind the MLP, and around the experts.
     """
@@ -104,17 +104,17 @@ class Gemma4Ending:
     factor: float
     activation: str
     own: OwnInputs | None
-    beside: BesideMlp | None
+    parallel: ParallelExperts | None
 
     def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
-        beside = self.beside
-        if beside is None:
+        parallel = self.parallel
+        if parallel is None:
             return fed
-        dense = kernels.add_norm(fed, None, beside.after_mlp, self.eps)
-        deciding = kernels.add_norm(residual, None, beside.deciding, self.eps)
-        x = kernels.add_norm(residual, None, beside.before, self.eps)
-        sparse = kernels.experts(x, beside.experts, batch, deciding)
-        return dense.add_(kernels.add_norm(sparse, None, beside.after, self.eps))
+        dense = kernels.add_norm(fed, None, parallel.after_mlp, self.eps)
+        deciding = kernels.add_norm(residual, None, parallel.deciding, self.eps)
+        x = kernels.add_norm(residual, None, parallel.before, self.eps)
+        sparse = kernels.experts(x, parallel.experts, batch, deciding)
+        return dense.add_(kernels.add_norm(sparse, None, parallel.after, self.eps))
 
     def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
         if self.own is not None and inputs is not None:
@@ -126,7 +126,7 @@ class Gemma4Ending:
 def load_ending(
     read: WeightReader, kernels: Kernels, shape: EndingShape, prefix: str, *, eps: float, activation: str
 ) -> Gemma4Ending:
-    own = beside = None
+    own = parallel = None
     if shape.inputs:
         own = OwnInputs(
             kernels.pack(read.matrix(f"{prefix}per_layer_input_gate.weight")),
@@ -134,19 +134,19 @@ def load_ending(
             read.wide(f"{prefix}post_per_layer_input_norm.weight"),
         )
     if shape.sparse is not None:
-        beside = _load_experts(read, kernels, shape.sparse, prefix)
+        parallel = _load_experts(read, kernels, shape.sparse, prefix)
     factor = float(read(f"{prefix}layer_scalar"))
-    return Gemma4Ending(eps, factor, activation, own, beside)
+    return Gemma4Ending(eps, factor, activation, own, parallel)
 
 
-def _load_experts(read: WeightReader, kernels: Kernels, shape: SparseFeed, prefix: str) -> BesideMlp:
+def _load_experts(read: WeightReader, kernels: Kernels, shape: SparseFeed, prefix: str) -> ParallelExperts:
     found = load_feed(read, kernels, shape, prefix)
     assert isinstance(found, Experts)
     experts = Experts(
         found.shape, found.router, found.each, found.shared, scales=read.wide(f"{prefix}router.per_expert_scale")
     )
     deciding = read.wide(f"{prefix}router.scale") * shape.hidden_size**-0.5
-    return BesideMlp(experts, deciding, *(read.wide(f"{prefix}{name}.weight") for name in _BESIDE))
+    return ParallelExperts(experts, deciding, *(read.wide(f"{prefix}{name}.weight") for name in _PARALLEL_NORMS))
 
 
 @frozen

@@ -175,9 +175,7 @@ class TritonKernels:
         return StackedExperts(stack)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
-        """Run a layer of experts. Where the host has to know the router's choice, layer by layer, nothing of the
-        shard can be recorded as a graph.
-        """
+        """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
             return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
