@@ -11,16 +11,8 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import (
-    DecoderLayer,
-    WeightReader,
-    finish_layer,
-    gate_attention,
-    load_layer,
-    project_inputs,
-    scale_queries,
-    select_heads,
-)
+from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers

@@ -20,7 +20,7 @@ import torch
 from attrs import astuple, define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import scale_queries
+from adapters.models.decoder.attention_heads import scale_queries
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope

@@ -38,7 +38,7 @@ class CallTags:
 
     @property
     def call_closers(self) -> tuple[str, ...]:
-        """What closes a call: the closers of a function and of the wrapper."""
+        """The closers of a function and of the wrapper, each of which closes a call."""
         return self.closers[1:]
 
     @property

@@ -21,7 +21,10 @@ from adapters.text.answer.call_form import CallForm
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import JsonReader
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+CONSTRAIN = "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 CONTROLS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -112,8 +112,7 @@ class XmlCalls(CallForm):
 
     def continues_as_call(self) -> Parsing[bool]:
         """Does a parameter follow the function's tag, or the end of the call?"""
-        closers = self.tags.call_closers
-        if (yield from self.take_one_of(closers)) or self.is_cut_closer(closers):
+        if (yield from self.take_one_of(self.tags.call_closers)) or self.is_cut_closer(self.tags.call_closers):
             return True
         return (yield from self.take_parameter()) is not None
 

@@ -30,7 +30,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, gate_attention, project_inputs
+from adapters.models.decoder.attention_heads import gate_attention
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
