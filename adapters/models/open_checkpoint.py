@@ -68,7 +68,8 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
-            raise CheckpointError(f"{path}: tokenizer.json is missing")
+            only = "; tekken.json alone is not supported" if (path / "tekken.json").is_file() else ""
+            raise CheckpointError(f"{path}: tokenizer.json is missing{only}")
         scanned = (
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )

@@ -1,4 +1,4 @@
-"""What happens to heads beside attention itself: norms over all heads, factors of queries, and gates."""
+"""The treatment of heads beside attention itself: norms over all heads, factors of queries, and gates."""
 
 from __future__ import annotations
 

@@ -106,3 +106,10 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, name, changes, said):
     settings = read_settings(tmp_path) | changes
     with pytest.raises(CheckpointError, match=re.escape(said)):
         family_of(settings).parse(settings)
+
+
+def test_a_checkpoint_that_has_only_a_tekken_tokenizer_is_refused_by_name(tmp_path):
+    save_variant(tmp_path, "mistral")
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tekken.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; tekken\.json alone is not supported"):
+        Checkpoint.open(tmp_path)
