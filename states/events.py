@@ -14,6 +14,7 @@ from effects.ids import ModelName, PlaceId, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.timer import TimerName
+from states.request_states import Followed
 
 
 @frozen
@@ -39,7 +40,7 @@ class Admitted:
     keep: int  # rows that are kept
     state: int = 0  # rows behind which there is positional state to go on from, where the model has any
     place: PlaceId | None = None  # that has this state; None: the source itself
-    followed: int = 0  # kept rows that the request waited for while another one computed them
+    followed: Followed | None = None  # kept rows that another request computed while this one waited for them
 
 
 @frozen

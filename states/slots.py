@@ -54,8 +54,8 @@ class Follow:
 
     leader: RequestId
     rows: int  # of its prompt that the waiting request goes on from
-    waiting_ns: int = 0  # until they are there, as estimated when the request began to follow
-    computing_ns: int = 0  # that the request would have taken to compute them itself
+    waiting_ns: int = 0  # as in `Followed`
+    computing_ns: int = 0
     ended: bool = False  # the leader has the rows, or leads no more
 
 

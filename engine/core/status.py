@@ -80,7 +80,13 @@ def request_status(
         waiting = RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
         if follow is None or follow.ended:
             return waiting
-        return evolve(waiting, follows=follow.leader, follows_rows=follow.rows)
+        return evolve(
+            waiting,
+            follows=follow.leader,
+            follows_rows=follow.rows,
+            follows_wait_ms=follow.waiting_ns / 1e6,
+            follows_compute_ms=follow.computing_ns / 1e6,
+        )
     assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
     left = request_states.get_remainder(state)
     answer = state.answer if isinstance(state, request_states.Speculating) else request_states.Generated()

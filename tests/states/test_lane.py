@@ -117,6 +117,19 @@ def test_most_of_a_mixed_forward_is_the_prompts(decoding: int, rows: int) -> Non
     assert chosen == Launch((*company, a_prompt(1, 0, rows - len(company))))
 
 
+def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
+    """So fewer steps of those who decode delay the first tokens. 64 rows, a chunk, are the most."""
+    prompts = (a_prompt(1, 0, 64), a_prompt(2, 0, 64))
+    wide, widest = a_prompt(1, 0, 2 * MIXED.mixed_rows - 1), a_prompt(1, 0, MIXED.chunk - 1)
+    assert choose(*prompts, a_decode(3), settings=MIXED)[2] == Launch((a_decode(3), wide))
+    almost_all = evolve(MIXED, mixed_rows=48)
+    assert choose(*prompts, a_decode(3), settings=almost_all)[2] == Launch((a_decode(3), widest))
+    usual = a_prompt(1, 0, MIXED.mixed_rows - 1)
+    away = {"draft": Residence("parked")}
+    chosen = choose(prompts[0], unpark(4), a_decode(3), models=away, settings=MIXED)[2]
+    assert chosen == Launch((a_decode(3), usual)), "a model that comes and goes is no prompt"
+
+
 def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> None:
     assert choose(a_prompt(1, 60, 63), a_decode(2), settings=MIXED)[2] == Launch((a_decode(2), a_prompt(1, 60, 63)))
 

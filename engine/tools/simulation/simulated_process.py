@@ -313,6 +313,7 @@ class Process:
         assert closing.finish == "length", closing
         count = live.count
         count.restored = report.restored_tokens
+        count.followed = report.followed_tokens
         count.tier = report.tier
         count.closed = self.clock.now
         count.served = report.prompt_tokens
