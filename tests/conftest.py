@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -39,6 +40,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(max(2, before := torch.get_num_threads()))
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of every later garbage collection: thousands of tests, and the libraries."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

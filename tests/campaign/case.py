@@ -53,7 +53,7 @@ class Kind:
     share: int
     deadline_s: float = 30
     together: int = 250
-    few: int = 24
+    few: int = 12
 
 
 def seed_of(seed: int, kind: str, number: int) -> str:
