@@ -18,6 +18,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.http.edge_options import MAX_FROZEN_CONTEXTS
 from adapters.http.history.frozen_messages import FRESH_MESSAGES
 from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
@@ -117,7 +118,7 @@ def find_scorer(
     except CheckpointError as error:
         raise UserError(f"--prefill-drafter {error}") from error
     config = checkpoint.config
-    if not isinstance(config, DenseConfig):
+    if not isinstance(config, DenseConfig) or isinstance(config, LayeredConfig):
         family = checkpoint.family.model_type
         raise UserError(f"--prefill-drafter {name}: {family} models cannot score prompts; accepted: plain decoders")
     check_tokenizer(name, tokenizer, own, config.vocab_size)
