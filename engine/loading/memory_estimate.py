@@ -156,6 +156,8 @@ def estimate_needs(
             own = draft.shape.kv_bytes_per_token(dtype)
             row += own
             # Such a draft has copies of the embedding and of the head.
+            if config.embedding_scale != 1:
+                fixed += config.vocab_size * config.hidden_size * dtype.itemsize
             if not drafted.is_local or plan[-1] not in places:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)

@@ -68,6 +68,7 @@ class DenseShard:
         )
         self._aux_layers = tuple(placement.aux_layers)
         self._buffers: dict[int, Buffers] = {}
+        self._scaled_embedding: Tensor | None = None  # made for a draft, if the embedding is scaled
         self._ropes = RopeTables(config, self.spec.capacity, device)
         self._layout = LayerPlaces(config, layers)
         self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
@@ -108,7 +109,11 @@ class DenseShard:
     def embedding(self) -> Tensor:
         if self._embedding is None:
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the embedding")
-        return self._embedding
+        if self.config.embedding_scale == 1:
+            return self._embedding
+        if self._scaled_embedding is None:
+            self._scaled_embedding = self._embedding * self._embedding_scale
+        return self._scaled_embedding
 
     @property
     def output(self) -> OutputHead:
@@ -313,7 +318,8 @@ class DenseShard:
     def memory(self) -> Mapping[str, int]:
         buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
         buffers += self._ropes.nbytes
-        weights = self._weights_bytes + (0 if self._offloaded is None else self._offloaded.device_bytes)
+        scaled = 0 if self._scaled_embedding is None else self._scaled_embedding.nbytes
+        weights = self._weights_bytes + scaled + (0 if self._offloaded is None else self._offloaded.device_bytes)
         kv = self.rows.nbytes + self.states.nbytes
         return {"weights": weights, "host": self._host_bytes, "kv": kv, "buffers": buffers}
 
@@ -321,7 +327,7 @@ class DenseShard:
         """Give the memory back; the shard is of no use afterwards."""
         self._decoder.clear()
         self._buffers.clear()
-        self._embedding = self._norm = self._head = self._row_inputs = None
+        self._embedding = self._scaled_embedding = self._norm = self._head = self._row_inputs = None
         self.rows.close()
         self.states.close()
         if self._offloaded is not None:

@@ -47,6 +47,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def embedding_scale(self) -> float:
+        """The factor of embedded tokens. A draft needs a scaled copy of the embedding if it is not 1."""
+        ...
+
+    @property
     def max_positions(self) -> int: ...
 
     @property

@@ -74,7 +74,9 @@ def build_rows(
 ) -> KvCache:
     """Return memory for the rows of the layers that keep all of them. ValueError if their rows are not alike."""
     row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
-    heads, size = find_row_shape(config, places.kept or (places.layers.start,))
+    # A shard without such layers describes its rows as the others do.
+    kept = places.kept or LayerPlaces(config, range(config.num_layers)).kept or (places.layers.start,)
+    heads, size = find_row_shape(config, kept)
     return (PagedKvCache if paged and placement.pages else KvCache)(
         [f"layers.{layer}" for layer in places.kept],
         (spec.slots, heads, spec.capacity, row_format.row_width(size)),

@@ -20,7 +20,7 @@ SLIDING = "sliding_attention"
 
 @frozen
 class LayerKind:
-    """The sizes and traits of one kind of layers, in a model that has several. intermediate_size: of its dense feed-forward."""
+    """The sizes and traits of one kind of layers. intermediate_size: of the dense feed-forward."""
 
     num_heads: int
     num_kv_heads: int

@@ -220,7 +220,7 @@ class Shard(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """`[V, D]`, in the model's dtype. First shard only; ValueError elsewhere."""
+        """`[V, D]`, in the model's dtype, and scaled if the model scales it. First shard only; ValueError elsewhere."""
         ...
 
     @property

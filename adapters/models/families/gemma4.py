@@ -82,8 +82,8 @@ _OF_SHARED = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v
 class Gemma4Config(gemma3.GemmaConfig):
     """A Gemma 4 model.
 
-    sparse: the experts parallel to the MLPs; None: there are none. inputs: numbers of each layer's own inputs; 0: layers
-    have none. input_vocabulary: rows of the embedding of those inputs.
+    sparse: the experts parallel to the MLPs; None: there are none. inputs: numbers of each layer's own inputs; 0:
+    layers have none. input_vocabulary: rows of the embedding of those inputs.
     """
 
     zero_centred: ClassVar[bool] = False

@@ -1,4 +1,7 @@
-"""The parts that only layers of Gemma 4 have: a factor behind a layer, inputs of each layer's own, experts parallel to an MLP."""
+"""The parts that only layers of Gemma 4 have.
+
+They are a factor behind a layer, inputs of each layer's own, and experts parallel to an MLP.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class SparseFeed:
 
 @frozen
 class EndingShape:
-    """The special parts of one layer. inputs: numbers of its own inputs; 0: it has none. sparse: None if it has no experts."""
+    """The special parts of one layer. inputs: numbers of its own inputs; 0: none. sparse: its experts; None: none."""
 
     hidden_size: int
     inputs: int
@@ -84,7 +87,7 @@ class OwnInputs:
 
 @frozen(eq=False)
 class ParallelExperts:
-    """The experts parallel to the MLP. Both read the residual stream, behind norms of their own, and their sum is normed.
+    """The experts parallel to the MLP. Both read the residual stream behind their norms, and their sum is normed.
 
     deciding: the norm of what the router reads. after_mlp, before, after: norms behind the MLP, and around the experts.
     """

@@ -9,6 +9,7 @@ import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
+from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -17,7 +18,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE
-from tests.models.checkpoints import proven, same_bits
+from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import (
     CHUNKS,
     LENGTH,
@@ -185,3 +186,33 @@ def test_the_probe_finds_that_every_bucket_holds(name):
     found = probe(family, own, CpuKernels(torch.float32), shape)
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 256))
     assert not [why for why in found.failures if "bucket" in why]
+
+
+def test_layers_split_over_shards_give_the_bits_of_one():
+    """The first of them has no layer that keeps all rows."""
+    name, tokens = "gemma4", tokens_of(LENGTH)
+    whole = shard_of(name, CpuKernels(torch.float32))
+    cuts = (range(2), range(2, 4))
+    split = Pipeline([shard_of(name, CpuKernels(torch.float32), layers=layers) for layers in cuts])
+    expected = computed(whole, tokens, CHUNKS)
+    assert same_bits(computed(split, tokens, [(0, 200), (16, 16), (4, 1), (64, 64)]), expected)
+    assert split.rows.spec == whole.rows.spec
+    assert {spec.name for spec in split.states.specs} == {spec.name for spec in whole.states.specs}
+    split.rows.import_(2, 0, whole.rows.export(0, 0, 192))
+    computed(whole, tokens[:200], CHUNKS, slot=1)
+    split.states.import_(2, whole.states.export(1), 192)
+    assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
+
+
+def test_layers_that_need_others_are_no_shard():
+    for layers in (range(2, 6), range(5, 6)):
+        with pytest.raises(ValueError, match="need what other layers have"):
+            shard_of("gemma4, inputs of layers, rows shared", CpuKernels(torch.float32), layers=layers)
+
+
+def test_a_draft_gets_the_scaled_embedding():
+    shard = shard_of("gemma3", CpuKernels(torch.float32))
+    before = shard.memory()["weights"]
+    hidden = shard._kernels.embed(shard._embedding, torch.tensor([7]), out=torch.zeros(1, 64))  # noqa: SLF001
+    assert torch.equal(shard.embedding[7], hidden[0] * 8.0)
+    assert shard.memory()["weights"] == before + shard.embedding.nbytes
