@@ -48,8 +48,8 @@ from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cuda.kernels import TritonKernels
-from adapters.models.kernels.interface import AttentionMask
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import DECIDING, Checkpoint
 from benchmarks import speculation_8b as rounds_of

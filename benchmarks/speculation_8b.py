@@ -33,8 +33,8 @@ from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cuda.kernels import TritonKernels
-from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b

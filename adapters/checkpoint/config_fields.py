@@ -38,6 +38,12 @@ LIMITS: Mapping[str, int] = {
     "moe_intermediate_size": 1 << 18,
     "shared_expert_intermediate_size": 1 << 18,
     "decoder_sparse_step": 512,
+    "n_routed_experts": 1024,
+    "n_shared_experts": 64,
+    "n_group": 512,
+    "topk_group": 512,
+    "first_k_dense_replace": 512,
+    "rotary_dim": 512,
 }
 _GREATEST = 1e30  # the greatest number in config.json that is not a count
 
@@ -175,3 +181,31 @@ def refuse_flag(raw: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a flag that is set."""
     if read_flag(raw, name):
         raise CheckpointError(f"config.json: {name} true is not supported; accepted: false")
+
+
+def find_text_settings(raw: Mapping[str, Any], *model_types: str) -> dict[str, Any]:
+    """Return the text model's settings, from `text_config` or from the top level. Raises CheckpointError.
+
+    model_types: those that `text_config` may name.
+
+    A few fields may be at either level; those in `text_config` win.
+    """
+    inner = raw.get("text_config")
+    if inner is None:
+        return dict(raw)
+    if not isinstance(inner, Mapping):
+        raise CheckpointError("config.json: text_config is not an object")
+    if inner.get("model_type", model_types[0]) not in model_types:
+        kind = describe_value(inner["model_type"])
+        accepted = ", ".join(map(repr, model_types))
+        raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: {accepted}")
+    either = ("tie_word_embeddings", "dtype", "torch_dtype")
+    return {**inner, **{name: raw[name] for name in either if name in raw and inner.get(name) is None}}
+
+
+def check_field(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
+    """Check that a field, if it is there, has one of these values. Raises CheckpointError."""
+    found = text.get(name)
+    if found is not None and not any(found == value and type(found) is type(value) for value in values):
+        accepted = ", ".join(map(repr, values))
+        raise CheckpointError(f"config.json: {name} {describe_value(found)} is not supported; accepted: {accepted}")

@@ -24,7 +24,7 @@ from adapters.checkpoint.weights_digest import MAX_HEADER, digest_of_files
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # The other element types of packed matrices. Only the packing knows what their numbers stand for.
-PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}
 ALL = {**FLOATS, **PACKED}
 _MAX_PARTS = 1 << 18  # lists and objects in a header: three for each tensor
 _MAX_RANK = 8
@@ -138,6 +138,12 @@ class TensorEntry:
         width = self.shape[-1]
         start = self.start + first * width * self.dtype.itemsize
         return evolve(self, shape=(count, width), start=start, stop=start + count * width * self.dtype.itemsize)
+
+    def select(self, number: int) -> TensorEntry:
+        """Return one of the tensors of a stack, by its number along the first dimension."""
+        size = self.nbytes // self.shape[0]
+        start = self.start + number * size
+        return evolve(self, shape=self.shape[1:], start=start, stop=start + size)
 
     def with_dtype(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - unpacked tensors are read as stored
         return self

@@ -13,6 +13,24 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5_moe": "adapters.models.families.qwen3_5_moe",
     "qwen3_5_moe_text": "adapters.models.families.qwen3_5_moe",
     "qwen3_next": "adapters.models.families.qwen3_next",
+    "gemma3": "adapters.models.families.gemma3",
+    "gemma3_text": "adapters.models.families.gemma3",
+    "gemma4": "adapters.models.families.gemma4",
+    "gemma4_text": "adapters.models.families.gemma4",
+    "mistral": "adapters.models.families.mistral",
+    "mistral3": "adapters.models.families.mistral",
+    "ministral3": "adapters.models.families.mistral",
+    "seed_oss": "adapters.models.families.seed_oss",
+    "glm4_moe": "adapters.models.families.glm4_moe",
+    "minimax_m2": "adapters.models.families.minimax_m2",
+    "gpt_oss": "adapters.models.families.gpt_oss",
+}
+
+# `model_type` -> what such models need that is not built, for a message.
+MISSING: Mapping[str, str] = {
+    "glm4_moe_lite": "attention over compressed keys and values (MLA)",
+    "deepseek_v3": "attention over compressed keys and values (MLA)",
+    "mistral4": "attention over compressed keys and values (MLA)",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.
@@ -24,4 +42,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3next": "qwen3_next",
+    "mistral3": "ministral3",
+    "seed_oss": "seed_oss",
+    "glm4moe": "glm4_moe",
+    "minimax-m2": "minimax_m2",
 }

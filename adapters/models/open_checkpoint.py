@@ -23,14 +23,12 @@ from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.checkpoint.quantised.rounding import GROUP, measure_error, round_matrices
 from adapters.checkpoint.safetensors_folder import (
     ALL,
-    Shapes,
     StoredTensor,
     check_tensors,
     digest_tensors,
     scan_tensors,
 )
-from adapters.models.decoder.family import Family, ModelConfig, family_of
-from adapters.models.decoder.feed_forward import cut_up
+from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
@@ -70,15 +68,17 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
-            raise CheckpointError(f"{path}: tokenizer.json is missing")
+            only = "; tekken.json alone is not supported" if (path / "tekken.json").is_file() else ""
+            raise CheckpointError(f"{path}: tokenizer.json is missing{only}")
         scanned = (
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )
         expected = config.tensors()
-        tensors, others = _name_tensors(path, family, scanned, expected)
+        tensors, others = _name_tensors(path, family, config, scanned)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
-        spare |= {name for name in tensors.keys() - expected.keys() if _adds_nothing(name, tensors)}
+        others_left = tensors.keys() - expected.keys()
+        spare |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
@@ -169,15 +169,16 @@ def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 def _name_tensors(
-    path: Path, family: Family, scanned: Mapping[str, StoredTensor], expected: Shapes
+    path: Path, family: Family, config: ModelConfig, scanned: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Return the tensors by the family's names, and those that it is served without. Experts get a tensor each."""
     tensors = dict[str, StoredTensor]()
     others = dict[str, StoredTensor]()
+    expected = config.tensors()
     for published, entry in scanned.items():
-        name = family.named(published)
-        found = tensors if name else others
-        for part, stored in cut_up(name or published, entry, expected).items():
+        name = family.named(published, config)
+        found = tensors if name and not name.startswith(HEAD_PREFIX) else others
+        for part, stored in family.cut_up(name or published, entry, expected).items():
             if part in found:
                 raise CheckpointError(f"{path}: tensor {part[:200]} is there twice, under different names")
             found[part] = stored

@@ -231,6 +231,8 @@ def build_message_variables(
     if message.reasoning:
         variables["reasoning_content"] = message.reasoning
     if message.calls:
+        if message.reasoning and not message.content:  # gpt-oss reads it here, and refuses both
+            variables["thinking"] = message.reasoning
         variables["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
             for call in message.calls

@@ -235,10 +235,10 @@ class StateMover:
         """Return the state that lies in `data`, where it is."""
         return view_tensors(self.specs, data)
 
-    def copy_in(self, slot: int, state: NamedTensors) -> None:
-        """Write the state into the slot, on the lane. Raises ValueError or RuntimeError where that fails."""
+    def copy_in(self, slot: int, state: NamedTensors, at: int) -> None:
+        """Write a state that stands at row `at` into the slot, on the lane. ValueError or RuntimeError: it failed."""
         for part in self._stateful:
-            part.states.import_(slot, {spec.name: state[spec.name] for spec in part.states.specs})
+            part.states.import_(slot, {spec.name: state[spec.name] for spec in part.states.specs}, at)
 
 
 def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:

@@ -271,7 +271,8 @@ class Restorer:
         if rows < start:
             return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
         try:
-            self.state.copy_in(slot, self.state.view(move.buffer.data) if move.staged is None else move.staged)
+            staged = self.state.view(move.buffer.data) if move.staged is None else move.staged
+            self.state.copy_in(slot, staged, move.part.stop)
         except (ValueError, RuntimeError, RowsLost) as error:
             # Some of the old state may be overwritten, so nothing can go on from it.
             state.valid = 0

@@ -207,7 +207,7 @@ def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
     """Compute one chunk of this many rows at `start` and wait for it."""
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
     if start and shard.states.specs:
-        shard.states.import_(0, shard.states.export(0))  # any will do, and goes on from wherever a chunk starts
+        shard.states.import_(0, shard.states.export(0), start)  # any will do
     shard.forward(step, torch.tensor(make_tokens(shard, rows)))
     shard.synchronize()
 

@@ -117,7 +117,7 @@ def find_scorer(
     except CheckpointError as error:
         raise UserError(f"--prefill-drafter {error}") from error
     config = checkpoint.config
-    if not isinstance(config, DenseConfig):
+    if not isinstance(config, DenseConfig) or not config.can_score_prompts:
         family = checkpoint.family.model_type
         raise UserError(f"--prefill-drafter {name}: {family} models cannot score prompts; accepted: plain decoders")
     check_tokenizer(name, tokenizer, own, config.vocab_size)

@@ -142,6 +142,9 @@ def estimate_needs(
         if plan[0] in places:
             fixed -= table
         fixed += options.cache.state_checkpoints * sum(place for _, place in states)
+        if device.type == "cuda":
+            chunk = choose_chunk(options.runtime, plan)
+            fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
         own = 0
         row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
@@ -153,6 +156,8 @@ def estimate_needs(
             own = draft.shape.kv_bytes_per_token(dtype)
             row += own
             # Such a draft has copies of the embedding and of the head.
+            if config.embedding_scale != 1:
+                fixed += config.vocab_size * config.hidden_size * dtype.itemsize
             if not drafted.is_local or plan[-1] not in places:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)

@@ -19,6 +19,7 @@ import engine
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.decoder.shard import ShardPlacement
@@ -159,7 +160,7 @@ class ServedModel:
             raise ValueError("nothing is proven, so nothing is loaded")
         checkpoint, dtype, _, kernels, numerics = self._proven
         config = checkpoint.config
-        if not isinstance(config, DenseConfig):
+        if not isinstance(config, DenseConfig) or isinstance(config, LayeredConfig):
             raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
         own = kernels.with_plan(choose_served_plan(numerics, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)

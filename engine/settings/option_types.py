@@ -23,8 +23,21 @@ LOG = Group("Log", sort_key=7)
 TRACE = Group("Trace", sort_key=8)
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
-ToolParser: TypeAlias = Literal["auto", "hermes", "qwen-xml", "llama3-json", "pythonic", "none"]
-ReasoningParser: TypeAlias = Literal["auto", "think", "none"]
+ToolParser: TypeAlias = Literal[
+    "auto",
+    "hermes",
+    "qwen-xml",
+    "seed-xml",
+    "minimax-xml",
+    "glm-xml",
+    "mistral",
+    "harmony",
+    "llama3-json",
+    "pythonic",
+    "gemma4",
+    "none",
+]
+ReasoningParser: TypeAlias = Literal["auto", "think", "seed", "mistral", "gemma4", "none"]
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="", show_default=False)]

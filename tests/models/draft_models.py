@@ -20,9 +20,9 @@ from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.weights import list_draft_products as draft_products
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for

@@ -18,7 +18,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.models.decoder.rope import Llama3, Yarn
+from adapters.models.decoder.rope import Llama3, ScaledRotary, Yarn
+from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 
 NAMES = {
@@ -29,9 +30,19 @@ NAMES = {
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "mistral": "mistral3",
+    "seed_oss": "seed_oss",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
 }
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
-ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+ROUTERS = (
+    "exp_probs_b.bias",
+    "mlp.gate.weight",
+    "shared_expert_gate.weight",
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+)
 
 
 def packed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
@@ -58,7 +69,11 @@ def random_blocks(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, 
         return data, Kind.F32
     blocks = np.random.default_rng(len(name)).integers(0, 256, (data.size // count, size), dtype=np.uint8)
     scale = np.frombuffer(np.float16(0.0003).tobytes(), np.uint8)
-    for at in {Kind.Q6_K: (208,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2)}.get(kind, (0,)):
+    if kind is Kind.MXFP4:
+        blocks[:, 0] = 117  # an exponent
+    for at in {Kind.Q6_K: (208,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q3_K: (108,), Kind.MXFP4: ()}.get(
+        kind, (0,)
+    ):
         blocks[:, at : at + 2] = scale
     return blocks.reshape(*data.shape[:-1], -1), kind
 
@@ -182,6 +197,11 @@ def settings(config: Any, name: str) -> dict[str, Any]:
         }
         if config.experts.shared:
             found["ARCH.expert_shared_feed_forward_length"] = config.experts.shared
+        if isinstance(config.experts, SigmoidExpertsShape):
+            found |= sigmoid_settings(config, config.experts)
+    if isinstance(config.rotary, ScaledRotary):
+        found["ARCH.attention.temperature_scale"] = config.rotary.beta
+        found["ARCH.rope.scaling.yarn_log_multiplier"] = 1.0
     if name.startswith(("qwen35", "qwen3next")):
         found |= {
             "ARCH.rope.dimension_count": config.rotated,
@@ -207,6 +227,19 @@ def settings(config: Any, name: str) -> dict[str, Any]:
     return found
 
 
+def sigmoid_settings(config: Any, shape: SigmoidExpertsShape) -> dict[str, Any]:
+    return {
+        "ARCH.expert_gating_func": 2,
+        "ARCH.expert_weights_norm": True,
+        "ARCH.expert_weights_scale": shape.factor,
+        "ARCH.expert_group_count": shape.groups,
+        "ARCH.expert_group_used_count": shape.chosen_groups,
+        "ARCH.expert_shared_count": shape.shared // shape.inner,
+        "ARCH.leading_dense_block_count": getattr(config, "dense", 0),
+        "ARCH.rope.dimension_count": config.rotated,
+    }
+
+
 def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
     """By the package's own tables: those of the head are not in that of the architecture."""
     parts = {
@@ -219,6 +252,7 @@ def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
         published = published.replace("mtp.layers.0", f"model.layers.{layers}")
     elif published.startswith("mtp."):
         return gguf.TENSOR_NAMES[parts[published.split(".")[1]]].format(bid=layers) + ".weight"
+    published = published.replace("e_score_correction_bias", "e_score_correction.bias")
     published = EXPERT.sub(r".experts.\2.weight", published.replace(".dt_bias", ".dt_proj.bias"))
     there = names.get_name(published, try_suffixes=(".weight", ".bias"))
     assert there is not None, published
@@ -226,7 +260,7 @@ def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
 
 
 def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> Tensor:  # noqa: PLR0911 - a rule a line
-    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if architecture in {"llama", "mistral3"} and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_heads if "q_proj" in name else config.num_kv_heads
         return tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
     if architecture == "qwen3next" and "linear_attn." in name:

@@ -111,11 +111,11 @@ class RecurrentStates:
         assert found is not None, "nothing was computed here"
         return {"layers.0.conv": found.state.conv, "layers.0.memory": found.state.memory}
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         for spec in self.specs:
             if state[spec.name].shape != spec.shape:
                 raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
-        self.standing[slot] = Behind(None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
+        self.standing[slot] = Behind(at, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
 
     def keep(self, slot: int, place: int) -> None:
         found = self.standing[slot]

@@ -85,7 +85,7 @@ def story(shard) -> str:
         shard.states.keep(0, 1)
         shard.states.load(1, 2)
     shard.rows.import_(2, 0, shard.rows.export(0, 0, 320))
-    shard.states.import_(2, shard.states.export(0))
+    shard.states.import_(2, shard.states.export(0), 320)
     told(step(shard, (2, 320, 5), kept=[5]))
     heard += [one for _, one in sorted({**shard.rows.export(2, 0, 325), **shard.states.export(2)}.items())]
     digest = hashlib.blake2b()

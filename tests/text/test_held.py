@@ -96,6 +96,13 @@ PUT = FunctionTool(
     strict=True,
 )
 PYTHON = AnswerReader(calls="pythonic", tools=TOOLS, choice=ToolChoice("required"))
+GEMMA = AnswerReader(calls="gemma4", tools=TOOLS, choice=ToolChoice("required"))
+
+
+def gemma(name: str, written: str) -> str:
+    return f"<|tool_call>call:{name}{{{written}}}<tool_call|>"
+
+
 XML_ADDED, XML_LOOKED = xml("add", path="a\n</par b", n="5"), xml("look", anything="1 < 2")
 
 
@@ -219,6 +226,12 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
         None,
         ("", '{"a": 1}', '{"name": "Ann"}', 'So: {"name": "add"}', 'So:\n{"name": "add", "parameters": {"n": 4}}'),
         ('{"name": "add", "parameters": {"n": 10}}', 'So:\n {"parameters": {}, "name": "add"}', '{"name":"add"}'),
+    ),
+    "gemma": (
+        GEMMA,
+        None,
+        (gemma("add", "n:5"), gemma("look", ""), gemma("look", 'a:<|"|>b, {"c"<|"|>,d:[1,true,{e:null}]')),
+        ("", "Hm.", gemma("add", "n:a"), gemma("add", ""), gemma("look", "a:b"), gemma("other", "")),
     ),
     "bare": (BARE, None, ('{"name": "add", "parameters": {"n": 4}}',), ("Hm.", '{"name": "add", "parameters": {}}')),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.gguf.header import GgufTensorInfo
+from adapters.checkpoint.gguf.library_types import LIBRARY_TYPES, unpack_with_library
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, LAYOUTS, UNPACK
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, check_levels, choose_piece_size, rearrange
 from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry
@@ -63,8 +64,12 @@ class GgufTensor:
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
-        """The stored bytes. Empty if numbers must be changed: the host does this, as devices differ in logarithms."""
-        return (self._source,) if self.undo is None or self.layout is not None else ()
+        """The stored bytes. Empty if the host must read them.
+
+        That is so if numbers must be changed, as devices differ in logarithms, and if the library unpacks them.
+        """
+        on_host = self.stored.packing.name in LIBRARY_TYPES or (self.undo is not None and self.layout is None)
+        return () if on_host else (self._source,)
 
     @property
     def _source(self) -> TensorEntry:
@@ -134,7 +139,14 @@ class GgufTensor:
 
     def _unpack(self, data: Tensor) -> Tensor:
         tensor = torch.empty(self.stored.shape, dtype=self.dtype, device=data.device)
-        blocks = tensor.view(-1, self.stored.packing.count)
+        packing = self.stored.packing
+        blocks = tensor.view(-1, packing.count)
+        if packing.name in LIBRARY_TYPES:
+            stored = data.view(-1, packing.size)
+            step = max(1, choose_piece_size(data.device) // packing.count)
+            for at in range(0, len(stored), step):
+                blocks[at : at + step] = unpack_with_library(packing.name, stored[at : at + step])
+            return tensor
         for at, piece in self._iterate_blocks(data):
             blocks[at : at + len(piece.steps)] = piece.unpack(torch.float32)
         return tensor

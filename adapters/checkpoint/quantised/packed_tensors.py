@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from attrs import frozen
 
+from adapters.checkpoint.arranged_tensor import ArrangedTensor, unpack_mxfp4
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.quantised.quantisation_config import (
     NAME,
     Awq,
     Gptq,
     Int32Words,
+    Mxfp4,
     Packing,
     Quantisation,
     ScaledBlocks,
@@ -25,6 +28,7 @@ from adapters.checkpoint.safetensors_folder import FLOATS, PACKED, StoredTensor,
 
 Shape = tuple[int, ...]
 MAIN = {ScaledBlocks: "weight", Int32Words: "weight_packed", Awq: "qweight", Gptq: "qweight"}
+MXFP4_BYTES = 16  # of a block of 32 numbers
 # Scales for rounding activations. They are not used: activations are not rounded here.
 UNUSED = ("input_scale", "activation_scale", "input_zero_point")
 
@@ -45,10 +49,16 @@ def fold_packed_tensors(
 
     Raises CheckpointError where tensors do not fit each other, or contradict config.json.
     """
+    if isinstance(quantisation.packings[0], Mxfp4):
+        return fold_mxfp4(folder, scanned)
     found = dict[str, StoredTensor](scanned)
     for name, entry in scanned.items():
         module, _, part = name.rpartition(".")
-        packings = [packing for packing in quantisation.packings if is_main(packing, part, entry)]
+        packings = [
+            packing
+            for packing in quantisation.packings
+            if not isinstance(packing, Mxfp4) and is_main(packing, part, entry)
+        ]
         if not packings:
             continue
         if module in quantisation.unquantised_modules:
@@ -63,6 +73,30 @@ def fold_packed_tensors(
         if isinstance(left, TensorEntry) and left.dtype not in FLOATS.values():
             accepted = f"accepted: {', '.join(FLOATS)}, or all parts of a packed matrix ({quantisation})"
             raise CheckpointError(f"{folder}: {name[:200]} has dtype {name_dtype(left.dtype)}; {accepted}")
+    return found
+
+
+def fold_mxfp4(folder: Path, scanned: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder with the blocks and the scales of all experts as one tensor.
+
+    Raises CheckpointError where they do not fit each other.
+    """
+    found = dict[str, StoredTensor](scanned)
+    for name, blocks in scanned.items():
+        module = name.removesuffix("_blocks")
+        if module == name:
+            continue
+        scales = scanned.get(f"{module}_scales")
+        fits = blocks.dtype == torch.uint8 and len(blocks.shape) == 4 and blocks.shape[3] == MXFP4_BYTES
+        if scales is None or not fits or scales.dtype != torch.uint8 or scales.shape != blocks.shape[:3]:
+            raise CheckpointError(
+                f"{folder}: {module[:200]} has no blocks of {MXFP4_BYTES} bytes with one scale each, as mxfp4 has"
+            )
+        shape = (*blocks.shape[:2], 2 * MXFP4_BYTES * blocks.shape[2])
+        del found[name], found[f"{module}_scales"]
+        found[module] = ArrangedTensor(
+            (blocks, scales), shape, torch.bfloat16, lambda parts: unpack_mxfp4(*parts), "mxfp4"
+        )
     return found
 
 

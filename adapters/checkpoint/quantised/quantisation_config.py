@@ -83,6 +83,14 @@ class Gptq:
         return f"{'gptq' if self.offset else 'gptq_v2'} int{self.bits}, groups of {self.group or 'a row'}"
 
 
+@frozen
+class Mxfp4:
+    """Numbers of 4 bits, of which 32 share a power of two: all experts of a layer in one tensor, as with gpt-oss."""
+
+    def __str__(self) -> str:
+        return "mxfp4"
+
+
 Packing = ScaledBlocks | Int32Words | Awq | Gptq
 
 
@@ -94,7 +102,7 @@ class Quantisation:
     pattern among them matches no module.
     """
 
-    packings: tuple[Packing, ...]
+    packings: tuple[Packing, ...] | tuple[Mxfp4]
     unquantised_modules: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __str__(self) -> str:
@@ -255,6 +263,10 @@ def read_compressed_group(section: Section, kind: str) -> Packing:
     return ScaledBlocks(floating, rows, columns)
 
 
+def read_mxfp4(section: Section) -> Quantisation:
+    return Quantisation((Mxfp4(),), section.read_module_names("modules_to_not_convert"))
+
+
 TYPES = {"float-quantized": ("float",), "naive-quantized": ("int", "float")}
 FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 METHODS: Mapping[str, Callable[[Section], Quantisation]] = {
@@ -262,4 +274,5 @@ METHODS: Mapping[str, Callable[[Section], Quantisation]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "compressed-tensors": read_compressed,
+    "mxfp4": read_mxfp4,
 }

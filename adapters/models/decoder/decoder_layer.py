@@ -3,6 +3,7 @@
 Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. `LayerShape` says how
 a family differs. It may have norms of query and key heads, biases of their projections, and a gate on the output of
 attention. Norms may multiply with 1 + weight. The feed-forward is dense or has experts (`feed_forward.py`).
+`LayerTraits` has what layers of a few families have in addition.
 
 Recurrent layers (`recurrent_layer.py`) have the same norms and feed-forward around them; `Frame` holds these.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StackedWeight, select_rows
@@ -30,6 +31,8 @@ from adapters.models.decoder.feed_forward import (
     run_feed,
 )
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.product_list import Weight
@@ -65,12 +68,17 @@ class LayerShape(FeedShape, Protocol):
         """Do norms multiply with 1 + weight, in float32?"""
         ...
 
+    @property
+    def traits(self) -> LayerTraits: ...
+
 
 @frozen
 class Frame:
     """The weights that every layer has around the mixing of rows, which is attention or a recurrence.
 
     projection: one matrix for everything that is projected from the normed input. out: the matrix behind the mixing.
+    out_bias: is added to what `out` returns. post_norm: the norm before the feed-forward. after_mixing, after_feed:
+    norms of what comes out of `out`, and of the feed-forward; most families have none.
     """
 
     input_norm: Tensor
@@ -79,23 +87,56 @@ class Frame:
     post_norm: Tensor
     feed: GatedWeights | Experts
     eps: float
+    after_mixing: Tensor | None = None
+    after_feed: Tensor | None = None
+    out_bias: Tensor | None = field(kw_only=True, default=None)
+
+
+class LayerEnding(Protocol):
+    """A family's own steps around the feed-forward of a layer, and with the residual stream behind it."""
+
+    def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
+        """Return what the feed-forward returned, together with what is parallel to it. residual: as it enters both."""
+        ...
+
+    def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
+        """Change the residual stream in place once the layer's result is in it. inputs: `[R, P]`, the layer's own."""
+        ...
 
 
 @frozen
 class DecoderLayer:
     """The weights of one layer with attention, fused and packed.
 
-    width: columns of queries, keys and values in the projection. Gates may follow them.
+    width: columns of queries, keys and values in the projection. Gates may follow them. source: the layer whose keys
+    and values it reads; None: it has its own. norms: the factors of norms over all query heads and over all key heads;
+    None where each head has its own, or none.
     """
 
     frame: Frame
     prep: HeadPrep
     width: int
+    rule: AttentionRule = PLAIN
+    source: int | None = None
+    ending: LayerEnding | None = None
+    norms: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Does the layer consist of operations that `Kernels.fuse_layers` can put together?"""
+        return self.norms is None and self.frame.out_bias is None
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
-    norm = (shape.hidden_size,)
-    return {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm, **feed_tensors(shape)}
+    places = ("input", *norm_places(shape))
+    return {f"{place}_layernorm.weight": (shape.hidden_size,) for place in places} | feed_tensors(shape)
+
+
+def norm_places(shape: LayerShape) -> tuple[str, ...]:
+    """Return the published places of norms: before the feed-forward, and, if there are more, after mixing and after
+    the feed-forward.
+    """
+    return ("pre_feedforward", "post_attention", "post_feedforward") if shape.traits.post_norms else ("post_attention",)
 
 
 def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
@@ -104,17 +145,30 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
     head = shape.head_dim
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
-    shapes = frame_tensors(shape) | {
+    parts = projected_parts(shape)
+    shapes = frame_tensors(shape) | {f"self_attn.{part}_proj.weight": (kv, hidden) for part in parts}
+    shapes |= {
         "self_attn.q_proj.weight": (2 * q if shape.output_gate else q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
     }
     if shape.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+        sizes = (q, kv) if shape.traits.norms_all_heads else (head, head)
+        both = zip("qk", sizes, strict=True)
+        shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in [*both][: len(parts)]}
     if shape.qkv_bias:
-        shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
+        shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in parts}
+    if shape.traits.out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if shape.traits.sinks:
+        shapes["self_attn.sinks"] = (shape.num_heads,)
     return {prefix + name: size for name, size in shapes.items()}
+
+
+def projected_parts(shape: LayerShape) -> str:
+    """Return which of queries, keys and values the layer projects, one letter each; values may be those of keys."""
+    if shape.traits.source is not None:
+        return "q"
+    return "qkk" if shape.traits.shares_projection else "qkv"
 
 
 def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
@@ -122,7 +176,8 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     head = shape.head_dim
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
-    return frame_products(shape, (2 * q if shape.output_gate else q) + 2 * kv, q)
+    own = kv * (len(projected_parts(shape)) - 1)
+    return frame_products(shape, (2 * q if shape.output_gate else q) + own, q)
 
 
 def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weight, ...]:
@@ -141,7 +196,7 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
     own = prefix + "self_attn."
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
-    parts = [(f"{own}q_proj.weight", q), (f"{own}k_proj.weight", kv), (f"{own}v_proj.weight", kv)]
+    parts = [(f"{own}{part}_proj.weight", q if part == "q" else kv) for part in projected_parts(shape)]
     yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
     yield out, ((f"{own}o_proj.weight", out.outputs),)
     yield from feed_matrices(shape, prefix)
@@ -151,13 +206,15 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
 class WeightReader:
     """Reads weights onto a device, in the model's dtype.
 
-    offloaded: keeps the weights of experts in host memory; None: they go to the device.
+    offloaded: keeps the weights of experts in host memory; None: they go to the device. wide_norms: norms multiply in
+    float32, and round once.
     """
 
     weights: WeightSource
     device: torch.device
     dtype: torch.dtype
     offloaded: HostExperts | None = None
+    wide_norms: bool = False
 
     def __call__(self, *names: str) -> Tensor:
         """Return the named tensors, stacked along their rows."""
@@ -201,32 +258,38 @@ class WeightReader:
 
         In the model's dtype the sum would be rounded.
         """
-        return self.wide(name) + 1 if zero_centred else self(name)
+        if zero_centred:
+            return self.wide(name) + 1
+        return self.wide(name) if self.wide_norms else self(name)
 
 
 def load_frame(
     read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: StackedWeight, out: str
 ) -> Frame:
     """Load a frame. projection: its weight before packing. out: the name of the matrix behind the mixing."""
-    input_norm, post_norm = (
+    input_norm, post_norm, *more = (
         read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
-        for place in ("input", "post_attention")
+        for place in ("input", *norm_places(shape))
     )
     return Frame(
-        input_norm=input_norm,
-        projection=kernels.pack(projection),
-        out=kernels.pack(read.matrix(prefix + out)),
-        post_norm=post_norm,
-        feed=load_feed(read, kernels, shape, prefix),
-        eps=shape.rms_norm_eps,
+        input_norm,
+        kernels.pack(projection),
+        kernels.pack(read.matrix(prefix + out)),
+        post_norm,
+        load_feed(read, kernels, shape, prefix),
+        shape.rms_norm_eps,
+        *more,
+        out_bias=read(prefix + out.replace("weight", "bias")) if shape.traits.out_bias else None,
     )
 
 
 def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
     attention = prefix + "self_attn."
     head = shape.head_dim
-    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
-    width = (shape.num_heads + 2 * shape.num_kv_heads) * head
+    traits = shape.traits
+    parts_read = projected_parts(shape)
+    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in parts_read))
+    width = (shape.num_heads + (len(parts_read) - 1) * shape.num_kv_heads) * head
     if shape.output_gate:  # published for each head as `q | gate`; here all gates follow the values
         both, *rest = projection.parts
         q, gate = torch.arange(2 * shape.num_heads * head).view(shape.num_heads, 2, head).unbind(1)
@@ -234,16 +297,26 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
         projection = evolve(projection, parts=parts)
 
     def head_norm(part: str) -> Tensor | None:
-        return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred) if shape.qk_norm else None
+        if not shape.qk_norm or part not in parts_read:
+            return None
+        return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred)
 
+    q_norm = head_norm("q")
+    k_norm = head_norm("k")
+    if traits.query_scale != 1:
+        assert q_norm is not None
+        q_norm = q_norm.float() * traits.query_scale
+    norms = (q_norm, k_norm) if traits.norms_all_heads and q_norm is not None and k_norm is not None else None
     prep = HeadPrep(
-        bias=read(*(f"{attention}{part}_proj.bias" for part in "qkv")) if shape.qkv_bias else None,
-        q_norm=head_norm("q"),
-        k_norm=head_norm("k"),
+        bias=read(*(f"{attention}{part}_proj.bias" for part in parts_read)) if shape.qkv_bias else None,
+        q_norm=None if norms else q_norm,
+        k_norm=None if norms else k_norm,
         eps=shape.rms_norm_eps,
+        v_norm=traits.v_norm,
     )
+    sinks = read.wide(f"{attention}sinks") if traits.sinks else None
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
-    return DecoderLayer(frame, prep, width)
+    return DecoderLayer(frame, prep, width, AttentionRule(traits.window, traits.cap, sinks), traits.source, norms=norms)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
@@ -254,18 +327,23 @@ def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tens
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
 
 
-def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
-    """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
-
-    own: the projection of the layer, which contains the gate.
-    """
-    if projected.shape[1] == layer.width:
-        return attended
-    assert kernels.delta is not None
-    return kernels.delta.apply_gate(attended, projected[:, layer.width :])
-
-
-def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+def finish_layer(
+    kernels: Kernels,
+    frame: Frame,
+    residual: Tensor,
+    mixed: Tensor,
+    batch: Batch,
+    *,
+    ending: LayerEnding | None = None,
+) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
-    x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
-    return run_feed(kernels, frame.feed, x, batch)
+    found = kernels.linear(mixed, frame.out)
+    if frame.out_bias is not None:
+        found.add_(frame.out_bias)
+    if frame.after_mixing is not None:
+        found = kernels.add_norm(found, None, frame.after_mixing, frame.eps)
+    x = kernels.add_norm(residual, found, frame.post_norm, frame.eps)
+    fed = run_feed(kernels, frame.feed, x, batch)
+    if ending is not None:
+        fed = ending.join_feed(kernels, residual, fed, batch)
+    return fed if frame.after_feed is None else kernels.add_norm(fed, None, frame.after_feed, frame.eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from attrs import astuple, evolve, frozen
@@ -14,19 +14,36 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
+from adapters.models.decoder.decoder_layer import (
+    LayerEnding,
+    WeightReader,
+    layer_matrices,
+    layer_products,
+    layer_tensors,
+)
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.decoder.tree_attention import check_tree
+from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
 from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
-_PROBED_VOCABULARY = 256
+PROBED_VOCABULARY = 256  # of a small model whose layers are probed
+
+
+class RowInputs(Protocol):
+    """Inputs that every layer has of its own, made from the tokens of a step."""
+
+    def compute(self, kernels: Kernels, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Return the inputs, `[R, layers, P]`. embedded: the tokens' scaled rows of the embedding."""
+        ...
 
 
 @frozen
@@ -34,7 +51,8 @@ class DenseConfig:
     """H query heads and KV key/value heads of `head_dim`; H * head_dim need not equal hidden_size.
 
     qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
-    output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight.
+    output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight. wide_norms: they multiply with
+    the weight in float32.
     by_key_head: of recurrent layers, as `RecurrentShape` says.
     """
 
@@ -42,6 +60,7 @@ class DenseConfig:
     qkv_bias: ClassVar[bool] = False
     output_gate: ClassVar[bool] = False
     zero_centred: ClassVar[bool] = False
+    wide_norms: ClassVar[bool] = False
     by_key_head: ClassVar[bool] = False
 
     vocab_size: int
@@ -68,6 +87,31 @@ class DenseConfig:
         return Rotary(self.head_dim, self.rope_theta)
 
     @property
+    def traits(self) -> LayerTraits:
+        """The parts that this layer has in addition to the usual ones."""
+        return USUAL
+
+    @property
+    def can_score_prompts(self) -> bool:
+        """Return whether the model can score prompts for compression: its layers have nothing but the usual parts."""
+        shapes = [self.shape_of(layer) for layer in range(self.num_layers)]
+        return all(shape.traits == USUAL and type(shape.rotary) is Rotary for shape in shapes)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embedded tokens."""
+        return 1.0
+
+    @property
+    def logit_cap(self) -> float:
+        """The cap of logits, c in c * tanh(logit / c); 0: there is none."""
+        return 0.0
+
+    def can_be_shard(self, layers: range) -> bool:  # noqa: ARG002
+        """Return whether these layers can be a shard. Some layers need what only other layers have."""
+        return True
+
+    @property
     def delta(self) -> DeltaShape | None:
         """The shape of the recurrent layers; None if there are none."""
         return None
@@ -87,16 +131,35 @@ class DenseConfig:
     def recurrent_layers(self, layers: range | None = None) -> int:
         return sum(map(self.recurrent, range(self.num_layers) if layers is None else layers))
 
+    def keeps_rows(self, layer: int) -> bool:
+        """Return whether the layer keeps a row for every token."""
+        return not self.recurrent(layer) and self.shape_of(layer).traits.keeps_rows
+
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
-        attending = (self.num_layers if layers is None else len(layers)) - self.recurrent_layers(layers)
-        return 2 * attending * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+        own = range(self.num_layers) if layers is None else layers
+        return sum(self.shape_of(layer).row_bytes(dtype) for layer in own if self.keeps_rows(layer))
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one row of keys and values in this layer."""
+        return 2 * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
 
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
-        count = self.recurrent_layers(layers)
-        if not count:
-            return 0, 0
-        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1)))
-        return count * held, count * place
+        own = range(self.num_layers) if layers is None else layers
+        count = self.recurrent_layers(own)
+        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
+        windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._windowed(own)]
+        rows = sum(size * count_window_rows(window) for size, window in windows)
+        return count * held + rows, count * place + sum(size * window for size, window in windows)
+
+    def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
+        """Return the bytes of rows that all slots share: those of a step of this many rows in layers with a window."""
+        own = range(self.num_layers) if layers is None else layers
+        return count_shared_rows(bucket) * sum(shape.row_bytes(dtype) for shape in self._windowed(own))
+
+    def _windowed(self, layers: range) -> list[DenseConfig]:
+        """Return the shapes of the layers that keep the rows of their windows alone."""
+        attending = [self.shape_of(layer) for layer in layers if not self.recurrent(layer)]
+        return [shape for shape in attending if shape.traits.keeps_window]
 
     def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None
@@ -138,19 +201,36 @@ class DenseConfig:
         layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
         head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
         count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
-        idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
+        idle = sum(map(self.count_idle_weights, range(self.num_layers)))
         parts = [part for one in self.matrices() for part in packed_parts(*one, layouts)] if layouts else []
         plain = [part for part in parts if part.layout is None]
         return Products(
             weights=tuple(dict.fromkeys((*layers, head, *plain))),
             packed=tuple(dict.fromkeys(part for part in parts if part.layout is not None)),
             unpacked=(count + idle) * dtype.itemsize <= memory,
-            heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
+            heads=self._list_heads(capacity),
             deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=(count + idle) * 4 <= memory,
         )
+
+    def _list_heads(self, capacity: int) -> tuple[Heads, ...]:
+        shapes = [self.shape_of(layer) for layer in range(self.num_layers) if not self.recurrent(layer)]
+        kinds = dict.fromkeys((shape.group, shape.head_dim) for shape in shapes)
+        return tuple(Heads(group, size, -(-capacity // TILE) * TILE) for group, size in kinds)
+
+    def count_idle_weights(self, layer: int) -> int:
+        """Return the number of the layer's weights that a row is not multiplied with."""
+        return idle_weights(self.shape_of(layer))
+
+    def load_ending(self, read: WeightReader, kernels: Kernels, layer: int) -> LayerEnding | None:  # noqa: ARG002
+        """Return what is special about the end of a layer; None: nothing is."""
+        return None
+
+    def load_row_inputs(self, read: WeightReader, kernels: Kernels) -> RowInputs | None:  # noqa: ARG002
+        """Return what gives each layer inputs of its own; None: layers have none."""
+        return None
 
     def layer_matrices(self, layer: int) -> Iterator[Matrix]:
         return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
@@ -171,8 +251,8 @@ class DenseConfig:
         return ((self._small(), range(1)),)
 
     def _small(self, **changes: Any) -> Self:
-        changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
-        return evolve(self, num_layers=2, **changes)
+        changes |= {"vocab_size": PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
+        return evolve(self, **{"num_layers": 2} | changes)
 
 
 def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:
@@ -181,6 +261,8 @@ def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacemen
     capacity = placement.capacity
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
         raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
+    if not config.can_be_shard(layers):
+        raise ValueError(f"layers {layers.start}..{layers.stop - 1} of this model need what other layers have")
     if slots < 1 or not 1 <= capacity <= config.max_positions:
         raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
     if not placement.buckets or any(bucket < 1 for bucket in placement.buckets):

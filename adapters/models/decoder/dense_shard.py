@@ -7,33 +7,30 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import (
-    DecoderLayer,
-    WeightReader,
-    finish_layer,
-    gate_attention,
-    load_layer,
-    project_inputs,
-)
+from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
+from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_rows, build_states
+from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.window_rows import WindowRows
+from adapters.models.kernels.activations import cap_logits
 from adapters.models.kernels.decode_pass import DecodePass
 from adapters.models.kernels.interface import NARROW, Kernels
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.offload import count_bytes
-from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Forward, Step
-from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.kernels.step_batch import Batch, StateBatch
 
 
 class DenseShard:
@@ -71,30 +68,14 @@ class DenseShard:
         )
         self._aux_layers = tuple(placement.aux_layers)
         self._buffers: dict[int, Buffers] = {}
-        self._rope = config.rotary.tables(self.spec.capacity, device)
-        kinds = [[layer for layer in layers if config.recurrent(layer) is kind] for kind in (False, True)]
-        self._places = {layer: place for kind in kinds for place, layer in enumerate(kind)}  # among those of its kind
-        names, recurrent = ([f"layers.{layer}" for layer in kind] for kind in kinds)
-        row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
-        width = row_format.row_width(config.head_dim)
-        self.rows = (PagedKvCache if kernels.is_paged and placement.pages else KvCache)(
-            names,
-            (placement.slots, config.num_kv_heads, self.spec.capacity, width),
-            dtype=row_format.dtype,
-            device=device,
-            pages=placement.pages,
-        )
-        self.states = RecurrentCache(
-            recurrent,
-            config.delta,
-            kernels.delta,
-            slots=placement.slots,
-            places=placement.state_places,
-            dtype=placement.dtype,
-            device=device,
-        )
+        self._scaled_embedding: Tensor | None = None  # made for a draft, if the embedding is scaled
+        self._ropes = RopeTables(config, self.spec.capacity, device)
+        self._layout = LayerPlaces(config, layers)
+        self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
+        self.states = build_states(config, self._layout, self.spec, placement, kernels)
         self._load(
-            WeightReader(weights, device, placement.dtype, offloaded), offload_embedding=placement.offload_embedding
+            WeightReader(weights, device, placement.dtype, offloaded, config.wide_norms),
+            offload_embedding=placement.offload_embedding,
         )
 
     def _load(self, read: WeightReader, *, offload_embedding: bool) -> None:
@@ -105,22 +86,34 @@ class DenseShard:
         needed = self.spec.layers.start == 0 or (last and config.tie_word_embeddings)
         table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self.spec.layers.start == 0 else None
-        self._decoder: list[DecoderLayer | DeltaLayer] = [
-            (load_delta_layer if config.recurrent(layer) else load_layer)(
-                read, kernels, config.shape_of(layer), f"model.layers.{layer}."
-            )
-            for layer in self.spec.layers
-        ]
+        self._decoder: list[DecoderLayer | DeltaLayer] = [self._load_layer(read, layer) for layer in self.spec.layers]
+        self._row_inputs = config.load_row_inputs(read, kernels)
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.spec.dtype))
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
         self._host_bytes = 0 if table is None or table.device.type == self.spec.device.type else table.nbytes
-        self._weights_bytes = count_bytes((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
+        self._weights_bytes = (
+            count_bytes((self._embedding, self._norm, self._head, self._decoder, self._row_inputs)) - self._host_bytes
+        )
+
+    def _load_layer(self, read: WeightReader, layer: int) -> DecoderLayer | DeltaLayer:
+        shape = self.config.shape_of(layer)
+        prefix = f"model.layers.{layer}."
+        if self.config.recurrent(layer):
+            return load_delta_layer(read, self._kernels, shape, prefix)
+        found = load_layer(read, self._kernels, shape, prefix)
+        ending = self.config.load_ending(read, self._kernels, layer)
+        return found if ending is None else evolve(found, ending=ending)
 
     @property
     def embedding(self) -> Tensor:
         if self._embedding is None:
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the embedding")
-        return self._embedding
+        if self.config.embedding_scale == 1:
+            return self._embedding
+        if self._scaled_embedding is None:
+            self._scaled_embedding = self._embedding * self._embedding_scale
+        return self._scaled_embedding
 
     @property
     def output(self) -> OutputHead:
@@ -157,8 +150,10 @@ class DenseShard:
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Run a step with trees. Its shape changes from step to step, so no CUDA graph is recorded of it."""
         if buffers.tree is None:
-            width = self.config.num_heads * self.config.head_dim
-            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self.rows, (width, self.spec.dtype))
+            first = self.config.shape_of(self.spec.layers.start)
+            width = first.num_heads * first.head_dim
+            rope = self._ropes.of_layer(self.spec.layers.start)
+            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows, (width, self.spec.dtype))
         buffers.tree.load(step)
         if self.spec.device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -184,8 +179,13 @@ class DenseShard:
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             given = (buffers.hidden, self._norm, self.config.rms_norm_eps, self._head, logits)
-            self._kernels.launch("logits", buffers.batch, lambda: self._kernels.write_logits(*given))
+            self._kernels.launch("logits", buffers.batch, lambda: self._write_logits(*given))
         return logits
+
+    def _write_logits(self, hidden: Tensor, norm: Tensor, eps: float, head: Any, logits: Tensor) -> None:
+        self._kernels.write_logits(hidden, norm, eps, head, logits)
+        if self.config.logit_cap:
+            cap_logits(logits, self.config.logit_cap)
 
     def build_pass(self, bucket: int) -> DecodePass | None:
         """Return the whole model as one call of the compiled library.
@@ -208,6 +208,10 @@ class DenseShard:
         skipped = skipped_layers(self.spec.layers, self._decoder) if self.spec.device.type == "cuda" else ()
         if self._embedding is not None and number not in fused_layers:
             self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
+            if self.config.embedding_scale != 1:
+                residual.mul_(self._embedding_scale)
+            if self._row_inputs is not None:
+                buffers.row_inputs = self._row_inputs.compute(self._kernels, buffers.batch.tokens, residual)
         while number < self.spec.layers.stop:
             stop, whole = fused_layers.get(number, (number + 1, None))
             stops = early and stop == self.spec.layers.stop
@@ -230,22 +234,54 @@ class DenseShard:
         batch = buffers.batch
         residual = buffers.hidden
         layer = self._decoder[number - self.spec.layers.start]
-        place = self._places[number]
+        place = self._layout.places.get(number, 0)
         own = project_inputs(kernels, layer.frame, residual, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(residual)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
+            assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gate_attention(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
+            mixed = gate_attention(
+                kernels, layer, tree.attend(place, select_heads(kernels, layer, own), layer.prep), own
+            )
         else:
-            k_cache, v_cache = self.rows.layers[place]
-            q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-            if stops:
+            attended = self._attend(number, layer, own, batch, stops=stops)
+            if attended is None:
                 return None
-            mixed = gate_attention(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
-        return None if stops else finish_layer(kernels, layer.frame, residual, mixed, batch)
+            mixed = gate_attention(kernels, layer, attended, own)
+        if stops:
+            return None
+        if isinstance(layer, DeltaLayer) or layer.ending is None:
+            return finish_layer(kernels, layer.frame, residual, mixed, batch)
+        residual.add_(finish_layer(kernels, layer.frame, residual, mixed, batch, ending=layer.ending))
+        inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number]
+        layer.ending.end(kernels, residual, inputs)
+        return None
+
+    def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
+        """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `_run_layer`."""
+        kernels = self._kernels
+        k_cache, v_cache, pages = self._find_caches(number)
+        batch = batch.with_pages(pages)
+        rope = self._ropes.of_layer(number)
+        projected = select_heads(kernels, layer, own)
+        if layer.source is None:
+            q = kernels.rotate_store(projected, layer.prep, rope, batch, k_cache, v_cache)
+        elif not stops:
+            q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
+        return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
+
+    def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values that a layer attends to, and the table of their pages, if there is one."""
+        source = self.config.shape_of(number).traits.source
+        owner = number if source is None else source
+        place = self._layout.places[owner]
+        if owner in self._layout.windowed:
+            assert isinstance(self.states, WindowRows)
+            return *self.states.layers[place], self.states.table
+        return *self.rows.layers[place], self.rows.table
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
@@ -257,14 +293,18 @@ class DenseShard:
                 aux_hidden_states[self.spec.layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self.spec.device, pages=self.rows.table)
             forward = Forward(hidden, aux_hidden_states)
-            fused_layers = fuse_layers(self._kernels, self._attending(), self._rope, forward, self._embedding)
+            rope = self._ropes.of_layer(self.spec.layers.start)
+            fused_layers = fuse_layers(self._kernels, self._attending(), rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
+        """Return the layers that may be fused, by number, with their caches: none where layers are of several kinds."""
         caches = self.rows.layers
-        places = self._places
+        places = self._layout.places
         layers = zip(self.spec.layers, self._decoder, strict=True)
+        if isinstance(self.config, LayeredConfig):
+            return {}
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
@@ -279,8 +319,9 @@ class DenseShard:
 
     def memory(self) -> Mapping[str, int]:
         buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
-        buffers += self._rope.cos.nbytes + self._rope.sin.nbytes
-        weights = self._weights_bytes + (0 if self._offloaded is None else self._offloaded.device_bytes)
+        buffers += self._ropes.nbytes
+        scaled = 0 if self._scaled_embedding is None else self._scaled_embedding.nbytes
+        weights = self._weights_bytes + scaled + (0 if self._offloaded is None else self._offloaded.device_bytes)
         kv = self.rows.nbytes + self.states.nbytes
         return {"weights": weights, "host": self._host_bytes, "kv": kv, "buffers": buffers}
 
@@ -288,7 +329,7 @@ class DenseShard:
         """Give the memory back; the shard is of no use afterwards."""
         self._decoder.clear()
         self._buffers.clear()
-        self._embedding = self._norm = self._head = None
+        self._embedding = self._scaled_embedding = self._norm = self._head = self._row_inputs = None
         self.rows.close()
         self.states.close()
         if self._offloaded is not None:

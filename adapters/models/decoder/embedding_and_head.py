@@ -36,18 +36,21 @@ class CopiedEnds:
 
     @property
     def _read(self) -> WeightReader:
-        return WeightReader(self.weights, self.device, self.dtype)
+        return WeightReader(self.weights, self.device, self.dtype, wide_norms=self.config.wide_norms)
 
     @cached_property
     def embedding(self) -> Tensor:
-        return self._read("model.embed_tokens.weight")
+        scale = float(torch.tensor(self.config.embedding_scale, dtype=self.dtype))
+        table = self._read("model.embed_tokens.weight")
+        return table if scale == 1 else table * scale
 
     @cached_property
     def output(self) -> OutputHead:
         if self.kernels is None:
             raise ValueError("the head is not on the device of these layers")
         norm = self._read.norm("model.norm.weight", zero_centred=self.config.zero_centred)
-        head = self._read.head(self.embedding if self.config.tie_word_embeddings else None)
+        own = self._read("model.embed_tokens.weight") if self.config.embedding_scale != 1 else self.embedding
+        head = self._read.head(own if self.config.tie_word_embeddings else None)
         return OutputHead(self.kernels.pack(head), norm)
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import evolve
+
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.config_fields import read_flag, read_size
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
+from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
 
 MOST = 1 << 16  # experts of all layers: almost three times as many as any published model has
 
@@ -32,6 +34,36 @@ def read_experts(raw: Mapping[str, Any], *, default_normalized: bool, shared: bo
         is_normalized=default_normalized if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
         shared=read_size(raw, "shared_expert_intermediate_size") if shared else 0,
     )
+
+
+def read_sigmoid_experts(
+    raw: Mapping[str, Any], *, count: str, inner: str, shared: int = 0, groups: bool = False
+) -> SigmoidExpertsShape:
+    """Read the shape of a feed-forward whose router scores by sigmoids. Raises CheckpointError.
+
+    count, inner: the fields of the number of experts and of their columns. shared: columns of the shared expert.
+    groups: does the family choose groups of experts first, and scale the weights?
+    """
+    plain = {"num_experts": raw.get(count), "moe_intermediate_size": raw.get(inner), "norm_topk_prob": True}
+    shape = read_experts({**raw, **plain}, default_normalized=True, shared=False)
+    own = SigmoidExpertsShape(shape.count, shape.chosen, shape.inner, is_normalized=True, shared=shared)
+    if not groups:
+        return own
+    found = evolve(
+        own,
+        is_normalized=raw.get("norm_topk_prob") is None or read_flag(raw, "norm_topk_prob"),
+        groups=read_size(raw, "n_group", 1),
+        chosen_groups=read_size(raw, "topk_group", 1),
+        factor=read_positive(raw.get("routed_scaling_factor", 1.0), "routed_scaling_factor"),
+    )
+    size = found.count // found.groups
+    whole = size * found.groups == found.count and found.chosen_groups <= found.groups
+    if found.groups > 1 and not (whole and size > 1 and found.chosen <= size * found.chosen_groups):
+        raise CheckpointError(
+            f"config.json: {found.count} experts in n_group {found.groups} groups, topk_group {found.chosen_groups} of "
+            f"which are chosen, have no room for num_experts_per_tok {found.chosen}"
+        )
+    return found
 
 
 def read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -11,17 +11,19 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models import FAMILIES
+from adapters.models import FAMILIES, MISSING
 from adapters.models.decoder.decoder_layer import LayerShape
-from adapters.models.decoder.feed_forward import Matrix
+from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
+
+HEAD_PREFIX = "mtp."  # of the names of a prediction head's tensors
 
 
 class ModelConfig(Protocol):
@@ -45,6 +47,11 @@ class ModelConfig(Protocol):
         ...
 
     @property
+    def embedding_scale(self) -> float:
+        """The factor of embedded tokens. A draft needs a scaled copy of the embedding if it is not 1."""
+        ...
+
+    @property
     def max_positions(self) -> int: ...
 
     @property
@@ -62,6 +69,10 @@ class ModelConfig(Protocol):
         device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
         proven operations decide which data are kept.
         """
+        ...
+
+    def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
+        """Return the bytes of rows that all slots share, for steps of up to `bucket` rows. layers: None: all."""
         ...
 
     def tensors(self, layers: range | None = None) -> Shapes:
@@ -100,6 +111,14 @@ class ModelConfig(Protocol):
         ...
 
 
+class CutUp(Protocol):
+    """A function that cuts a tensor of all experts into the tensors of each, by name."""
+
+    def __call__(self, name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:
+        """Return the parts. A tensor that is not cut is returned as it is. wanted: the names that the family needs."""
+        ...
+
+
 class Build(Protocol):
     """A function that builds a shard of a family's models."""
 
@@ -126,21 +145,28 @@ class HeadShape(LayerShape, Protocol):
     def rotary(self) -> Rotary: ...
 
 
+def keep_name(published: str, config: ModelConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`
+    return published
+
+
 @frozen
 class Family:
     """A family of models.
 
     model_type: the name in config.json. parse: reads config.json, or raises CheckpointError with one line that says
-    what is accepted. named: returns the name of a published tensor here; empty for tensors that are not used.
+    what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
+    the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none.
+    models have none. is_spare: says whether a layer does without a tensor, by its name here, if it is not expected.
     """
 
     model_type: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
     build: Build
-    named: Callable[[str], str] = str
+    named: Callable[[str, Any], str] = keep_name
+    cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
+    is_spare: Callable[[str], bool] = lambda _: False
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -148,6 +174,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
+        if isinstance(kind, str) and kind in MISSING:
+            raise CheckpointError(f"config.json: model_type {kind!r} needs {MISSING[kind]}, which is not supported")
         raise CheckpointError(f"config.json: model_type {describe_value(kind)} is not supported; accepted: {accepted}")
     found = import_module(FAMILIES[kind]).FAMILY
     assert isinstance(found, Family)

@@ -16,11 +16,22 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
+from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.kernels.activations import SILU
+from adapters.models.kernels.experts_interface import (
+    BiasedExpertsShape,
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    SigmoidExpertsShape,
+    run_feed_forward,
+)
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
 
+ROUTER_BIAS = "mlp.gate.bias"
+CORRECTION = "mlp.gate.e_score_correction_bias"
 _STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
 
 
@@ -40,6 +51,9 @@ class FeedShape(Protocol):
         """The experts; None if the feed-forward is dense and has `intermediate_size` columns."""
         ...
 
+    @property
+    def traits(self) -> LayerTraits: ...
+
 
 def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
     hidden = shape.hidden_size
@@ -47,20 +61,29 @@ def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
     if experts is None:
         return _gated_tensors("mlp.", hidden, shape.intermediate_size)
     found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts.count, hidden)}
+    biased = isinstance(experts, BiasedExpertsShape)
+    if name := _name_correction(experts):
+        found[name] = (experts.count,)
     for number in range(experts.count):
-        found |= _gated_tensors(f"mlp.experts.{number}.", hidden, experts.inner)
+        found |= _gated_tensors(f"mlp.experts.{number}.", hidden, experts.inner, biased=biased)
     if experts.shared:
         found |= _gated_tensors("mlp.shared_expert.", hidden, experts.shared)
+    if experts.gates_shared:
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
 
 
-def _gated_tensors(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}gate_proj.weight": (inner, hidden),
-        f"{prefix}up_proj.weight": (inner, hidden),
-        f"{prefix}down_proj.weight": (hidden, inner),
-    }
+def _name_correction(experts: ExpertsShape) -> str:
+    """Return the name of what is added to the router's scores or logits; empty: nothing is."""
+    if isinstance(experts, BiasedExpertsShape):
+        return ROUTER_BIAS
+    return CORRECTION if isinstance(experts, SigmoidExpertsShape) else ""
+
+
+def _gated_tensors(prefix: str, hidden: int, inner: int, *, biased: bool = False) -> dict[str, tuple[int, ...]]:
+    sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    found: dict[str, tuple[int, ...]] = {f"{prefix}{part}_proj.weight": size for part, size in sizes.items()}
+    return found | ({f"{prefix}{part}_proj.bias": size[:1] for part, size in sizes.items()} if biased else {})
 
 
 def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
@@ -71,32 +94,34 @@ def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
     hidden = shape.hidden_size
     experts = shape.experts
     if experts is None:
-        return _gated_products(hidden, shape.intermediate_size)
-    shared = _gated_products(hidden, experts.shared) if experts.shared else ()
+        return _gated_products(shape, shape.intermediate_size)
+    shared = _gated_products(shape, experts.shared) if experts.shared else ()
     routers = (Weight(experts.router_outputs, hidden), Weight(experts.shrink_for_probe().router_outputs, hidden))
-    return (*routers, *_gated_products(hidden, experts.inner) * experts.chosen, *shared)
+    return (*routers, *_gated_products(shape, experts.inner) * experts.chosen, *shared)
 
 
-def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
-    return Weight(inner, hidden, gated=True), Weight(hidden, inner)
+def _gated_products(shape: FeedShape, inner: int) -> tuple[Weight, ...]:
+    """Return the two products. Only a gate by SiLU is part of the first one."""
+    hidden = shape.hidden_size
+    gated = shape.traits.activation == SILU
+    return Weight(inner if gated else 2 * inner, hidden, gated=gated), Weight(hidden, inner)
 
 
 def feed_matrices(shape: FeedShape, prefix: str) -> Iterator[Matrix]:
-    hidden = shape.hidden_size
     experts = shape.experts
     if experts is None:
-        yield from _gated_matrices(hidden, shape.intermediate_size, f"{prefix}mlp.")
+        yield from _gated_matrices(shape, shape.intermediate_size, f"{prefix}mlp.")
         return
     for number in range(experts.count):
-        yield from _gated_matrices(hidden, experts.inner, f"{prefix}mlp.experts.{number}.")
+        yield from _gated_matrices(shape, experts.inner, f"{prefix}mlp.experts.{number}.")
     if experts.shared:
-        yield from _gated_matrices(hidden, experts.shared, f"{prefix}mlp.shared_expert.")
+        yield from _gated_matrices(shape, experts.shared, f"{prefix}mlp.shared_expert.")
 
 
-def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
-    gated, down = _gated_products(hidden, inner)
+def _gated_matrices(shape: FeedShape, inner: int, prefix: str) -> Iterator[Matrix]:
+    gated, down = _gated_products(shape, inner)
     yield gated, tuple((f"{prefix}{part}_proj.weight", inner) for part in ("gate", "up"))
-    yield down, ((f"{prefix}down_proj.weight", hidden),)
+    yield down, ((f"{prefix}down_proj.weight", shape.hidden_size),)
 
 
 def idle_weights(shape: FeedShape) -> int:
@@ -111,32 +136,47 @@ class FeedReader(Protocol):
         """The experts in host memory, to which experts are added; None: they stay on the device."""
         ...
 
+    def __call__(self, *names: str) -> Tensor:
+        """Return the named tensors, stacked along their rows, in the model's dtype."""
+        ...
+
     def matrix(self, *names: str) -> StackedWeight:
         """Return the named tensors, stacked along their rows."""
+        ...
+
+    def wide(self, name: str) -> Tensor:
+        """Return one tensor in float32."""
         ...
 
 
 def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
     """Load the feed-forward of the layer whose names begin with `prefix`."""
+    experts = shape.experts
 
     def load_gated(place: str, *, packed: bool = True) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both = read.matrix(gate, up)
         own = read.matrix(down)
+        pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
+        biases: list[Tensor] = []
+        if isinstance(experts, BiasedExpertsShape):
+            gate_bias, up_bias, down_bias = (name.replace("weight", "bias") for name in (gate, up, down))
+            biases = [read(gate_bias, up_bias), read(down_bias)]
         if not packed:
-            return GatedWeights(kernels.pack_gated(both.unpack()), kernels.pack(own.unpack()))
-        return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
+            return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation, *biases)
+        return GatedWeights(pack_both(both), kernels.pack(own), shape.traits.activation, *biases)
 
-    experts = shape.experts
     if experts is None:
         return load_gated("mlp")
+    correction = _name_correction(experts)
     each = (load_gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
-    gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
+    gates = ("gate", "shared_expert_gate") if experts.gates_shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
         shared=load_gated("mlp.shared_expert") if experts.shared else None,
+        correction=read.wide(prefix + correction) if correction else None,
     )
 
 

@@ -11,15 +11,19 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import AttentionMask, Embedding, FusedLayers, Kernels, Rope, WholeLayer
+from adapters.models.kernels.interface import Embedding, FusedLayers, Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 
 
 @define(eq=False)
 class Buffers:
-    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number."""
+    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number.
+
+    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs.
+    """
 
     batch: StateBatch
     hidden: Tensor
@@ -27,6 +31,7 @@ class Buffers:
     forward: Forward
     fused_layers: Mapping[int, tuple[int, FusedLayers]]
     tree: TreeAttention | None = field(init=False, default=None)
+    row_inputs: Tensor | None = field(init=False, default=None)
 
     def logits_of(self, vocabulary: int) -> Tensor:
         """Return the buffer of logits, made on first use: it is large, and a prefill's bucket never needs it."""
@@ -56,7 +61,7 @@ def fuse_layers(
     found = dict[int, tuple[int, FusedLayers]]()
     whole = list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
-        if not isinstance(layer.frame.feed, Experts):
+        if layer.is_plain and rope.query_scale is None and not isinstance(layer.frame.feed, Experts):
             before = forward.aux_hidden_states.get(number - 1)
             whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):

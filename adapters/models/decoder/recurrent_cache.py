@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -21,12 +21,11 @@ _NOTHING = nullcontext()
 class Standing:
     """The position of a slot's state.
 
-    base: the number of rows that the state contains, a multiple of 64; None for an imported state, whose position is
-        wherever the next forward starts.
+    base: the number of rows that the state contains, a multiple of 64.
     rows: settled rows behind it, at most 63. The layers hold what these rows will change in the state.
     """
 
-    base: int | None
+    base: int
     rows: int = 0
 
 
@@ -64,7 +63,7 @@ class RecurrentCache:
                 specs.append(TensorSpec(f"{name}.memory", "F32", memory))
         self.specs = tuple(specs)
         self._standing = [Standing(0)] * slots
-        self._kept = [Standing(None)] * places
+        self._kept = [Standing(0)] * places
 
     @property
     def settles_apart(self) -> bool:
@@ -103,8 +102,8 @@ class RecurrentCache:
         if not start:
             return 0
         standing = self._standing[slot]
-        base = start if standing.base is None else standing.base
-        if base % CHUNK or not base <= start <= base + standing.rows:
+        base = standing.base
+        if not base <= start <= base + standing.rows:
             raise ValueError(
                 f"slot {slot} has its state at {standing.base}, with {standing.rows} rows behind it; "
                 f"nothing continues from {start}"
@@ -201,22 +200,13 @@ class RecurrentCache:
         copy_together(copies, own)
         return {spec.name: tensor for spec, tensor in zip(self.specs, copies, strict=True)}
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
-        """Write a state that `export` returned. Raises ValueError for another name, shape or dtype."""
-        odd = sorted({spec.name for spec in self.specs}.symmetric_difference(state))
-        if odd:
-            raise ValueError(f"state of {len(self.layers)} layers: {odd[0]} is odd")
-        for spec in self.specs:
-            tensor = state[spec.name]
-            dtype = torch_dtype(spec.dtype)
-            if tensor.shape != spec.shape or tensor.dtype != dtype:
-                raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
+        """Write a state that `export` returned, of the first `at` rows. Raises ValueError for one that cannot be."""
+        check_state(self.specs, state, at)
         given = [state[spec.name] for spec in self.specs]
         copy_together(self._tensors(slot), given)
-        for tensor in given:
-            if tensor.is_cuda:  # it may have been made on another stream, which must not use its memory again too soon
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self._standing[slot] = Standing(None)
+        hold_memory(given)
+        self._standing[slot] = Standing(at)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -232,3 +222,24 @@ def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         right.append(source)
     for left, right in groups.values():
         torch._foreach_copy_(left, right)
+
+
+def hold_memory(tensors: Iterable[Tensor]) -> None:
+    """Let no other stream use the memory of these tensors again before the current stream has read them."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def check_state(specs: Sequence[TensorSpec], state: NamedTensors, at: int) -> None:
+    """Raise ValueError unless a state consists of these tensors and may stand at row `at`."""
+    if at < 0 or at % CHUNK:
+        raise ValueError(f"a state at row {at}: states stand at multiples of {CHUNK}")
+    odd = sorted({spec.name for spec in specs}.symmetric_difference(state))
+    if odd:
+        raise ValueError(f"state of {len(specs)} tensors: {odd[0]} is odd")
+    for spec in specs:
+        tensor = state[spec.name]
+        dtype = torch_dtype(spec.dtype)
+        if tensor.shape != spec.shape or tensor.dtype != dtype:
+            raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")

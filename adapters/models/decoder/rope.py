@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
@@ -88,7 +88,23 @@ class Divided:
         return 1.0 / powers / torch.tensor(self.factors)
 
 
-Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided
+@frozen
+class Proportional:
+    """Only the first `pairs` of a head's pairs are rotated, by frequencies as if all were; the others stay.
+
+    Frequencies are divided by `factor`.
+    """
+
+    pairs: int
+    factor: float = 1.0
+
+    def scale(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+        found = 1.0 / powers / self.factor
+        found[self.pairs :] = 0.0
+        return found
+
+
+Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided | Proportional
 
 
 @frozen
@@ -120,6 +136,32 @@ class Rotary:
             return 1.0 / powers, 1.0
         scale = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
         return self.scaling.scale(powers, self.theta), scale
+
+
+@frozen
+class ScaledRotary(Rotary):
+    """Rotary embedding whose queries are scaled by position, as in Llama 4.
+
+    The factor is 1 + beta * log(1 + floor(position / original)), which is 1 for the first `original` positions.
+    """
+
+    beta: float = field(kw_only=True)
+    original: int = field(kw_only=True)
+
+    def tables(self, positions: int, device: torch.device) -> Rope:
+        found = super().tables(positions, device)
+        if positions <= self.original:
+            return found
+        spans = torch.floor(torch.arange(positions) / self.original)
+        return evolve(found, query_scale=(1 + self.beta * torch.log(1 + spans)).to(device))
+
+
+def count_rotated(head_dim: int, part: float) -> int:
+    """Return how many numbers of a head are rotated if this part of it is. Raises CheckpointError."""
+    rotated = int(head_dim * part)
+    if rotated < 2 or rotated % 2:
+        raise CheckpointError(f"config.json: {rotated} of {head_dim} numbers of a head are rotated; it must be pairs")
+    return rotated
 
 
 def parse_rope(

@@ -31,14 +31,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import (
-    DecoderLayer,
-    WeightReader,
-    finish_layer,
-    gate_attention,
-    load_layer,
-    project_inputs,
-)
+from adapters.models.decoder.attention_heads import gate_attention
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer

@@ -161,7 +161,9 @@ class SlotRows(ReadableRows, Protocol):
 
 
 class PositionalStates(Protocol):
-    """The positional state of recurrent layers, for each slot, and places for more such states on the device.
+    """The positional state of some layers, for each slot, and places for more such states on the device.
+
+    It is that of recurrent layers, or the last rows of layers with a window.
 
     A state stands at a multiple of `block`. A slot with n settled rows has the state at the last multiple at or below
     n, and what the rows after it will change in it. So the slot's next forward may start anywhere from there to n,
@@ -197,10 +199,10 @@ class PositionalStates(Protocol):
         """
         ...
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         """Write a state that `export` returned, in host memory or on the device of the slot, where it is quicker.
 
-        The start of the slot's next forward tells where the state stands. ValueError for another name, shape or dtype.
+        at: the row at which it stands. ValueError for another name, shape or dtype, or a row at which no state stands.
         """
         ...
 
@@ -227,7 +229,7 @@ class Shard(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """`[V, D]`, in the model's dtype. First shard only; ValueError elsewhere."""
+        """`[V, D]`, in the model's dtype, and scaled if the model scales it. First shard only; ValueError elsewhere."""
         ...
 
     @property

@@ -83,10 +83,10 @@ class SplitStates:
     def export(self, slot: int) -> NamedTensors:
         return {name: tensor for part in self.parts for name, tensor in part.export(slot).items()}
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         check_names(state, [spec.name for spec in self.specs])
         for part in self.parts:
-            part.import_(slot, {spec.name: state[spec.name] for spec in part.specs})
+            part.import_(slot, {spec.name: state[spec.name] for spec in part.specs}, at)
 
     def keep(self, slot: int, place: int) -> None:
         for part in self.parts:

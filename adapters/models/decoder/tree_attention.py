@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
 
 import torch
-from attrs import define, field, frozen
+from attrs import astuple, define, field, frozen
 from torch import Tensor
 
+from adapters.models.decoder.attention_heads import scale_queries
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
@@ -68,9 +69,13 @@ class TreeAttention:
         k, _ = self.cache.layers[0]
         shape = (1, k.shape[1], self.bucket, k.shape[3])
         self.flat = Batch(self.bucket, k.device)
-        self.rope = Rope(
-            *(table.new_zeros(self.bucket, table.shape[1]) for table in (self.tables.cos, self.tables.sin))
+        cos, sin, scale = (
+            None if one is None else one.new_zeros(self.bucket, *one.shape[1:])
+            for one in (self.tables.cos, self.tables.sin, self.tables.query_scale)
         )
+        assert cos is not None
+        assert sin is not None
+        self.rope = Rope(cos, sin, scale)
         self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.cache.layers]
         width, dtype = self.returned
         self.out = k.new_zeros(self.bucket, width, dtype=dtype)
@@ -84,8 +89,9 @@ class TreeAttention:
         self.kernels.prepare_step(self.flat)
         spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
         positions = torch.cat(spans).to(self.tables.cos.device)
-        for table, rows in ((self.tables.cos, self.rope.cos), (self.tables.sin, self.rope.sin)):
-            torch.index_select(table, 0, positions, out=rows[: step.rows])
+        for table, rows in zip(*(astuple(rope, recurse=False) for rope in (self.tables, self.rope)), strict=True):
+            if table is not None:
+                torch.index_select(table, 0, positions, out=rows[: step.rows])
         self.waves = [self._wave(number, pieces) for number, pieces in enumerate(waves_of(step))]
 
     def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
@@ -104,7 +110,7 @@ class TreeAttention:
         hd]`"""
         (k_cache, v_cache) = self.cache.layers[number]
         (k, v) = self.aside[number]
-        q = self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v)
+        q = scale_queries(self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v), self.rope, self.flat)
         for wave in self.waves:
             for piece in wave.pieces:
                 rows = slice(piece.row, piece.row + piece.segment.count)

@@ -13,15 +13,21 @@ from typing import Any, ClassVar, TypeVar
 
 from attrs import field, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
-from adapters.checkpoint.config_fields import read_rope, read_size, refuse_flag
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import (
+    check_field,
+    find_text_settings,
+    read_rope,
+    read_size,
+    refuse_flag,
+)
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
 from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.decoder.recurrent_layer import delta_layer_matrices, delta_layer_products, delta_layer_tensors
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.rope import Rotary, count_rotated
 from adapters.models.kernels.delta_interface import TAPS, DeltaShape
 from adapters.models.kernels.product_list import Weight
 
@@ -106,9 +112,7 @@ def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> Hy
     check_field(text, "linear_conv_kernel_dim", (TAPS,))
     rope = read_rope(text, ROPES, partial=PARTIAL)
     head = read_size(text, "head_dim", HEAD_DIM)
-    rotated = int(head * rope["partial_rotary_factor"])
-    if rotated < 2 or rotated % 2:
-        raise CheckpointError(f"config.json: {rotated} of {head} numbers of a head are rotated; it must be pairs")
+    rotated = count_rotated(head, rope["partial_rotary_factor"])
     linear = DeltaShape(
         read_size(text, "linear_num_key_heads"),
         read_size(text, "linear_num_value_heads"),
@@ -132,31 +136,6 @@ def parse_hybrid(text: Mapping[str, Any], kind: type[HybridT], **own: Any) -> Hy
     )
 
 
-def find_text_settings(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the text model's settings, from `text_config` or from the top level.
-
-    A few fields may be at either level; those in `text_config` win.
-    """
-    inner = raw.get("text_config")
-    if inner is None:
-        return dict(raw)
-    if not isinstance(inner, Mapping):
-        raise CheckpointError("config.json: text_config is not an object")
-    if inner.get("model_type", model_type) != model_type:
-        kind = describe_value(inner["model_type"])
-        raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: {model_type!r}")
-    either = ("tie_word_embeddings", "dtype", "torch_dtype")
-    return {**inner, **{name: raw[name] for name in either if name in raw and inner.get(name) is None}}
-
-
-def check_field(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None:
-    """Check that a field, if it is there, has one of these values. Raises CheckpointError."""
-    found = text.get(name)
-    if found is not None and not any(found == value and type(found) is type(value) for value in values):
-        accepted = ", ".join(map(repr, values))
-        raise CheckpointError(f"config.json: {name} {describe_value(found)} is not supported; accepted: {accepted}")
-
-
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     """Return each layer's kind, from `layer_types` or from the interval at which layers attend."""
     count = read_size(text, "num_hidden_layers")
@@ -171,7 +150,7 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_text_name(published: str) -> str:
+def find_text_name(published: str, config: DenseConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`
     """Return our name of a tensor: the published one without the prefix of a model that also handles images.
 
     It is empty for tensors that do not belong to the text model, and for those of the prediction head.
@@ -186,4 +165,4 @@ def head_shape(config: Qwen35Config) -> Qwen35Config:
     return config
 
 
-FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape)
+FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape=head_shape)

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from adapters.checkpoint.config_fields import check_field, find_text_settings
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
@@ -14,9 +15,7 @@ from adapters.models.decoder.family import Family
 from adapters.models.families.qwen3_5 import (
     FULL,
     Qwen35Config,
-    check_field,
     find_text_name,
-    find_text_settings,
     head_shape,
     parse_hybrid,
 )
@@ -60,4 +59,4 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 
-FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape)
+FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape=head_shape)

@@ -29,4 +29,4 @@ def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
     return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
 
 
-FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape)
+FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape=head_shape)

@@ -71,6 +71,7 @@ class Architecture:
     spare: the names of tensors that `adjusted` has read.
     head: the tensors of a prediction head, which stands behind the last layer.
     apart: tensors of a layer that files may have in several parts, by their published names.
+    spare_parts: the names within a layer of tensors that are not used.
     """
 
     read_settings: Callable[[Metadata], dict[str, Any]]
@@ -80,11 +81,17 @@ class Architecture:
     ignored: frozenset[str] = frozenset()
     head_names: Mapping[str, str] = {}
     split_tensors: Mapping[str, SplitTensor] = {}
+    spare_parts: tuple[str, ...] = ()
 
 
-def read_shared_settings(metadata: Metadata) -> dict[str, Any]:
-    """Return the settings that all architectures store alike, and those of experts. Raises CheckpointError."""
-    sparse = metadata.architecture.endswith("moe") or metadata.architecture in SPARSE
+def read_shared_settings(
+    metadata: Metadata, read_experts: Callable[[Metadata], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the settings that all architectures store alike, and those of experts. Raises CheckpointError.
+
+    read_experts: reads the settings of experts if the architecture has its own; None: as most have them.
+    """
+    sparse = read_experts is not None or metadata.architecture.endswith("moe") or metadata.architecture in SPARSE
     for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
         metadata.refuse(name, 0)
     metadata.refuse("attention.causal", True)
@@ -101,7 +108,7 @@ def read_shared_settings(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": metadata.read_count(
             "feed_forward_length", metadata.read_count("expert_feed_forward_length") if sparse else None
         ),
-        **(read_expert_settings(metadata) if sparse else {}),
+        **((read_experts or read_expert_settings)(metadata) if sparse else {}),
         "num_hidden_layers": metadata.read_count("block_count") - count_prediction_layers(metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.read_count("attention.head_count_kv", heads),
@@ -129,6 +136,20 @@ def read_expert_settings(metadata: Metadata) -> dict[str, Any]:
         "num_experts_per_tok": metadata.read_count("expert_used_count"),
         "moe_intermediate_size": metadata.read_count("expert_feed_forward_length"),
         "norm_topk_prob": True,
+    }
+
+
+def read_sigmoid_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings of experts whose scores are sigmoids. Raises CheckpointError."""
+    metadata.refuse("expert_weights_norm", True)
+    metadata.refuse("expert_gating_func", 2)
+    return {
+        "num_experts_per_tok": metadata.read_count("expert_used_count"),
+        "moe_intermediate_size": metadata.read_count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": metadata.read_number("expert_weights_scale", 1.0),
+        "n_group": metadata.read_count("expert_group_count", 1) or 1,
+        "topk_group": metadata.read_count("expert_group_used_count", 1) or 1,
     }
 
 

@@ -23,17 +23,23 @@ from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, Archite
 FREQUENCIES = "rope_freqs.weight"
 
 
-def read_settings(metadata: Metadata, *, theta: float | None = None) -> dict[str, Any]:
-    """Return the settings as config.json has them. theta: for files without a base of rotary embedding."""
+def read_settings(metadata: Metadata, *, theta: float | None = None, keeps_multiplier: bool = False) -> dict[str, Any]:
+    """Return the settings as config.json has them. theta: for files without a base of rotary embedding.
+
+    keeps_multiplier: the caller reads the multiplier of YaRN's logarithm.
+    """
     shared = read_shared_settings(metadata)
     metadata.refuse("rope.dimension_count", shared["head_dim"])
     return {
         **shared,
-        "rope_parameters": {"rope_theta": metadata.read_number("rope.freq_base", theta), **read_scaling(metadata)},
+        "rope_parameters": {
+            "rope_theta": metadata.read_number("rope.freq_base", theta),
+            **read_scaling(metadata, keeps_multiplier=keeps_multiplier),
+        },
     }
 
 
-def read_scaling(metadata: Metadata) -> dict[str, Any]:
+def read_scaling(metadata: Metadata, *, keeps_multiplier: bool) -> dict[str, Any]:
     """Return the scaling of rotary embedding as config.json has it. Files with nothing but a factor mean `linear`."""
     kind = metadata.find_field("rope.scaling.type") or "linear"
     factor = metadata.read_number("rope.scaling.factor", metadata.read_number("rope.scale_linear", 1.0))
@@ -47,7 +53,8 @@ def read_scaling(metadata: Metadata) -> dict[str, Any]:
         "yarn_ext_factor": 1,
         "yarn_log_multiplier": 0,
     }.items():
-        metadata.refuse(f"rope.scaling.{name}", plain)
+        if not (keeps_multiplier and name == "yarn_log_multiplier"):
+            metadata.refuse(f"rope.scaling.{name}", plain)
     return {
         "rope_type": kind,
         "factor": factor,

@@ -23,6 +23,7 @@ from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
 from adapters.models.gguf.architecture import OUTSIDE, Architecture, SplitTensor, count_prediction_layers
 from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
+from adapters.models.gguf.other_families import GLM4_MOE, MINIMAX_M2, MISTRAL3, SEED_OSS
 from adapters.models.gguf.qwen3next import QWEN3_NEXT
 from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
 
@@ -34,6 +35,10 @@ GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
     "qwen3next": QWEN3_NEXT,
+    "mistral3": MISTRAL3,
+    "seed_oss": SEED_OSS,
+    "glm4moe": GLM4_MOE,
+    "minimax-m2": MINIMAX_M2,
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -79,7 +84,8 @@ def open_gguf(path: Path) -> OpenedGguf:
         for stored_name in list_stored_names(metadata, architecture, config, name)
     }
     for name in metadata.tensors:
-        if name not in used and name not in architecture.ignored:
+        part = name.removeprefix(f"blk.{config.num_layers}.")
+        if name not in used and name not in architecture.ignored and part not in architecture.spare_parts:
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
     return OpenedGguf(family, config, tensors, others)
 

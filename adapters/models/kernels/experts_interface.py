@@ -12,17 +12,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
 from adapters.models.kernels.step_batch import Batch
 
 _VECTOR = 64  # a row of logits is padded to a multiple of this, whole vectors on every processor
+_LEAST = 1e-20  # added to the sum of the chosen experts' scores, as published models do
 _PROBED = 6  # experts of a probed layer, of which a row goes through two; only the router depends on their number
 
 
@@ -41,21 +43,59 @@ class ExpertsShape:
     shared: int = 0
 
     @property
+    def gates_shared(self) -> bool:
+        """Has the shared expert a gate? Otherwise its result is added as it is."""
+        return self.shared > 0
+
+    @property
     def router_outputs(self) -> int:
         """Outputs of the router: a logit for each expert, and the gate of the shared one."""
-        return self.count + (1 if self.shared else 0)
+        return self.count + self.gates_shared
 
-    def shrink_for_probe(self) -> ExpertsShape:
+    def shrink_for_probe(self) -> Self:
         """Return a layer with few experts, whose products are the same ones as those of all."""
         return evolve(self, count=min(self.count, _PROBED), chosen=min(self.chosen, 2))
 
 
+@frozen
+class BiasedExpertsShape(ExpertsShape):
+    """Experts whose products, the router's included, have biases. Their gates are CLAMPED."""
+
+
+@frozen
+class SigmoidExpertsShape(ExpertsShape):
+    """Experts whose scores are the sigmoids of their logits. A correction is added to a score for the choice only.
+
+    groups: experts are in so many groups of equal size, in the order of their numbers. A row goes through experts of
+    `chosen_groups` groups: those whose two best experts have the greatest sum of scores. factor: of all weights.
+    The shared expert has no gate.
+    """
+
+    groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0
+
+    @property
+    def gates_shared(self) -> bool:
+        return False
+
+    def shrink_for_probe(self) -> Self:
+        return evolve(super().shrink_for_probe(), groups=1, chosen_groups=1)
+
+
 @frozen(eq=False)
 class GatedWeights:
-    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`."""
+    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`.
+
+    activation: in place of SiLU. For any other one `gate_up` is packed as a plain weight. gate_up_bias, down_bias: are
+    added to what the products return; only with another activation.
+    """
 
     gate_up: Any
     down: Any
+    activation: str = SILU
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @frozen(eq=False)
@@ -96,14 +136,18 @@ class ChosenExperts(ABC):
 class Experts:
     """The weights of a layer of experts. router: packed, `[E, D]`, with one more row for the shared expert's gate.
 
+    correction: float32 `[E]`, added to the scores of a `SigmoidExpertsShape` for the choice of experts, and to the
+    logits of a `BiasedExpertsShape`.
     each: the experts by number. Only those that some row goes through are asked for, once a step and in ascending
-    order.
+    order. scales: float32 `[E]`, what each expert's weight is multiplied with at last; None: with nothing.
     """
 
     shape: ExpertsShape
     router: Any
     each: EveryExpert | ChosenExperts
     shared: GatedWeights | None
+    scales: Tensor | None = None
+    correction: Tensor | None = None
 
     def weights_of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
         each = self.each
@@ -137,20 +181,35 @@ def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  #
 
 
 def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
-    return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    if weights.activation == SILU:
+        return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+    both = kernels.linear(x, weights.gate_up)
+    if weights.gate_up_bias is not None:
+        both.add_(weights.gate_up_bias)
+    out = kernels.linear(apply_gate(weights.activation, *both.chunk(2, dim=1)), weights.down)
+    return out if weights.down_bias is None else out.add_(weights.down_bias)
 
 
 def run_experts(
-    kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch, padded: Callable[[int], int] = int
+    kernels: PackedProducts,
+    x: Tensor,
+    experts: Experts,
+    batch: Batch,
+    padded: Callable[[int], int] = int,
+    *,
+    deciding: Tensor | None = None,
 ) -> Tensor:
     """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
 
     padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
+    deciding: what the router reads in place of x.
     """
     shape = experts.shape
     rows = sum(segment.count for segment in batch.segments)
-    logits = kernels.linear(x, experts.router)[:rows].float()
-    chosen, weights = choose_experts(logits[:, : shape.count], shape)
+    logits = kernels.linear(x if deciding is None else deciding, experts.router)[:rows].float()
+    chosen, weights = choose_experts(logits[:, : shape.count], shape, experts.correction)
+    if experts.scales is not None:
+        weights = weights * experts.scales[chosen]
     where = dispatch_rows(chosen, shape.count, padded)
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
     weighted = zip(parts, experts.weights_of(where.experts), strict=True)
@@ -159,27 +218,56 @@ def run_experts(
     total = add_in_order(by_rank.float() * weights.unsqueeze(2))
     if experts.shared is not None:
         own = run_feed_forward(kernels, x, experts.shared)[:rows]
-        total = total + own.float() * apply_in_vectors(torch.sigmoid, logits[:, shape.count :].contiguous())
+        gate = apply_in_vectors(torch.sigmoid, logits[:, shape.count :].contiguous()) if shape.gates_shared else 1
+        total = total + own.float() * gate
     out = torch.zeros_like(x)
     out[:rows] = total
     return out
 
 
-def choose_experts(logits: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the numbers of each row's experts, int64 `[n, k]`, and their weights in float32.
 
-    logits: float32 `[n, E]`. The greatest logit comes first, and of equal logits the lower number. For that the logits
-    become integers that compare alike, from which each expert's number is subtracted. All of them differ, so there is
-    one way to sort them.
+    logits: float32 `[n, E]`. The greatest logit comes first, and of equal logits the lower number. correction: see
+    `Experts`.
     """
-    bits = (logits + 0.0).view(torch.int32)  # makes -0 equal to 0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    numbers = torch.arange(shape.count, device=logits.device)
-    chosen = ((ordered << 16) - numbers).topk(shape.chosen).indices
+    if isinstance(shape, SigmoidExpertsShape):
+        return _choose_by_sigmoid(logits, shape, correction)
+    if correction is not None:
+        logits = logits + correction
+    chosen = _find_greatest(logits, shape.chosen)
     # Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
     whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
     weights = whole.softmax(1).gather(1, chosen)
     return chosen, weights / add_in_order(weights).unsqueeze(1) if shape.is_normalized else weights
+
+
+def _choose_by_sigmoid(logits: Tensor, shape: SigmoidExpertsShape, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = apply_in_vectors(torch.sigmoid, logits.contiguous())
+    wanted = scores if correction is None else scores + correction
+    if shape.groups > 1:
+        grouped = wanted.view(len(wanted), shape.groups, -1)
+        best = grouped.topk(2).values
+        hidden = torch.ones_like(best[..., 0], dtype=torch.bool)
+        hidden.scatter_(1, _find_greatest(best[..., 0] + best[..., 1], shape.chosen_groups), False)
+        wanted = grouped.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(1)
+    chosen = _find_greatest(wanted, shape.chosen)
+    weights = scores.gather(1, chosen)
+    if shape.is_normalized:
+        weights = weights / (add_in_order(weights) + _LEAST).unsqueeze(1)
+    return chosen, weights * shape.factor
+
+
+def _find_greatest(values: Tensor, count: int) -> Tensor:
+    """Return the places of the greatest values of each row, the greatest first, and of equal ones the lower place.
+
+    For that the values become integers that compare alike, from which each place is subtracted. All of them differ, so
+    there is one way to sort them.
+    """
+    bits = (values + 0.0).view(torch.int32)  # makes -0 equal to 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    places = torch.arange(values.shape[1], device=values.device)
+    return ((ordered << 16) - places).topk(count).indices
 
 
 def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:

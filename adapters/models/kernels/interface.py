@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
@@ -33,11 +34,13 @@ ALONE = 4
 class Rope:
     """Rotary tables, float32 `[capacity, n]` each, row p for position p, built once on the host in float32.
 
-    n is half of what is rotated: hd / 2, or less where only the first 2 n numbers of a head are rotated.
+    n is half of what is rotated: hd / 2, or less where only the first 2 n numbers of a head are rotated. query_scale:
+    float32 `[capacity]`, with which the caller of the kernels multiplies rotated queries; None: with nothing.
     """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
 
 @frozen(eq=False)
@@ -46,29 +49,15 @@ class HeadPrep:
     step.
 
     bias: one number for each output of the projection, those of values included. q_norm, k_norm: `[hd]`, in the
-    model's dtype or in float32. A model has both norms or neither; values have none.
+    model's dtype or in float32. A model has both norms or neither. v_norm: values are normed as well, and multiplied
+    with no weight; only where keys are normed.
     """
 
     bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
-
-
-@frozen
-class AttentionMask:
-    """The keys of its block, `[first, stop)`, that a row sees.
-
-    causal: none behind itself; otherwise the block to its end. window: of the keys up to and including itself only
-    the last `window`; 0: all.
-    """
-
-    causal: bool = False
-    window: int = 0
-
-    def lowest(self, first: int, position: int) -> int:
-        """Return the first key that the row at `position` sees."""
-        return max(first, position - self.window + 1) if self.window else first
+    v_norm: bool = False
 
 
 @frozen(eq=False)
@@ -236,13 +225,20 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
+        """Return queries as `rotate_store` does, of rows `[R, H hd]` that have no keys of their own.
+
+        They attend to the keys of another layer. k_cache: its keys.
+        """
+        ...
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         """Return causal attention, `[R, H hd]`, with scale hd ** -0.5: the row at position p of slot s sees keys `[0,
-        p]` of s.
+        p]` of s, as far as `rule` does not say otherwise.
 
         Query head h reads key head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles start at
-        absolute positions and keys past the row's length contribute exact zeros. The rows of q may be some of those
-        that `rotate_store` returned, in a batch of their own.
+        absolute positions, and keys that the row does not see contribute exact zeros. The rows of q may be some of
+        those that `rotate_store` returned, in a batch of their own.
         """
         ...
 
@@ -275,10 +271,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         """Return the weighted sum of each row's experts, `[R, D]`, of x `[R, D]`; padded rows may be zeros.
 
-        A row's bits depend neither on other rows' experts nor on how many rows an expert has.
+        deciding: `[R, D]`, what the router reads in place of x. A row's bits depend neither on other rows' experts nor
+        on how many rows an expert has.
         """
         ...
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix
+from adapters.models.kernels.attention_rule import AttentionRule
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 
 
@@ -20,11 +21,18 @@ class ExactAttention(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, slots: Tensor, seen: tuple[Tensor | None, Tensor], k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        slots: Tensor,
+        seen: tuple[Tensor | None, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rule: AttentionRule = ...,
     ) -> Tensor:
         """Attend with q float32 `[R, KV, G, hd]` and return `[R, H hd]`.
 
-        seen: the first key that each row sees (int64 `[R]`, None for key 0) and the key behind the last one.
+        seen: the first key that each row sees (int64 `[R]`, None for key 0) and the key behind the last one. The
+        window of `rule` must be in it already.
         """
         ...
 

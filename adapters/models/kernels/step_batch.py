@@ -7,8 +7,9 @@ step of a bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from struct import Struct
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -71,6 +72,14 @@ class Batch:
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         self.table = self._staging if self.device.type == "cpu" else self._staging.to(self.device)
         self.tokens, self.slots, self.positions, self.lengths = self.table[:4].unbind(0)
+
+    def with_pages(self, pages: Tensor | None) -> Self:
+        """Return this batch with another table of pages. It shares everything else, until the next `load`."""
+        if pages is self.pages:
+            return self
+        found = copy(self)
+        found.pages = pages
+        return found
 
     def load(self, step: Step, tokens: Tensor | Sequence[int] | None) -> None:
         """Fill the buffers from `step`; tokens: int64 `[rows]` on any device, or None on a later shard."""

@@ -68,9 +68,9 @@ class RemoteStates:
     def export(self, slot: int) -> NamedTensors:
         return ask_for_tensors(self.peer, Op.EXPORT_STATE, OneSlot(slot), self.specs)
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         tensors, lent, sent = describe_sent(self.peer.lender, state)
-        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, tensors, lent), Nothing, list(sent.values()))
+        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, at, tensors, lent), Nothing, list(sent.values()))
 
     def keep(self, slot: int, place: int) -> None:
         self.peer.ask(Op.KEEP_STATE, SlotPlace(slot, place), Nothing)

@@ -245,7 +245,7 @@ class ServedLayers:
 
     def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)
-        self.shard.states.import_(asked.slot, given.views())
+        self.shard.states.import_(asked.slot, given.views(), asked.at)
         return OpAnswer(Nothing())
 
     def keep_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:

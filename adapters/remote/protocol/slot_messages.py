@@ -42,8 +42,9 @@ class ImportRuns(OneSlot, frozen=True):
 
 
 class ImportState(OneSlot, frozen=True):
-    """The request to put positional state into a slot, with its tensors as in `ImportRows`."""
+    """The request to put positional state into a slot. It stands at row `at`; its tensors are as in `ImportRows`."""
 
+    at: Count
     tensors: Tensors = ()
     lent: Lents = ()
 

@@ -13,7 +13,11 @@ from attrs import define, field, frozen
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
 from adapters.text.answer.call_form import CallForm
+from adapters.text.answer.gemma_calls import GemmaCalls
+from adapters.text.answer.harmony_calls import HarmonyCalls
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
+from adapters.text.answer.mistral_calls import MistralCalls
+from adapters.text.answer.other_tagged_calls import GlmCalls, MiniMaxCalls, SeedCalls
 from adapters.text.answer.pythonic_calls import PythonicCalls
 from adapters.text.answer.reasoning import ReasoningParser, ReasoningTags
 from adapters.text.answer.xml_calls import XmlCalls
@@ -22,10 +26,21 @@ from adapters.text.conversation import FunctionTool, ToolChoice
 CALL_FORMS: Mapping[str, type[CallForm]] = {
     "hermes": HermesCalls,
     "qwen-xml": XmlCalls,
+    "seed-xml": SeedCalls,
+    "minimax-xml": MiniMaxCalls,
+    "glm-xml": GlmCalls,
+    "mistral": MistralCalls,
+    "harmony": HarmonyCalls,
     "llama3-json": LlamaJsonCalls,
     "pythonic": PythonicCalls,
+    "gemma4": GemmaCalls,
 }
-REASONING: Mapping[str, ReasoningTags] = {"think": ReasoningTags("<think>", "</think>")}
+REASONING: Mapping[str, ReasoningTags] = {
+    "think": ReasoningTags("<think>", "</think>"),
+    "seed": ReasoningTags("<seed:think>", "</seed:think>"),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningTags("<|channel>", "<channel|>", "thought"),
+}
 NONE = "none"  # can be chosen at start: calls or reasoning stay text
 TOOL_PARSERS = (*CALL_FORMS, NONE)
 REASONING_PARSERS = (*REASONING, NONE)
@@ -61,16 +76,20 @@ class AnswerReader:
             return None
         return (bool(called) or choice.kind == "auto") and all(map(choice.allows, called))
 
+    def _find_form(self) -> type[CallForm] | None:
+        form = CALL_FORMS.get(self.calls)
+        return form if form is not None and (self.tools or form.reads_everything) else None
+
     @property
     def visible_controls(self) -> Sequence[str]:
         """The control tokens that the parser must see."""
         tags = REASONING.get(self.reasoning)
-        form = CALL_FORMS.get(self.calls) if self.tools else None
+        form = self._find_form()
         return (*((tags.opening, tags.closing) if tags else ()), *(form.controls if form else ()))
 
     def start_parser(self, new_id: Callable[[], str] = new_call_id) -> AnswerParser:
         """Return a parser for one answer. new_id: makes the id of a call."""
-        form = CALL_FORMS.get(self.calls) if self.tools else None
+        form = self._find_form()
         tags = REASONING.get(self.reasoning)
         if form is None:
             return AnswerParser(None, tags, self.starts_in_reasoning)
@@ -100,7 +119,8 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         """Is the text that comes next reasoning?"""
-        return self._reasoning is not None and self._reasoning.is_active
+        inside = self._reasoning is not None and self._reasoning.is_active
+        return inside or (self.calls is not None and self.calls.is_reasoning)
 
     @property
     def is_closed(self) -> bool:

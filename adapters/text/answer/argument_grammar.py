@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from attrs import define, field
 
-from adapters.text.answer.input_rules import bare_rules, bare_terminal, quoted_input
+from adapters.text.answer.input_rules import quoted_input
 from adapters.text.answer.quoted_rules import to_terminal
-from adapters.text.answer.schema_types import MAX_SCHEMAS_READ, collect_types, find_property, resolve_reference
+from adapters.text.answer.schema_types import MAX_SCHEMAS_READ, collect_types, find_property
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused, build_json_grammar
+from adapters.text.template import ControlToken
 from effects.grammar import Grammar
 
 ANY = "(?s:.*)"
@@ -26,9 +27,6 @@ DEFINITIONS = ("$defs", "definitions")
 SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
-# The text at which the parser ends a value in tags (`XmlCalls.ends_value`). No generated value contains it.
-TAGS = rf"{ANY}(</parameter>\s*(</function>|</tool_call>)|<parameter(=| name=))"
-XML_KEY = re.compile(r"[^<>\s]{1,128}")
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 # The rules of Python's literals, by the JSON types as which they are read. Strings have the escapes of both languages.
 LITERALS: Mapping[str, str] = {
@@ -56,20 +54,37 @@ PYTHON = (
 
 @define
 class GeneratedRules:
-    """The rules that are generated while others are written. Each has a name, and equal rules exist once."""
+    """The rules that are generated while others are written. Each has a name, and equal rules exist once.
 
+    controls: the control tokens, by their texts.
+    """
+
+    controls: Mapping[str, ControlToken] = field(factory=dict)
     _made: dict[str, str] = field(factory=dict, init=False)  # the names, by the rules
+
+    def write_text(self, text: str) -> str:
+        """Return the part of a rule that matches a text. Control tokens in it are meant as such."""
+        names = [name for name in self.controls if name in text]
+        if not names:
+            return json.dumps(text)
+        longest_first = sorted(names, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        return " ".join(self.name_token(part) if part in self.controls else json.dumps(part) for part in parts if part)
+
+    def name_token(self, name: str) -> str:
+        """Return a control token as the grammar library calls it: by its text if that stands in angle brackets."""
+        return name if name.startswith("<") and name.endswith(">") else f"<[{self.controls[name].id}]>"
 
     def add_suffix_rule(self, terminal: str, suffix: str) -> str:
         """Return the name of a rule: text of a terminal, up to the first occurrence of `suffix`."""
         return self._add(f"[suffix={json.dumps(suffix)}]: {terminal}")
 
+    def add_terminal(self, terminal: str) -> str:
+        """Return the name of a terminal."""
+        return self._made.setdefault(f": {terminal}", f"MADE{len(self._made)}")
+
     def add_rule(self, rule: str) -> str:
         return self._add(f": {rule}")
-
-    def add_tagged_value(self, terminal: str) -> str:
-        """Return the name of a rule for a value in tags, with its closing tag."""
-        return self.add_suffix_rule(exclude_prefix(terminal, TAGS), "\n</parameter>")
 
     def _add(self, rule: str) -> str:
         return self._made.setdefault(rule, f"made{len(self._made)}")
@@ -95,72 +110,15 @@ def write_json_arguments(tool: FunctionTool, _: GeneratedRules) -> str:
     They keep to the tool's schema if it is strict. The input of a custom tool keeps to its grammar.
     """
     if tool.input_grammar is not None:
-        return f'"{{\\"input\\": \\"" {quoted_input(tool.input_grammar)} "\\"}}}}"'
-    held = build_json_grammar(tool.parameters if tool.strict and tool.parameters else {"type": "object"})
-    return f'{format_content(held)} "}}"'
+        return f'"{{\\"input\\": \\"" {quoted_input(tool.input_grammar)} "\\"}}"'
+    return format_content(
+        build_json_grammar(tool.parameters if tool.strict and tool.parameters else {"type": "object"})
+    )
 
 
-def write_xml_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
-    """Return the rule of arguments in tags: parameters in the order of the schema, of which some are required."""
-    if tool.input_grammar is not None:
-        alone = bare_terminal(tool.input_grammar)
-        held = f"{bare_rules(tool.input_grammar)} {CLOSED}" if alone is None else rules.add_tagged_value(alone)
-        return rf'"<parameter=input>\n" {held} {NEXT} "</function>"'
-    schema = tool.parameters or {}
-    parts = list[str]()
-    for key, needed in iterate_arguments(tool, XML_KEY):
-        value = write_xml_value(tool, find_property(schema, key), rules)
-        part = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value} {NEXT}"
-        parts.append(part if needed else f"({part})?")
-    if not parts and schema.get("additionalProperties") is not False:
-        value = write_xml_value(tool, schema.get("additionalProperties"), rules)
-        parts.append(rf'("<parameter=" /[^<>\s]{{1,128}}/ ">\n" {value} {NEXT})*')
-    return " ".join([*parts, '"</function>"'])
-
-
-NEXT = r'"\n"'
-CLOSED = r'"\n</parameter>"'
-
-
-def write_xml_value(tool: FunctionTool, schema: object, rules: GeneratedRules) -> str:
-    """Return the rule of a value in tags, with its closing tag. A value that may be text is parsed as text."""
-    root = tool.parameters or {}
-    types = collect_types(schema, root)
-    if types and "string" not in types and (tool.strict or types <= set(LITERALS)):
-        return f"{write_json_value(tool, schema, types)} {CLOSED}"
-    if tool.strict:
-        return f"({' | '.join(dict.fromkeys(iterate_text_values(schema, root, rules)))})"
-    allowed = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(allowed, list) and allowed and all(isinstance(one, str) for one in allowed):
-        return f"({' | '.join(write_constants(allowed))})"
-    return rules.add_tagged_value(ANY_TEXT)
-
-
-def iterate_text_values(schema: object, root: Mapping[str, Any], rules: GeneratedRules) -> Iterator[str]:
-    """Yield the rules of all texts that a schema allows, `null` included. Raises GrammarRefused."""
-    waiting = [schema]
-    for one in waiting:
-        if one is None or one is True:
-            yield rules.add_tagged_value(ANY_TEXT)
-            continue
-        if len(waiting) > MAX_SCHEMAS_READ or not isinstance(one, Mapping):
-            raise GrammarRefused("a value that this model writes as bare text has a schema of too many parts, or none")
-        said = set(one) - SAYS_NOTHING
-        alone = next((word for word in ("$ref", "anyOf", "oneOf", "enum", "const") if word in said), None)
-        refuse_unknown_keywords(said - ({alone, "type"} if alone else OF_TEXT))
-        match alone:
-            case "$ref":
-                waiting.append(resolve_reference(str(one["$ref"]), root))
-            case "anyOf" | "oneOf":
-                waiting += (each for each in read_options(one, alone) if may_be_text(collect_types(each, root)))
-            case "enum" | "const":
-                yield from write_constants(read_options(one, "enum") if alone == "enum" else [one["const"]])
-            case _:
-                types = collect_types(one, root)
-                if "null" in types:
-                    yield from write_constants([None])
-                if not types or "string" in types:
-                    yield rules.add_tagged_value(write_string_terminal(one))
+def write_json_member(tool: FunctionTool, rules: GeneratedRules) -> str:
+    """Return the rule of arguments as the last member of a JSON object, with the end of that object."""
+    return f'{write_json_arguments(tool, rules)} "}}"'
 
 
 def may_be_text(types: Collection[str]) -> bool:
@@ -173,12 +131,6 @@ def read_options(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     if not isinstance(found, list) or len(found) > MAX_SCHEMAS_READ:
         raise GrammarRefused(f"{json.dumps(keyword)} must be an array of at most {MAX_SCHEMAS_READ}")
     return found
-
-
-def write_constants(values: Iterable[object]) -> list[str]:
-    """Return the rules of constants. Only texts and null are possible: others would look like text."""
-    words = ("null" if one is None else one for one in values if one is None or isinstance(one, str))
-    return [f"{json.dumps(word)} {CLOSED}" for word in words]
 
 
 def write_string_terminal(schema: Mapping[str, Any]) -> str:

@@ -49,6 +49,7 @@ class CallForm(ABC):
     controls: ClassVar[tuple[str, ...]] = ()  # special tokens that are part of the form
     marks: ClassVar[tuple[str, ...]] = ()  # openers that always mean a call, in reasoning as well
     closers: ClassVar[tuple[str, ...]] = ()  # a complete call has one of them
+    reads_everything: ClassVar[bool] = False  # answers have this form even if there are no functions
 
     tools: Mapping[str, FunctionTool]
     new_id: Callable[[], str]
@@ -56,6 +57,7 @@ class CallForm(ABC):
     incoming: IncomingText = field(factory=IncomingText, init=False)
     pieces: list[AnswerPiece] = field(factory=list, init=False)
     called_names: list[str] = field(factory=list, init=False)
+    is_reasoning: bool = field(default=False, init=False)  # the form itself separates reasoning, and is inside it
     ended_count: int = field(default=0, init=False)
     writer: JsonWriter | None = field(default=None, init=False)  # writes the arguments of the current call
     _opener: str = field(default="", init=False)  # becomes text if no call follows it

@@ -16,12 +16,17 @@ from adapters.text.answer.argument_grammar import (
     GeneratedRules,
     exclude_prefix,
     write_json_arguments,
+    write_json_member,
     write_python_arguments,
-    write_xml_arguments,
 )
+from adapters.text.answer.call_tags import GLM, MINIMAX, QWEN, SEED, CallTags
+from adapters.text.answer.gemma_calls import CLOSER, OPENER
+from adapters.text.answer.gemma_grammar import write_gemma_arguments, write_value_rules
 from adapters.text.answer.quoted_rules import to_terminal
+from adapters.text.answer.tagged_arguments import TaggedArguments
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused
+from adapters.text.template import ControlToken
 
 LINE = r"((?s:.*)\n)?[^\S\n]*"  # text that ends with white space at the beginning of a line
 MEMBERS = r"arguments|parameters|type|id|function"
@@ -39,7 +44,7 @@ class CallRules:
     text_before: the expression for text that may stand before a call.
     wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
     name_pattern: the names that the form can write.
-    extra_rules: rules that the arguments need.
+    extra_rules: rules that the arguments need. write_extra: returns more of them, for these control tokens.
     """
 
     start: Sequence[str]
@@ -52,6 +57,7 @@ class CallRules:
     wrapper_tokens: tuple[str, str] = ("", "")
     name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
     extra_rules: Sequence[str] = ()
+    write_extra: Callable[[Container[str]], Sequence[str]] = lambda _: ()
 
 
 def make_json_head(arguments: str) -> Callable[[str], str]:
@@ -63,38 +69,75 @@ def lookalike_json(names: str) -> str:
     return rf"""\{{\s*(["']?name["']?\s*:\s*["'](({names})["']|[^"']*\\)|["']?({MEMBERS})["']?\s*:|["'][^"']*\\)"""
 
 
-def make_tagged_rules(
+def make_wrapped_rules(
+    tags: tuple[str, str],
     head: Callable[[str], str],
     arguments: Callable[[FunctionTool, GeneratedRules], str],
     others: Callable[[str], str],
 ) -> CallRules:
-    """Build the rules of calls in `<tool_call>` tags. others: opens a call of these names without the tag."""
-    opened = ("<tool_call>", "\n")
-    closed = ("\n", "</tool_call>")
+    """Build the rules of calls of which each stands in two tags. others: opens a call of these names without a tag."""
+    opened = (tags[0], "\n")
+    closed = ("\n", tags[1])
 
     def seems(names: str) -> str:
-        return f"({ANY}<tool_call>|{others(names)})"
+        return f"({ANY}{tags[0]}|{others(names)})"
 
     return CallRules(opened, (*closed, "\n", *opened), closed, head, arguments, seems)
 
 
+def write_in_tags(tags: CallTags) -> Callable[[FunctionTool, GeneratedRules], str]:
+    return lambda tool, rules: TaggedArguments(tags, tool, rules).write()
+
+
 CALL_RULES: Mapping[str, CallRules] = {
-    "hermes": make_tagged_rules(
+    "hermes": make_wrapped_rules(
+        ("<tool_call>", "</tool_call>"),
         make_json_head("arguments"),
-        write_json_arguments,
+        write_json_member,
         lambda names: rf"{LINE}(```[A-Za-z_]*\s*)?(\[\s*)?{lookalike_json(names)}",
     ),
-    "qwen-xml": make_tagged_rules(
+    "qwen-xml": make_wrapped_rules(
+        ("<tool_call>", "</tool_call>"),
         lambda name: f"<function={name}>\n",
-        write_xml_arguments,
+        write_in_tags(QWEN),
         lambda _: f"{ANY}<function(=| name=)",
+    ),
+    "seed-xml": make_wrapped_rules(
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        lambda name: f"<function={name}>\n",
+        write_in_tags(SEED),
+        lambda _: f"{ANY}<function(=| name=)",
+    ),
+    "minimax-xml": CallRules(
+        ("<minimax:tool_call>", "\n"),
+        ("\n",),
+        ("\n", "</minimax:tool_call>"),
+        lambda name: f'<invoke name="{name}">\n',
+        write_in_tags(MINIMAX),
+        lambda _: f"{ANY}(<minimax:tool_call>|<invoke name=)",
+    ),
+    "glm-xml": CallRules(
+        ("<tool_call>",),
+        ("</tool_call>", "\n", "<tool_call>"),
+        ("</tool_call>",),
+        lambda name: f"{name}\n",
+        write_in_tags(GLM),
+        lambda _: f"{ANY}<tool_call>",
+    ),
+    "mistral": CallRules(
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        (),
+        lambda name: f"{name}[ARGS]",
+        write_json_arguments,
+        lambda _: rf"{ANY}\[TOOL_CALLS\]",
     ),
     "llama3-json": CallRules(
         (),
         None,
         (),
         make_json_head("parameters"),
-        write_json_arguments,
+        write_json_member,
         lambda names: rf"({LINE}|{ANY}<\|python_tag\|>\s*){lookalike_json(names)}",
         LINE,
         ("<|python_tag|>", ""),
@@ -111,6 +154,16 @@ CALL_RULES: Mapping[str, CallRules] = {
         WORD,
         PYTHON,
     ),
+    "gemma4": CallRules(
+        (OPENER,),
+        (CLOSER, OPENER),
+        (CLOSER,),
+        lambda name: f"call:{name}{{",
+        write_gemma_arguments,
+        lambda _: f"{ANY}{re.escape(OPENER)}",
+        name_pattern=WORD,
+        write_extra=write_value_rules,
+    ),
 }
 
 
@@ -121,18 +174,19 @@ class CallSection:
     tools: the functions that may be called.
     known_names: the names that the parser would read as calls.
     parallel: there may be several calls.
-    controls: the texts of control tokens.
+    controls: the control tokens, by their texts.
     """
 
     form: CallRules
     tools: Sequence[FunctionTool]
     known_names: Iterable[str]
     parallel: bool
-    controls: Container[str]
-    _made: GeneratedRules = field(factory=GeneratedRules, init=False)
+    controls: Mapping[str, ControlToken]
+    _made: GeneratedRules = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Keep the tools whose names the form can write. Raises GrammarRefused where there are none."""
+        self._made = GeneratedRules(self.controls)
         self.tools = [tool for tool in self.tools if self.form.name_pattern.fullmatch(tool.name)]
         if not self.tools:
             raise GrammarRefused("this model's form of calls has no room for any of their names")
@@ -148,9 +202,13 @@ class CallSection:
             f"several: {self.join_parts(written.start)} call more",
             f"more: {between} {self.join_parts(written.end)}",
             "call: " + " | ".join(f"call{number}" for number, _ in tools),
-            *(f"call{number}: {json.dumps(written.write_head(tool.name))} rest{number}" for number, tool in tools),
+            *(
+                f"call{number}: {self._made.write_text(written.write_head(tool.name))} rest{number}"
+                for number, tool in tools
+            ),
             *(f"rest{number}: {written.write_arguments(tool, self._made)}" for number, tool in tools),
             *written.extra_rules,
+            *written.write_extra(self.controls),
             *self._made.lines,
         ]
 
@@ -178,12 +236,8 @@ class CallSection:
         around = [token for token in self.form.wrapper_tokens if token]
         if not around or not all(token in self.controls for token in around):
             return ""
-        before, after = self.form.wrapper_tokens
+        before, after = (token and self._made.name_token(token) for token in self.form.wrapper_tokens)
         return f" | {ahead}{before} several {after}"
 
     def join_parts(self, texts: Iterable[str]) -> str:
-        return " ".join(quote_unless_token(text, self.controls) for text in texts) or '""'
-
-
-def quote_unless_token(text: str, controls: Container[str]) -> str:
-    return text if text in controls else json.dumps(text)
+        return " ".join(map(self._made.write_text, texts)) or '""'

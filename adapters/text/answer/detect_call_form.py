@@ -83,7 +83,10 @@ def extract_answer(asked: Rendered, called: Rendered, seen: Collection[str]) -> 
 
 def opens_reasoning(prompt: Rendered, reasoning: str) -> bool:
     """Has the template opened the reasoning at the end of this prompt? Clients cannot write at the end."""
-    return reasoning != NONE and join_rendered(prompt[-3:]).rstrip().endswith(REASONING[reasoning].opening)
+    if reasoning == NONE:
+        return False
+    tags = REASONING[reasoning]
+    return join_rendered(prompt[-3:]).rstrip().endswith((tags.opening, tags.opening + tags.label))
 
 
 def detect_reasoning(template: ChatTemplate) -> str:

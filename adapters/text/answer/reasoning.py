@@ -15,10 +15,11 @@ MAX_SEARCHES = 16  # of all text, for a call inside the reasoning
 
 @frozen
 class ReasoningTags:
-    """The tags around reasoning."""
+    """The tags around reasoning. label: the word that follows the opening tag; empty: none does."""
 
     opening: str
     closing: str
+    label: str = ""
 
 
 @define(eq=False)
@@ -74,6 +75,8 @@ class ReasoningParser:
         if again or self.starts_open:
             self.is_active = True
             yield from incoming.take_matching(SPACE)
+            if again and self.tags.label and (yield from incoming.take_if_next(self.tags.label)):
+                yield from incoming.take_matching(SPACE)
             yield from self._parse_reasoning()
             self.is_active = False
             if self.unclosed:

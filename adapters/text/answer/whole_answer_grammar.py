@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Mapping
 
 from adapters.text.answer.answer_parser import REASONING, AnswerReader
 from adapters.text.answer.argument_grammar import ANY_TEXT, GeneratedRules, format_content
-from adapters.text.answer.call_rules import CALL_RULES, CallSection, quote_unless_token
+from adapters.text.answer.call_rules import CALL_RULES, CallSection
+from adapters.text.answer.harmony_rules import build_harmony_grammar
 from adapters.text.conversation import FunctionTool
+from adapters.text.template import ControlToken
 from effects.grammar import Grammar
 
 
-def build_answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Container[str]) -> Grammar | None:
+def build_answer_grammar(
+    reader: AnswerReader, form: Grammar | None, controls: Mapping[str, ControlToken]
+) -> Grammar | None:
     """Return the grammar of an answer. None: any answer is allowed. Raises GrammarRefused.
 
     Calls of tools with `strict` keep to their schema: `fitted_form.py` decides which tools these are. Rules that a
     client wrote apply to the whole answer. Where a call is required, the answer can be nothing else.
 
-    controls: the texts of control tokens.
+    controls: the control tokens, by their texts.
     """
     if form is not None and form.kind == "lark":
         return form
+    if reader.calls == "harmony":
+        if form is None and not constrains_calls(reader):
+            return None
+        tools = [tool for tool in reader.tools.values() if reader.choice.allows(tool.name)]
+        return build_harmony_grammar(tools, form, controls, must_call=must_call(reader))
     calls = build_call_section(reader, controls) if form is not None or constrains_calls(reader) else None
     if calls is None:
         if form is None or reader.reasoning not in REASONING:
@@ -53,20 +62,24 @@ def check_arguments(reader: AnswerReader, tool: FunctionTool) -> None:
         written.write_arguments(tool, GeneratedRules())
 
 
-def build_call_section(reader: AnswerReader, controls: Container[str]) -> CallSection | None:
+def build_call_section(reader: AnswerReader, controls: Mapping[str, ControlToken]) -> CallSection | None:
     if not reader.tools or reader.calls not in CALL_RULES:
         return None
     tools = [tool for tool in reader.tools.values() if reader.choice.allows(tool.name)]
     return CallSection(CALL_RULES[reader.calls], tools, tuple(reader.tools), reader.parallel, controls)
 
 
-def write_reasoning_rules(reader: AnswerReader, controls: Container[str]) -> list[str]:
+def write_reasoning_rules(reader: AnswerReader, controls: Mapping[str, ControlToken]) -> list[str]:
     """Return the rules by which an answer may begin with reasoning."""
     tags = REASONING.get(reader.reasoning)
     if tags is None:
         return ["start: body"]
-    opened = "thought" if reader.starts_in_reasoning else f"({quote_unless_token(tags.opening, controls)} thought)?"
-    until = [f"thought: ANY {tags.closing} SPACE?", f"ANY: {ANY_TEXT}"]  # no text contains a control token
+    rules = GeneratedRules(controls)
+    label = f"{json.dumps(tags.label)} " if tags.label else ""
+    begun = f"({rules.write_text(tags.opening)} {label}thought)?"
+    opened = "thought" if reader.starts_in_reasoning else begun
+    # No text contains a control token.
+    until = [f"thought: ANY {rules.write_text(tags.closing)} SPACE?", f"ANY: {ANY_TEXT}"]
     if tags.closing not in controls:
         until = ["thought: until SPACE?", f"until[suffix={json.dumps(tags.closing)}]: {ANY_TEXT}"]
     return [f"start: {opened} body", *until, r"SPACE: /\s{1,4}/"]

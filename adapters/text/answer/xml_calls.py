@@ -1,4 +1,6 @@
-"""Parses calls as Qwen3-Coder and later write them: `<tool_call><function=name><parameter=key>value</parameter>...`.
+"""Parses calls whose arguments stand in tags, as Qwen3-Coder, Seed-OSS, MiniMax-M2 and GLM write them.
+
+Qwen's are `<tool_call><function=name><parameter=key>value</parameter>...`, and `call_tags.py` has the tags of all.
 
 The problem: values are bare text. The schema says of which type they are, and the parser must find where they end. A
 value may contain all of the tags, as code about tool calls does. Models also forget or misspell the tags.
@@ -19,10 +21,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 from attrs import define, field
 
 from adapters.text.answer.call_form import MAX_NAME, CallForm
+from adapters.text.answer.call_tags import QWEN, CallTags
 from adapters.text.answer.certain_json import JsonWriter
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import to_json_value
@@ -35,12 +39,7 @@ from adapters.text.answer.schema_types import (
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
-CUT_TAG = re.compile(r"<parameter(=| name=)[^<>\n]*|<function(=| name=)[^<>\n]{0,128}")
 QUOTED = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
-OPENERS = ("<tool_call>", "<function=", "<function name=")
-CLOSERS = ("</parameter>", "</function>", "</tool_call>")
-CALL_CLOSERS = frozenset(CLOSERS[1:])
-PARAMETERS = ("<parameter=", "<parameter name=")
 MAX_SEARCHES = 16  # of all text, so that a text that consists of calls does not take quadratic time
 MIN_CUT_TAG_CHARS = 3  # this many characters of a tag at the end of all text count as the tag
 
@@ -51,12 +50,13 @@ def ignore_text(_: str) -> None:
 
 @define(eq=False)
 class XmlCalls(CallForm):
-    """Parses calls whose arguments stand in tags."""
+    """Parses Qwen's calls. Other forms have other tags."""
 
-    openers = OPENERS
-    controls = ("<tool_call>", "</tool_call>")
-    marks = OPENERS
-    closers = ("</function>", "</tool_call>")
+    tags: ClassVar[CallTags] = QWEN
+    openers = QWEN.openers
+    controls: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    marks = QWEN.openers
+    closers = QWEN.call_closers
     _name: str = field(default="", init=False)  # of the current call
     _given: set[str] = field(factory=set, init=False)  # parameters of the current call so far
     _search_count: int = field(default=0, init=False)  # how often all text was searched for the end of a value
@@ -66,9 +66,9 @@ class XmlCalls(CallForm):
 
     def parse_call(self) -> Parsing[None]:
         incoming = self.incoming
-        if self._opener == "<tool_call>":
+        if self._opener not in self.tags.functions:
             yield from incoming.take_matching(SPACE)
-            if not (yield from self.take_one_of(OPENERS[1:])):
+            if not (yield from self.take_one_of(self.tags.functions)):
                 raise BrokenCall
         name = yield from self.take_function_name()
         yield from incoming.take_matching(SPACE)
@@ -112,7 +112,7 @@ class XmlCalls(CallForm):
 
     def continues_as_call(self) -> Parsing[bool]:
         """Does a parameter follow the function's tag, or the end of the call?"""
-        if (yield from self.take_one_of(CLOSERS[1:])) or self.is_cut_closer(CLOSERS[1:]):
+        if (yield from self.take_one_of(self.tags.call_closers)) or self.is_cut_closer(self.tags.call_closers):
             return True
         return (yield from self.take_parameter()) is not None
 
@@ -120,7 +120,7 @@ class XmlCalls(CallForm):
         """Take closing tags and the next parameter's tag, and return its key. A model may close a call too early."""
         closed = yield from self.take_closing_tags()
         key = yield from self.take_parameter()
-        return key if key is None or "</function>" not in closed or self.may_follow(key) else None
+        return key if key is None or self.tags.closers[1] not in closed or self.may_follow(key) else None
 
     def take_closing_tags(self) -> Parsing[set[str]]:
         """Take the closing tags that come next, each once, and the beginning of one at the end of all text.
@@ -129,15 +129,15 @@ class XmlCalls(CallForm):
         """
         incoming = self.incoming
         found = set[str]()
-        wanted: tuple[str, ...] = CLOSERS
+        wanted = self.tags.closers
         yield from incoming.take_matching(SPACE)
         while tag := (yield from self.take_one_of(wanted)):
             found.add(tag)
-            wanted = tuple(tag for tag in CLOSERS[1:] if tag not in found)
-            if found >= CALL_CLOSERS:
+            wanted = tuple(tag for tag in self.tags.call_closers if tag not in found)
+            if not wanted:
                 return found
             yield from incoming.take_matching(SPACE)
-        if self.is_cut_closer(CLOSERS):
+        if self.is_cut_closer(self.tags.closers):
             found.add(incoming.rest)
             incoming.position = len(incoming.text)
         return found
@@ -151,9 +151,9 @@ class XmlCalls(CallForm):
         """Does all text end inside any tag?"""
         if not self.incoming.ended:
             return False
-        rest = self.incoming.rest.removeprefix("<tool_call>").lstrip()
-        tags = (*CLOSERS, *PARAMETERS, *OPENERS)
-        return CUT_TAG.fullmatch(rest) is not None or any(tag.startswith(rest) for tag in tags)
+        rest = self.incoming.rest.removeprefix(self.tags.wrapper).lstrip()
+        tags = (*self.tags.closers, *self.tags.parameters, *self.tags.openers)
+        return self.tags.cut_tag.fullmatch(rest) is not None or any(tag.startswith(rest) for tag in tags)
 
     def take_parameter(self) -> Parsing[str | None]:
         """Take the tag of a parameter and return its key, or None where there is no such tag.
@@ -163,7 +163,7 @@ class XmlCalls(CallForm):
         only required parameter that was not given yet.
         """
         incoming = self.incoming
-        if not (yield from self.take_one_of(PARAMETERS)):
+        if not (yield from self.take_one_of(self.tags.parameters)):
             return None
         line = yield from incoming.take_matching(INSIDE)
         if (yield from incoming.take_if_next(">")):
@@ -214,11 +214,11 @@ class XmlCalls(CallForm):
     # -- values
 
     def parse_value(self, writer: JsonWriter, types: frozenset[str]) -> Parsing[None]:
-        """Parse a value. One line break at its beginning and one at its end belong to the tags."""
+        """Parse a value. One line break at its beginning and one at its end may belong to the tags."""
         incoming = self.incoming
         parts = list[str]()
         is_text = types <= {"string"}
-        if not (yield from incoming.take_if_next("\r\n")):
+        if self.tags.pads_values and not (yield from incoming.take_if_next("\r\n")):
             yield from incoming.take_if_next("\n")
         if is_text:
             writer.begin_string()
@@ -248,23 +248,24 @@ class XmlCalls(CallForm):
             at_line = not last.strip() and (at_line or len(last) < len(text))
             say(text)
 
+        words = (*self.tags.closers, *self.tags.openers, *self.tags.parameters)
         depth = 0  # calls within the value
-        while word := (yield from incoming.take_until((*CLOSERS, *OPENERS, *PARAMETERS), pass_text, MIN_CUT_TAG_CHARS)):
+        while word := (yield from incoming.take_until(words, pass_text, MIN_CUT_TAG_CHARS)):
             incoming.position -= len(word)
             if not depth and (yield from incoming.run_lookahead(self.ends_value(word, at_line))):
                 return
-            if word in OPENERS[1:]:
+            if word in self.tags.functions:
                 depth += yield from incoming.run_lookahead(self.does_call_begin())
-            elif word == "</function>" and depth:
+            elif word == self.tags.closers[1] and depth:
                 depth -= 1
             incoming.position += len(word)
             pass_text(word)
 
     def ends_value(self, word: str, at_line: bool) -> Parsing[bool]:
         """Does the next tag end the value? word: the tag. at_line: it stands at the beginning of a line."""
-        if word in CLOSERS:
+        if word in self.tags.closers:
             return (yield from self.do_closers_end_value())
-        if word in OPENERS:
+        if word in self.tags.openers:
             if not (yield from self.incoming.run_lookahead(self.does_call_begin())):
                 return False
             if self._search_count < MAX_SEARCHES and (yield from self.does_value_continue(nested=True)):
@@ -279,7 +280,7 @@ class XmlCalls(CallForm):
         """Do the closing tags that come next end the value?"""
         incoming = self.incoming
         closed = yield from self.take_closing_tags()
-        if closed >= CALL_CLOSERS:
+        if closed.issuperset(self.tags.call_closers):
             if not self.allows_several:  # the answer ends with its only call
                 return True
             yield from incoming.take_matching(SPACE)
@@ -288,7 +289,7 @@ class XmlCalls(CallForm):
         key = yield from incoming.run_lookahead(self.take_parameter())
         if self.is_cut_tag():
             return True
-        if closed == {"</parameter>"}:
+        if closed == {self.tags.closers[0]}:
             return key is not None
         if key is not None and self.may_follow(key):
             return True
@@ -298,9 +299,9 @@ class XmlCalls(CallForm):
         """Does a declared call begin here?"""
         incoming = self.incoming
         name = self._name
-        if (yield from incoming.take_if_next("<tool_call>")):
+        if self.tags.wrapper and (yield from incoming.take_if_next(self.tags.wrapper)):
             yield from incoming.take_matching(SPACE)
-        if not (yield from self.take_one_of(OPENERS[1:])):
+        if not (yield from self.take_one_of(self.tags.functions)):
             return False
         try:
             self._name = yield from self.take_function_name()
@@ -317,9 +318,9 @@ class XmlCalls(CallForm):
         nested: calls that begin in the text may be part of the value.
         """
         depth = 0
-        words = (*CLOSERS[:2], *OPENERS[1:])
+        words = (*self.tags.closers[:2], *self.tags.functions)
         while word := (yield from self.incoming.take_until(words, ignore_text)):
-            if word in OPENERS:
+            if word in self.tags.functions:
                 self.incoming.position -= len(word)
                 opens = yield from self.incoming.run_lookahead(self.does_call_begin())
                 self.incoming.position += len(word)
@@ -328,14 +329,14 @@ class XmlCalls(CallForm):
                 depth += opens
             elif not depth:
                 return True
-            elif word == "</function>":
+            elif word == self.tags.closers[1]:
                 depth -= 1
         return False
 
     def write_text(self, writer: JsonWriter, text: str, last: bool = False) -> None:
         """Write text of a value. A line break at its end is held back, since it may belong to the closing tag."""
         text = self._ending + text
-        found = re.search(r"\r?\n\Z|\r\Z", text)
+        found = re.search(r"\r?\n\Z|\r\Z", text) if self.tags.pads_values else None
         self._ending = "" if found is None else found[0]
         text = text[: len(text) - len(self._ending)]
         if last and self._ending == "\r":

@@ -103,9 +103,9 @@ class CountedStates(RecurrentStates):
 
     brought = 0
 
-    def import_(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         self.brought += 1
-        super().import_(slot, state)
+        super().import_(slot, state, at)
 
 
 class ReadBack(RecurrentShard):
@@ -257,7 +257,7 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
         answer, _ = await running.told(job)
     turn, tried = Job((*job.prompt, *answer, *prompt(4, 30)), 9), list[int]()
 
-    def half(states: CountedStates, slot: int, _: NamedTensors) -> None:
+    def half(states: CountedStates, slot: int, _: NamedTensors, __: int) -> None:
         tried.append(slot)
         states.standing[slot] = None
         raise RuntimeError("only half of it")

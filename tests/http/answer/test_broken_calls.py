@@ -118,6 +118,21 @@ APIS = {
 XML = "<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n</function>\n</tool_call>"
 HERMES = '<tool_call>\n{"name": "write", "arguments": {"path": "a.py"}}\n</tool_call>'
 MADE = [("write", '{"path": "a.py"}')]
+SEED = "<seed:tool_call>\n<function=write>\n<parameter=path>a.py</parameter>\n</function>\n</seed:tool_call>"
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="write">\n<parameter name="path">a.py</parameter>\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+GLM = "<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a.py</arg_value>\n</tool_call>"
+MISTRAL = '[TOOL_CALLS]write[ARGS]{"path": "a.py"}'
+CALLS = {
+    "qwen-xml": XML,
+    "hermes": HERMES,
+    "seed-xml": SEED,
+    "minimax-xml": MINIMAX,
+    "glm-xml": GLM,
+    "mistral": MISTRAL,
+}
 UNDECLARED = XML.replace("write", "main")
 # The form, what is written, and the text, calls and reasoning that come of it.
 ANSWERS = {
@@ -126,7 +141,14 @@ ANSWERS = {
     "xml, an undeclared name": ("qwen-xml", UNDECLARED, UNDECLARED, [], ""),
     "xml, a name in text": ("qwen-xml", "You write <function=write> here.", "You write <function=write> here.", [], ""),
     "xml, in reasoning": ("qwen-xml", f"<think>\nI do.\n{XML}", "", MADE, "I do."),
-    "hermes": ("hermes", HERMES, "", MADE, ""),
+    **{f"{form}, a call": (form, f"So:\n{call}", "So:", MADE, "") for form, call in CALLS.items()},
+    **{f"{form}, twice": (form, f"{call}\n{call}", "", MADE * 2, "") for form, call in CALLS.items()},
+    **{f"{form}, in reasoning": (form, f"<think>\nI do.\n{call}", "", MADE, "I do.") for form, call in CALLS.items()},
+    **{f"{form}, undeclared": (form, call.replace("write", "main"), None, [], "") for form, call in CALLS.items()},
+    "glm, closers missing": ("glm-xml", GLM.partition("</arg_value>")[0], "", MADE, ""),
+    "minimax, closers missing": ("minimax-xml", MINIMAX.partition("</parameter>")[0], "", MADE, ""),
+    "mistral, the end missing": ("mistral", MISTRAL[:-2], "", MADE, ""),
+    "mistral, listed": ("mistral", f"[TOOL_CALLS][{HERMES.splitlines()[1]}]", "", MADE, ""),
     "hermes, repaired": ("hermes", HERMES.replace('"', "'").replace("}}", ",}}"), "", MADE, ""),
     "hermes, closers missing": ("hermes", HERMES.partition("}}")[0], "", MADE, ""),
     "hermes, no object": ("hermes", HERMES.replace('{"path": "a.py"}', "[1]"), None, [], ""),
@@ -135,7 +157,7 @@ ANSWERS = {
 }
 
 
-@pytest.fixture(params=["qwen-xml", "hermes"])
+@pytest.fixture(params=CALLS)
 def form(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     before, site.text.calls = site.text.calls, request.param
     yield request.param
@@ -157,12 +179,42 @@ async def test_why_an_answer_ended_agrees_with_its_calls(site: Site, form: str, 
             assert said.ended == APIS[api].ended[bool(calls)], name
 
 
+HARMONY_CALL = '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a.py"}<|call|>'
+THINKING = "<|channel|>analysis<|message|>I do.<|end|><|start|>assistant"
+HARMONY = {
+    "a final message": ("<|channel|>final<|message|>So.", "So.", [], ""),
+    "reasoning and a final message": (f"{THINKING}<|channel|>final<|message|>So.", "So.", [], "I do."),
+    "a call": (HARMONY_CALL, "", MADE, ""),
+    "reasoning, a preamble and a call": (
+        f"{THINKING}<|channel|>commentary<|message|>So.<|end|><|start|>assistant{HARMONY_CALL}",
+        "So.",
+        MADE,
+        "I do.",
+    ),
+    "two calls": (f"{HARMONY_CALL}<|start|>assistant{HARMONY_CALL}", "", MADE * 2, ""),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", APIS)
+async def test_channels_are_reasoning_text_and_calls_in_every_api(site: Site, api: str, streamed: bool) -> None:
+    before, site.text.calls = site.text.calls, "harmony"
+    for name, (written, text, calls, thought) in HARMONY.items():
+        site.say(written)
+        for per_step in (1, 3, 1000):
+            site.door.per_step = per_step
+            said = await APIS[api].ask(site, streamed, None)
+            assert (said.text, said.calls, said.thought) == (text, calls, thought), name
+            assert said.ended == APIS[api].ended[bool(calls)], name
+    site.text.calls = before
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "messages"])
 async def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone(
     site: Site, form: str, api: str, streamed: bool
 ) -> None:
-    call = {"qwen-xml": XML, "hermes": HERMES}[form]
+    call = CALLS[form]
     site.say(f"<think>\nHm, a.py.\n</think>\n\nI write.\n{call}\nThen a.py, and more.")
     said = await APIS[api].ask(site, streamed, "a.py")
     assert (said.thought, said.calls) == ("Hm, a.py.", MADE)
@@ -174,16 +226,17 @@ async def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone(
     assert said.ended == APIS[api].stopped
     assert said.stop == ("a.py" if api == "messages" else None)
     site.say(f"{call}")
-    said = await APIS[api].ask(site, streamed, "</tool_call>")
+    said = await APIS[api].ask(site, streamed, call[-6:])
     assert (said.text, said.calls, said.ended) == ("", MADE, APIS[api].ended[1])
 
 
 async def test_an_answer_that_is_cut_off_in_a_call_says_so_and_has_valid_arguments(site: Site, form: str) -> None:
-    tokens = site.say({"qwen-xml": XML, "hermes": HERMES}[form])
+    tokens = site.say(CALLS[form])
     tools = [{"type": "function", "function": FUNCTION}]
     for most in range(1, len(tokens)):
         response = await site.chat(tools=tools, max_tokens=most)
         (choice,) = response.json()["choices"]
         assert choice["finish_reason"] == "length"
         for call in choice["message"].get("tool_calls", []):
-            assert "a.py\n</".startswith(json.loads(call["function"]["arguments"])["path"])
+            path = json.loads(call["function"]["arguments"])["path"]
+            assert "a.py\n</".startswith(path) or "a.py</".startswith(path)

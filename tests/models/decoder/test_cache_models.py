@@ -233,7 +233,7 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
     @rule(source=st.integers(0, SLOTS - 1), heir=st.integers(0, SLOTS - 1))
     def bring_back(self, source: int, heir: int) -> None:
         """As through the store."""
-        self.cache.import_(heir, self.cache.export(source))
+        self.cache.import_(heir, self.cache.export(source), self.slots[source][1])
         self.slots[heir] = self.slots[source]
 
     @invariant()

@@ -112,7 +112,7 @@ def test_states_taken_out_and_put_back_go_on_as_if_they_had_never_left(whole):
     shard.rows.copy(0, 1, 128)
     shard.states.load(0, 1)
     assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=1, start=128), expected[128:])
-    shard.states.import_(3, state)
+    shard.states.import_(3, state, 128)
     shard.rows.copy(0, 3, 128)
     assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=3, start=128), expected[128:])
     shard.states.copy(1, 2)

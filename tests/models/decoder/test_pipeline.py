@@ -122,7 +122,7 @@ def test_rows_and_states_of_others_are_refused_by_name(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is odd"):
         split.rows.import_(1, 0, {one: tensor for one, tensor in rows.items() if one != name})
     with pytest.raises(ValueError, match="another is odd"):
-        split.states.import_(1, {**split.states.export(0), "another": rows[name]})
+        split.states.import_(1, {**split.states.export(0), "another": rows[name]}, 64)
     assert not split.rows.is_addressable
     with pytest.raises(ValueError, match="they are in the parts"):
         split.rows.view(0, 0, 64)

@@ -14,8 +14,9 @@ from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
+from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch

@@ -17,8 +17,8 @@ from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.config import spread_aux_layers
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.interface import AttentionMask
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import (
     CAUSAL,

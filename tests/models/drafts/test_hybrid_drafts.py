@@ -118,7 +118,7 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     fill(0, 192, 300, 108)
     expected = proposed(0)
     shard.rows.import_(1, 0, rows)
-    shard.states.import_(1, state)
+    shard.states.import_(1, state, 192)
     draft.rows.import_(1, 0, context)
     fill(1, 192, 300, 108)
     assert same_bits(proposed(1), expected)

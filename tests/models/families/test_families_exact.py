@@ -9,12 +9,16 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
 from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.families.glm4_moe import NormedGlm4MoeConfig
 from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.minimax_m2 import MiniMaxM2Config
+from adapters.models.families.mistral import Ministral3Config
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.families.seed_oss import SeedOssConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import UnprovenProductError
 from adapters.models.kernels.step import Segment, Step
@@ -23,6 +27,7 @@ from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 
+SIGMOID = SigmoidExpertsShape(12, 3, 72, is_normalized=True, shared=72, groups=3, chosen_groups=2, factor=1.5)
 CONFIGS: dict[str, DenseConfig] = {
     "the demo's layer shapes": Qwen3Config(512, 320, 832, 2, 5, 1, 64, 2048, 1e6, tie_word_embeddings=True),
     "gqa 4 to 1, nothing a multiple of a vector": Qwen3Config(203, 100, 212, 2, 8, 2, 24, 2048, 1e4),
@@ -31,6 +36,10 @@ CONFIGS: dict[str, DenseConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=ExpertsShape(11, 3, 72, is_normalized=True), dense_layers=(0,)
     ),
+    "scaled queries": Ministral3Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, beta=0.2, original=100),
+    "seed_oss": SeedOssConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, out_bias=True),
+    "glm4_moe": NormedGlm4MoeConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=SIGMOID, dense=1, rotated=12),
+    "minimax_m2": MiniMaxM2Config(203, 100, 72, 2, 6, 2, 24, 2048, 1e6, experts=SIGMOID, rotated=24),
     "qwen2": Qwen2Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, tie_word_embeddings=True),
 }
 LENGTH = 700

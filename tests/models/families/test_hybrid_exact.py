@@ -102,7 +102,7 @@ def test_slots_side_by_side_are_each_as_if_alone(whole):
 def test_what_is_no_number_stays_in_its_slot_and_leaves_with_its_sequence(whole):
     shard, tokens, expected = whole
     state = shard.states.export(0)
-    shard.states.import_(2, {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()})
+    shard.states.import_(2, {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}, 64)
     computed(shard, tokens[:100], CHUNKS, slot=1)
     step = Step((Segment(2, 64, 3), Segment(1, 100, 3)), 8)
     hidden = shard.forward(step, torch.cat((tokens[64:67], tokens[100:103]))).hidden
@@ -142,7 +142,7 @@ def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
         for spec in shard.states.specs
     }
     computed(shard, tokens.flip(0), CHUNKS, slot=1)
-    shard.states.import_(3, state)
+    shard.states.import_(3, state, 128)
     shard.rows.copy(0, 3, 128)
     assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=3, start=128), expected[128:])
     name = shard.states.specs[0].name
@@ -152,7 +152,7 @@ def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
         ({**state, name: state[name][:-1]}, r"\[2, "),
     ):
         with pytest.raises(ValueError, match=said):
-            shard.states.import_(3, wrong)
+            shard.states.import_(3, wrong, 128)
 
 
 def test_a_forward_that_fails_leaves_states_as_they_were(whole, monkeypatch):

@@ -16,6 +16,7 @@ import gguf
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf import gguf_tensor, header
 from adapters.checkpoint.gguf.header import ListField, read_header
+from adapters.checkpoint.gguf.library_types import LIBRARY_TYPES
 from adapters.checkpoint.gguf.types import PACKINGS, REFUSED
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, UNPACK
 from gguf import GGMLQuantizationType as Kind
@@ -27,8 +28,19 @@ def blocks_of(kind: Kind, rows: int, columns: int) -> np.ndarray:
     """Random bytes, except that what are scales are no infinities and no NaNs: their exponents are kept small."""
     count, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(kind).integers(0, 256, (rows * columns // count, size), dtype=np.uint8)
-    highs = {Kind.Q6_K: [209], Kind.Q4_K: [1, 3], Kind.Q5_K: [1, 3], Kind.F32: [3], Kind.BF16: [1]}.get(kind, [1])
-    data[:, highs] &= 0xBB
+    highs = {Kind.Q6_K: [209], Kind.Q4_K: [1, 3], Kind.Q5_K: [1, 3], Kind.F32: [3], Kind.BF16: [1]}
+    highs |= {
+        Kind.Q2_K: [81, 83],
+        Kind.Q3_K: [109],
+        Kind.Q4_1: [1, 3],
+        Kind.Q5_1: [1, 3],
+        Kind.IQ1_M: [49, 51, 53, 55],
+        Kind.MXFP4: [],
+    }
+    rows_of_scales = highs.get(kind, [1])
+    data[:, rows_of_scales] &= 0xBB
+    if kind is Kind.MXFP4:
+        data[:, 0] &= 0x7F
     return data.reshape(rows, -1)
 
 
@@ -59,7 +71,7 @@ def test_types_are_those_of_the_package() -> None:
         assert (packing.name, (packing.count, packing.size)) == (Kind(number).name, gguf.GGML_QUANT_SIZES[Kind(number)])
     assert {number: Kind(number).name for number in REFUSED} == dict(REFUSED)
     assert {*PACKINGS, *REFUSED} == set(Kind), "each is served or refused by name"
-    assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK}
+    assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK, *LIBRARY_TYPES}
 
 
 @pytest.mark.parametrize("piece", [1 << 18, 5000])  # of all at once, and in pieces that end within rows
@@ -108,8 +120,8 @@ def test_a_file_that_shrinks_is_an_error(everything: Path, tmp_path: Path) -> No
     path.write_bytes(everything.read_bytes())
     found = read_header(path)
     path.write_bytes(everything.read_bytes()[:-600])
-    with pytest.raises(CheckpointError, match="truncated: IQ4_XS ends past the end"):
-        gguf_tensor.make_tensor(found.tensors["IQ4_XS"]).read("IQ4_XS")
+    with pytest.raises(CheckpointError, match="truncated: MXFP4 ends past the end"):
+        gguf_tensor.make_tensor(found.tensors["MXFP4"]).read("IQ4_XS")
 
 
 # Headers by hand
@@ -166,8 +178,8 @@ HOSTILE = {
     "tensor w has 0 dimensions": made(infos=[tensor(shape=())]),
     "tensor w has shape": made(infos=[tensor(shape=(1 << 40, 1 << 40))]),
     "tensor w has shape [0, 4]": made(infos=[tensor(shape=(4, 0))]),
-    "tensor w has type Q2_K; accepted: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS": made(
-        infos=[tensor(kind=10)]
+    "tensor w has type TQ1_0; accepted: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, Q4_1": made(
+        infos=[tensor(kind=34)]
     ),
     "tensor w has type 12345;": made(infos=[tensor(kind=12345)]),
     "tensor w has rows of 33, which are no whole blocks of Q8_0": made(infos=[tensor(shape=(33, 1), kind=8)]),

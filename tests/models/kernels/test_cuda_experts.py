@@ -10,7 +10,13 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
+from adapters.models.kernels.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    SigmoidExpertsShape,
+    choose_experts,
+)
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
@@ -27,6 +33,11 @@ ROWS = 700
 SHAPES = {
     "a shared one": (ExpertsShape(24, 4, 256, is_normalized=True, shared=128), 512),
     "odd sizes": (ExpertsShape(11, 3, 72, is_normalized=False), 104),
+    "by sigmoids": (SigmoidExpertsShape(24, 4, 256, is_normalized=True, shared=128, factor=1.5), 512),
+    "by sigmoids, in groups": (
+        SigmoidExpertsShape(12, 3, 72, is_normalized=False, groups=3, chosen_groups=2),
+        104,
+    ),
     "all for every row": (ExpertsShape(5, 5, 64, is_normalized=True), 128),
 }
 
@@ -41,7 +52,14 @@ class Layer:
         self.each = tuple(self._gated(shape.inner) for _ in range(shape.count))
         router = self.kernels.pack(self._weight(shape.router_outputs, hidden))
         shared = self._gated(shape.shared) if shape.shared else None
-        self.experts = Experts(shape, router, self.kernels.stack_experts(iter(self.each), shape.count), shared)
+        correction = torch.randn(shape.count, generator=self.generator, device=DEVICE)
+        self.experts = Experts(
+            shape,
+            router,
+            self.kernels.stack_experts(iter(self.each), shape.count),
+            shared,
+            correction=correction if isinstance(shape, SigmoidExpertsShape) else None,
+        )
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
         drawn = torch.randn(outputs, inputs, generator=self.generator, device=DEVICE)
@@ -102,6 +120,25 @@ def test_rows_choose_as_they_do_on_a_cpu(count):
     assert (found[60:] == count).all(), "padded rows choose nobody"
     torch.testing.assert_close(shares[:60, :8].cpu(), weights[:60], equal_nan=True)
     torch.testing.assert_close(shares[:60, 8].cpu(), logits[:60, count].sigmoid(), equal_nan=True)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 8)])
+def test_rows_choose_by_sigmoids_as_they_do_on_a_cpu(groups):
+    count, open_groups = groups
+    shape = SigmoidExpertsShape(32, 8, 8, is_normalized=True, shared=1, groups=count, chosen_groups=open_groups)
+    logits = torch.randn(64, 32, generator=make_generator(1)).bfloat16().float()
+    logits[3, :9], logits[4, ::2], logits[4, 1::2] = 2.0, 0.0, -0.0
+    # A step that is wider than any rounding of a sigmoid: both devices order scores alike.
+    correction = (torch.randn(32, generator=make_generator(2)) * 8).round() / 8
+    chosen, weights = choose_experts(logits, shape, correction)
+    kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
+    found, shares = kernels.grouped_experts.choose_experts(
+        logits.to(DEVICE), shape, batch.positions, correction.to(DEVICE)
+    )
+    same = (found[:60].cpu().long() == chosen[:60]).all(1)
+    assert same.float().mean() >= 0.95, "scores that round to one number may change places"
+    torch.testing.assert_close(shares[:60, :8].cpu()[same], weights[:60][same])
+    assert (shares[:, 8] == 1).all(), "the shared expert has no gate"
 
 
 @pytest.mark.parametrize("room", [1, 5, 12, 40])

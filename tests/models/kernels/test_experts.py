@@ -18,7 +18,13 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
 from adapters.models.kernels import experts_interface as module
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
+from adapters.models.kernels.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    SigmoidExpertsShape,
+    choose_experts,
+)
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
@@ -59,6 +65,33 @@ def test_weights_add_up_to_one_only_where_the_family_says_so():
     torch.testing.assert_close(weights, logits.topk(8).values.softmax(1))
     _, bare = choose_experts(logits, evolve(shape, is_normalized=False))
     assert bare.sum(1).max() < 0.9
+
+
+def test_sigmoids_choose_with_a_correction_and_weigh_without_it():
+    shape = SigmoidExpertsShape(4, 2, 8, is_normalized=True, factor=2.0)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    chosen, weights = choose_experts(logits, shape, torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    assert chosen.tolist() == [[0, 1]]
+    scores = logits.sigmoid()[0, :2]
+    torch.testing.assert_close(weights[0], 2 * scores / scores.sum())
+
+
+def test_experts_come_from_the_groups_whose_two_best_have_the_greatest_sum():
+    shape = SigmoidExpertsShape(6, 2, 8, is_normalized=False, groups=3, chosen_groups=1)
+    chosen, _ = choose_experts(torch.tensor([[9.0, -9.0, 1.0, 1.0, 2.0, -9.0]]), shape)
+    assert chosen.tolist() == [[2, 3]], "of equal logits the lower number, and never the greatest one of all"
+
+
+def test_a_row_chooses_by_sigmoids_the_same_in_any_company():
+    logits = torch.randn(64, 128, generator=make_generator(2)).bfloat16().float()
+    correction = torch.randn(128, generator=make_generator(3))
+    shape = SigmoidExpertsShape(128, 8, 8, is_normalized=True, groups=8, chosen_groups=3, factor=2.5)
+    chosen, weights = choose_experts(logits, shape, correction)
+    for row in range(64):
+        alone, own = choose_experts(logits[row : row + 1], shape, correction)
+        assert torch.equal(alone[0], chosen[row])
+        assert same_bits(own[0], weights[row])
+    assert all(len({one // 16 for one in row}) <= 3 for row in chosen.tolist())
 
 
 def test_a_row_chooses_the_same_in_any_company():

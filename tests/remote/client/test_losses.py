@@ -84,7 +84,7 @@ def life(shard: DenseShard | Pipeline) -> list[torch.Tensor]:
     shard.states.keep(0, 1)
     shard.states.load(1, 2)
     shard.rows.import_(2, 0, shard.rows.export(0, 0, 128))
-    shard.states.import_(2, shard.states.export(0))
+    shard.states.import_(2, shard.states.export(0), 128)
     found += [step(shard, (2, 128, 3), kept=[3])[0], step(shard, (1, 131, 2), kept=[2])[0]]
     shard.rows.export(1, 0, 64)  # and so the last commit is heard of
     return found

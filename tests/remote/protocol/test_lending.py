@@ -99,7 +99,7 @@ def test_rows_and_states_are_copied_from_where_they_lie(lending: Lending) -> Non
     for name, one in state.items():
         kept[name] = memory[at : at + one.nbytes].view(one.dtype).view(one.shape).copy_(one)
         at += one.nbytes
-    far.states.import_(2, kept)
+    far.states.import_(2, kept, 64)
     assert lending.end.came[-1] == 0
     assert all(same_bits(one, state[name]) for name, one in far.states.export(2).items())
 
@@ -134,8 +134,8 @@ def test_runs_that_are_lent_are_told_of_at_once_and_nobody_waits_for_them(lendin
 @pytest.mark.parametrize("asked", ["forward", "copy", "export"])
 def test_what_is_asked_behind_runs_that_nobody_waits_for_finds_them(lending: Lending, asked: str) -> None:
     far, rows, state = lending.far, lending.far.rows.export(0, 0, 64), lending.far.states.export(0)
-    far.states.import_(1, state)
-    far.states.import_(2, state)
+    far.states.import_(1, state, 64)
+    far.states.import_(2, state, 64)
     lending.end.gate.clear()
     far.rows.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
     opening = threading.Timer(0.05, lending.end.gate.set)

@@ -178,9 +178,38 @@ PYTHONIC: list[tuple[str, list[AnswerBlock]]] = [
     ("[get(city='cut", [SAID("[get(city='cut")]),
     ("[1, 2] and a [get()]", [SAID("[1, 2] and a [get()]")]),
 ]  # fmt: skip
+Q = '<|"|>'
+GEMMA4: list[tuple[str, list[AnswerBlock]]] = [
+    ("Text, with a <|tool", [SAID("Text, with a <|tool")]),
+    (
+        f"Look. <|tool_call>call:get{{city:{Q}Bonn \"am\" Rhein\\n{Q},n:3}}<tool_call|>",
+        [SAID("Look."), call(0, "get", '{"city": "Bonn \\"am\\" Rhein\\\\n", "n": 3}')],
+    ),
+    (
+        (
+            f"<|tool_call>call:put{{tags:[1,{Q}a\nb{Q},null],deep:{{a:{{b:true}},c:[]}}}}<tool_call|>"
+            "<|tool_call>call:functions.run{}<tool_call|> Done."
+        ),
+        [
+            call(0, "put", '{"tags": [1, "a\\nb", null], "deep": {"a": {"b": true}, "c": []}}'),
+            call(1, "functions.run"),
+            SAID("Done."),
+        ],
+    ),
+    (f"<|tool_call>call:get{{unit:F,{Q}city{Q}:-1}}<tool_call|>", [call(0, "get", '{"unit": "F", "city": -1}')]),
+    (f"<|tool_call>call:get{{city:{Q}cut", [call(0, "get", '{"city": "cut"}')]),
+    ("<|tool_call>call:other{}<tool_call|>", [SAID("<|tool_call>call:other{}<tool_call|>")]),
+    ("<|tool_call>get{}<tool_call|>", [SAID("<|tool_call>get{}<tool_call|>")]),
+]  # fmt: skip
 CASES = [
     (form, text, said)
-    for form, cases in (("hermes", HERMES), ("qwen-xml", XML), ("llama3-json", LLAMA), ("pythonic", PYTHONIC))
+    for form, cases in (
+        ("hermes", HERMES),
+        ("qwen-xml", XML),
+        ("llama3-json", LLAMA),
+        ("pythonic", PYTHONIC),
+        ("gemma4", GEMMA4),
+    )
     for text, said in cases
 ]
 
@@ -254,7 +283,7 @@ WORDS += ["get", "put", "(", ")", "=", "'", ">", "<", "<|python_tag|>", "n", "5"
 
 @given(
     st.lists(st.sampled_from(WORDS), max_size=24).map("".join),
-    st.sampled_from(["hermes", "qwen-xml", "llama3-json", "pythonic", "none"]),
+    st.sampled_from(["hermes", "qwen-xml", "llama3-json", "pythonic", "gemma4", "none"]),
     st.booleans(),
     st.booleans(),
     st.data(),
@@ -267,7 +296,7 @@ def test_any_text_in_any_pieces(text: str, form: str, parallel: bool, opened: bo
     assert read([text[one:other] for one, other in itertools.pairwise([0, *cuts, len(text)])], reader) == whole
 
 
-@given(st.text(max_size=60), st.sampled_from(["hermes", "qwen-xml", "llama3-json", "pythonic"]))
+@given(st.text(max_size=60), st.sampled_from(["hermes", "qwen-xml", "llama3-json", "pythonic", "gemma4"]))
 def test_text_without_calls_stays_as_it_is(text: str, form: str) -> None:
     assert list(join_blocks(read(list(text), AnswerReader(form, TOOLS)))) == ([SAID(text)] if text else [])
 
@@ -322,3 +351,14 @@ def test_without_tools_and_without_reasoning_all_is_text() -> None:
     text = '<think>a</think><tool_call>{"name": "get"}</tool_call>'
     assert read([text], AnswerReader("hermes")) == [SAID(text)]
     assert read([text], AnswerReader("none", TOOLS, reasoning="think"))[0] == THOUGHT("a")
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_the_reasoning_of_gemma_has_a_label(starts: bool) -> None:
+    reader = AnswerReader(reasoning="gemma4", starts_in_reasoning=starts)
+    text = ("" if starts else "<|channel>thought\n") + "I think.\n<channel|>So it is."
+    for parts in ([text], list(text)):
+        assert list(join_blocks(read(parts, reader))) == [THOUGHT("I think."), SAID("So it is.")]
+    assert list(join_blocks(read(["<|channel>thought\n<channel|>Yes."], AnswerReader(reasoning="gemma4")))) == [
+        SAID("Yes.")
+    ]

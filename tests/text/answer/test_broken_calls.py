@@ -347,6 +347,7 @@ JUNK = [
         "-",
     ),
     *("</parameter>", "</function>", "</tool_call>", "<tool_call>", "<parameter=", "<parameter=n>", "<function=bash>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</invoke>", "[TOOL_CALLS]", "[ARGS]"),
     *("<function=", "<think>", "</think>", "null", "True", "3.0", "東", "\\u", "\\ud83d", '"w2x": ', '"path": "w3x"'),
 ]
 
@@ -393,7 +394,42 @@ def as_python(name: str, values: dict[str, Any]) -> list[str]:
     return re.split(r"""(?<=["'{}()\[\],:=])|(?=["'{}()\[\],:=])""", f"[{name}({written})]")
 
 
-FORMS = {"qwen-xml": as_xml, "hermes": as_hermes, "llama3-json": as_llama, "pythonic": as_python}
+def in_tags(begin: list[str], key: Callable[[str], list[str]], close: str, end: list[str]) -> Callable[..., list[str]]:
+    def write(name: str, values: dict[str, Any]) -> list[str]:
+        parts = [part.replace("NAME", name) for part in begin]
+        for one, value in values.items():
+            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            parts += [*key(one), written, close, "\n"]
+        return [*parts, *end]
+
+    return write
+
+
+def as_mistral(name: str, values: dict[str, Any]) -> list[str]:
+    body = json.dumps(values, ensure_ascii=False)
+    return ["[TOOL_CALLS]", name, "[ARGS]", *re.split(r'(?<=["{}\[\],:])|(?=["{}\[\],:])', body)]
+
+
+as_seed = in_tags(
+    ["<seed:tool_call>\n", "<function=NAME>\n"],
+    lambda key: [f"<parameter={key}>"],
+    "</parameter>",
+    ["</function>\n", "</seed:tool_call>"],
+)
+as_minimax = in_tags(
+    ["<minimax:tool_call>\n", '<invoke name="NAME">\n'],
+    lambda key: [f'<parameter name="{key}">'],
+    "</parameter>",
+    ["</invoke>\n", "</minimax:tool_call>"],
+)
+as_glm = in_tags(
+    ["<tool_call>", "NAME\n"],
+    lambda key: ["<arg_key>", key, "</arg_key>\n", "<arg_value>"],
+    "</arg_value>",
+    ["</tool_call>"],
+)
+TAGGED = {"qwen-xml": as_xml, "seed-xml": as_seed, "minimax-xml": as_minimax, "glm-xml": as_glm}
+FORMS = {**TAGGED, "hermes": as_hermes, "mistral": as_mistral, "llama3-json": as_llama, "pythonic": as_python}
 
 
 def broken(chance: random.Random, parts: list[str]) -> str:
@@ -464,7 +500,7 @@ def test_an_answer_that_is_cut_off_anywhere_has_the_calls_that_are_there(form: s
             assert name == wanted_name
             for key, value in values.items():
                 if isinstance(wanted[key], str):
-                    assert f"{wanted[key]}\n</".startswith(value), repr(text[:size])
+                    assert f"{wanted[key]}\n</".startswith(value) or f"{wanted[key]}</".startswith(value)
         assert len(calls) <= len(made)
         assert read(list(text[:size]), evolve(READER, calls=form)) == whole
 
@@ -496,7 +532,7 @@ def check_broken(chance: random.Random, form: str) -> None:
         assert call.name in TOOLS, repr(text)
         values = json.loads(call.arguments)
         assert isinstance(values, dict), repr(text)
-        if form == "qwen-xml":
+        if form in TAGGED:
             for key in {"path", "content", "command"} & set(values):
                 assert isinstance(values[key], str), repr(text)
             assert all(type(value) is not float for key, value in values.items() if key == "n"), repr(text)
@@ -509,10 +545,15 @@ def check_broken(chance: random.Random, form: str) -> None:
 
 
 WRITING = "<tool_call><function=write><parameter=path>a"
+GLM_WRITING = "<tool_call>write<arg_key>path</arg_key><arg_value>a"
 NAMING = '<tool_call>{"name": "write", "arguments": {"path": "'
 REPEATED = [
     *(("qwen-xml", before, unit) for before in ("", "<think>") for unit in (WRITING, "<function=write> ")),
     *(("qwen-xml", WRITING, unit) for unit in ("</function> x ", "</parameter></function> <function=", "<parameter=n")),
+    *(("glm-xml", before, unit) for before in ("", "<think>") for unit in (GLM_WRITING, "<tool_call>write ")),
+    *(("glm-xml", GLM_WRITING, unit) for unit in ("</tool_call> x ", "</arg_value></tool_call> ", "<arg_key>n")),
+    *(("minimax-xml", before, '<invoke name="write">') for before in ("", "<think>")),
+    *(("mistral", "", unit) for unit in ("[TOOL_CALLS]", "[TOOL_CALLS]write[ARGS]{", "[TOOL_CALLS][{")),
     *(("hermes", before, NAMING) for before in ("", "<think>")),
     *(("hermes", NAMING, unit) for unit in ('a" b" ', 'a", "', "</tool_call> x", "\\", '"}')),
     *(("hermes", "", unit) for unit in ('\n{"type": "', "\n```", "\n[", "<tool_call>{", '\n{"type": "a", ')),

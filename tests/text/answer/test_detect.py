@@ -20,6 +20,17 @@ FORMS = {
     "llama3-json": '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
     "pythonic": "[{{ call.function.name }}({% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}"
     "{% endfor %})]",
+    "seed-xml": "<seed:tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for k, v in call.function.arguments | items %}<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
+    "</function>\n</seed:tool_call>",
+    "minimax-xml": '<minimax:tool_call>\n<invoke name="{{ call.function.name }}">\n'
+    '{% for k, v in call.function.arguments | items %}<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}'
+    "</invoke>\n</minimax:tool_call>",
+    "glm-xml": "<tool_call>{{ call.function.name }}\n{% for k, v in call.function.arguments | items %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+    "mistral": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
+    '{% for k, v in call.function.arguments | items %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
     "none": "<call:{{ call.function.name }}/>",
 }
 LLAMA_TAG = '<|python_tag|>{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
@@ -48,6 +59,15 @@ async def test_the_form_is_the_one_that_the_template_writes(form: str, opening: 
 async def test_a_control_token_may_be_part_of_it() -> None:
     made = template(LLAMA_TAG)
     assert await detect_call_form(made) == "llama3-json"
+    await made.aclose()
+
+
+@pytest.mark.parametrize(
+    ("tags", "name"), [(("<seed:think>", "</seed:think>"), "seed"), (("[THINK]", "[/THINK]"), "mistral")]
+)
+async def test_tags_of_reasoning_are_those_that_the_template_writes(tags: tuple[str, str], name: str) -> None:
+    made = template(FORMS["seed-xml"], tags[0], "".join(tags))
+    assert (await detect_call_form(made), detect_reasoning(made)) == ("seed-xml", name)
     await made.aclose()
 
 

@@ -75,7 +75,6 @@ GRAMMARS: dict[str, tuple[Grammar, tuple[str, ...], tuple[str, ...]]] = {
         ('say ""', 'say "abcd"', 'say "a/"', 'say "a"x'),
     ),
 }
-FORMS = ("hermes", "qwen-xml", "llama3-json", "pythonic")
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +87,28 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer)
 
 
+TAGGED = {
+    "qwen-xml": "<tool_call>\n<function=edit>\n<parameter=input>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "seed-xml": "<seed:tool_call>\n<function=edit>\n<parameter=input>{}</parameter>\n</function>\n</seed:tool_call>",
+    "minimax-xml": '<minimax:tool_call>\n<invoke name="edit">\n<parameter name="input">{}</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "gemma4": '<|tool_call>call:edit{{input:<|"|>{}<|"|>}}<tool_call|>',
+    "glm-xml": "<tool_call>edit\n<arg_key>input</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+}
+QUOTED = {
+    "hermes": '<tool_call>\n{{"name": "edit", "arguments": {{"input": {}}}}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS]edit[ARGS]{{"input": {}}}',
+    "llama3-json": '{{"name": "edit", "parameters": {{"input": {}}}}}',
+    "pythonic": "[edit(input={})]",
+}
+FORMS = (*TAGGED, *QUOTED)
+
+
 def written(form: str, text: str) -> str:
     """A call as a template writes it."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    match form:
-        case "hermes":
-            return f'<tool_call>\n{{"name": "edit", "arguments": {{"input": {quoted}}}}}\n</tool_call>'
-        case "qwen-xml":
-            return f"<tool_call>\n<function=edit>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
-        case "llama3-json":
-            return f'{{"name": "edit", "parameters": {{"input": {quoted}}}}}'
-        case _:
-            return f"[edit(input={quoted})]"
+    if form in TAGGED:
+        return TAGGED[form].format(text)
+    return QUOTED[form].format(json.dumps(text, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("form", FORMS)

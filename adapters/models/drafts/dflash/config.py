@@ -11,8 +11,9 @@ from attrs import frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
 from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary, parse_rope
-from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.attention_rule import AttentionMask
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128
@@ -47,6 +48,7 @@ class DFlashConfig:
     output_gate: ClassVar[bool] = False
     zero_centred: ClassVar[bool] = False
     experts: ClassVar[None] = None
+    traits: ClassVar[LayerTraits] = USUAL
 
     hidden_size: int
     intermediate_size: int

@@ -13,12 +13,12 @@ from attrs import frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
 from adapters.models.decoder.decoder_layer import layer_tensors
-from adapters.models.decoder.family import HeadShape
+from adapters.models.decoder.family import HEAD_PREFIX, HeadShape
 from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
 
-PREFIX = "mtp."
+PREFIX = HEAD_PREFIX
 LAYER = "mtp.layers.0."
 # One more than the most proposals. The head runs once for each proposal, and later proposals build on earlier ones.
 # The shipped head's proposals are each accepted in about two of three cases if those before were accepted.

@@ -30,13 +30,15 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, gate_attention, project_inputs
+from adapters.models.decoder.attention_heads import gate_attention
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
-from adapters.models.kernels.interface import AttentionMask, Kernels
+from adapters.models.kernels.attention_rule import AttentionMask
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 
@@ -190,7 +192,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         self._hidden.index_copy_(0, batch.kept_at, hidden)
         kv = kernels.linear(kernels.add_norm(x, None, loaded.layer.frame.input_norm, self._eps), loaded.kv)
         [(k_cache, v_cache)] = self.rows.layers
-        kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
+        kernels.store(kv, loaded.kv_prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels = self._kernels

@@ -10,19 +10,20 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
 from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
 
 
 @frozen
 class LoadedHead:
-    """All weights. kv: the part of the layer's projection that context rows go through."""
+    """All weights. kv, kv_prep: the part of the layer's projection and preparation that context rows go through."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
     fc: Any
     layer: DecoderLayer
     kv: Any
+    kv_prep: HeadPrep
     norm: Tensor
 
 
@@ -30,12 +31,16 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
     def norm(name: str) -> Tensor:
         return read.norm(f"mtp.{name}.weight", zero_centred=config.layer.zero_centred)
 
+    layer = load_layer(read, kernels, config.layer, LAYER)
+    bias = layer.prep.bias
+    queries = config.layer.num_heads * config.head_dim
     return LoadedHead(
         embedding_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
         fc=kernels.pack(read("mtp.fc.weight")),
-        layer=load_layer(read, kernels, config.layer, LAYER),
+        layer=layer,
         kv=kernels.pack(read(*(f"{LAYER}self_attn.{part}_proj.weight" for part in "kv"))),
+        kv_prep=evolve(layer.prep, bias=None if bias is None else bias[queries:]),
         norm=norm("norm"),
     )
 

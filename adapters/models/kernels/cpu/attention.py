@@ -7,15 +7,15 @@ not seen weighs exactly zero, and zeros change no bit of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Iterator
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.models.kernels.interface import AttentionMask, Rope
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.cpu.step_plan import ScoreMask, Span
+from adapters.models.kernels.functions.vector_functions import VECTOR, apply_in_vectors
 from adapters.models.kernels.multiplier import Multiplier, dtype_name
 from adapters.models.kernels.product_list import (
     COUNTS,
@@ -36,90 +36,6 @@ from adapters.models.kernels.step_batch import Batch, BlockBatch
 _TERMS = 1024  # keys of one product with values where there is no plan
 
 
-@frozen
-class ScoreMask:
-    """A mask `[rows or 1, 1, n]` that is added to the scores of the n keys from `key` on: 0 where a row sees them,
-    else -inf.
-    """
-
-    key: int
-    scores: Tensor
-
-
-@frozen
-class Span:
-    """Rows that attend together to the keys `[first, stop)`: those of `segment`, which begin at `row` of the batch."""
-
-    segment: Segment
-    row: int
-    first: int
-    stop: int
-    masks: tuple[ScoreMask, ...]
-
-
-@define(eq=False)
-class StepPlan:
-    """The plan of one step that its layers share. Its parts are made when the first layer asks for them."""
-
-    segments: tuple[Segment, ...]
-    _angles: tuple[Tensor, Tensor] | None = None
-    _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
-    _seen: dict[AttentionMask, tuple[Tensor, Tensor]] = field(init=False, factory=dict)
-
-    @cached_property
-    def segments_with_rows(self) -> list[tuple[int, Segment]]:
-        """The segments, each with its first row of the batch."""
-        rows = accumulate((segment.count for segment in self.segments), initial=0)
-        return list(zip(rows, self.segments, strict=False))
-
-    def find_seen_keys(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
-        """Return the first key that each row of blocks sees, and the key behind the last one: int64 `[R]` both."""
-        found = self._seen.get(mask)
-        if found is None:
-            low = batch.firsts
-            if mask.window:
-                low = torch.maximum(low, batch.positions - mask.window + 1)
-            found = self._seen[mask] = low, batch.positions + 1 if mask.causal else batch.lengths
-        return found
-
-    def make_spans_once(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
-        """Return the spans of one kind of mask, made once a step."""
-        found = self._spans.get(mask)
-        if found is None:
-            found = self._spans[mask] = make()
-        return found
-
-    def gather_angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for the rotated part of each head, gathered once a step.
-
-        Both are float32 `[R, 1, n]`: factors of the part itself, and of the part with its halves swapped.
-        """
-        if self._angles is None:
-            at = batch.positions.clamp(min=0)
-            cos = rope.cos[at]
-            sin = rope.sin[at]
-            self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
-        return self._angles
-
-    def check_caches(self, slots: int, rows: int) -> None:
-        """Raise IndexError for rows that the caches do not have."""
-        for segment in self.segments:
-            if not 0 <= segment.slot < slots or not 0 <= segment.start <= segment.start + segment.count <= rows:
-                raise IndexError(f"{segment} in {slots} slots of {rows} rows")
-
-    def write_caches(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows."""
-        form = format_of(k_cache)
-        k = form.encode(keys).transpose(0, 1)
-        v = form.encode(values).transpose(0, 1)
-        for row, segment in self.segments_with_rows:
-            slot = segment.slot
-            start = segment.start
-            count = segment.count
-            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
-            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, row, count))
-
-
 @define(eq=False)
 class CpuAttention:
     """Attention of one shard, with an output buffer for each bucket.
@@ -138,19 +54,22 @@ class CpuAttention:
         rows = torch.arange(QUERIES).unsqueeze(1)
         self._later = _make_mask(torch.arange(QUERIES + TILE) > rows)  # keys counted from the first row's own
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         plan = batch.plan
         how = self._find_proven(*q.shape[2:])
         capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
-            return self._attend_natively(q, k_cache, v_cache, batch, how, (None, batch.lengths))
+            seen = (plan.find_nearest_keys(rule.window, batch), batch.lengths)
+            return self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule)
 
         def make() -> list[Span]:
             return [
-                span for row, one in plan.segments_with_rows for span in self._causal_spans(row, one, how, capacity)
+                span
+                for row, one in plan.segments_with_rows
+                for span in self._causal_spans(row, one, how, capacity, rule.window)
             ]
 
-        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(None, make))
+        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(rule.window, make), rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -195,6 +114,7 @@ class CpuAttention:
         batch: Batch,
         served: ServedHeads,
         seen: tuple[Tensor | None, Tensor],
+        rule: AttentionRule = PLAIN,
     ) -> Tensor:
         own = self.kernels.native_attention
         if own is None:
@@ -202,18 +122,26 @@ class CpuAttention:
         if self.plan is not None and self.plan.steps and batch.bucket not in served.rows:
             raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {served.rows}")
         batch.plan.check_caches(k_cache.shape[0], k_cache.shape[2])
-        return own.attend(q, batch.slots, seen, k_cache, v_cache)
+        return own.attend(q, batch.slots, seen, k_cache, v_cache, rule)
 
-    def _causal_spans(self, row: int, segment: Segment, served: ServedHeads, capacity: int) -> Iterator[Span]:
+    def _causal_spans(
+        self, row: int, segment: Segment, served: ServedHeads, capacity: int, window: int
+    ) -> Iterator[Span]:
+        """Cut a segment into spans. They begin at key 0, so that their products are proven ones; a window hides keys
+        behind it.
+        """
         done = 0
         group = served.heads.group
         while done < segment.count:
             start = segment.start + done
             count = min(count_query_rows(group, span_of(start + QUERIES, capacity), served.rows), segment.count - done)
             stop = span_of(start + count, capacity)
-            yield Span(
-                Segment(segment.slot, start, count), row + done, 0, stop, self._mask_later_keys(start, count, stop)
-            )
+            masks = self._mask_later_keys(start, count, stop)
+            if window and start + count > window:
+                rows = torch.arange(start, start + count).unsqueeze(1)
+                hidden = torch.arange(start + count - window) <= rows - window
+                masks = (*masks, ScoreMask(0, _make_mask(hidden)))
+            yield Span(Segment(segment.slot, start, count), row + done, 0, stop, masks)
             done += count
 
     def _mask_later_keys(self, start: int, count: int, stop: int) -> tuple[ScoreMask, ...]:
@@ -246,12 +174,20 @@ class CpuAttention:
             part = evolve(segment, start=segment.start + done, count=len(rows))
             yield Span(part, row + done, first, first + keys, tuple(masks))
 
-    def _attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
+    def _attend_spans(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spans: list[Span],
+        rule: AttentionRule = PLAIN,
+    ) -> Tensor:
         if len(spans) == 1 and spans[0].segment.count == batch.bucket:
-            return self._attend_span(q, k_cache, v_cache, spans[0]).to(self.dtype)
+            return self._attend_span(q, k_cache, v_cache, spans[0], rule).to(self.dtype)
         out = self._output_buffer(q, batch)
         for span in spans:
-            out.narrow(0, span.row, span.segment.count).copy_(self._attend_span(q, k_cache, v_cache, span))
+            out.narrow(0, span.row, span.segment.count).copy_(self._attend_span(q, k_cache, v_cache, span, rule))
         return out
 
     def _output_buffer(self, q: Tensor, batch: Batch) -> Tensor:
@@ -260,7 +196,7 @@ class CpuAttention:
             out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self.dtype)
         return out
 
-    def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span) -> Tensor:
+    def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, rule: AttentionRule) -> Tensor:
         """Attend over one span: `[count, H hd]`, float32 or in the dtype of products.
 
         The heads of a group go together, so that keys and values are read once. Scores are float32 in every dtype:
@@ -283,10 +219,15 @@ class CpuAttention:
             if most > count * group:
                 asking = torch.cat((asking, asking.new_zeros(most - count * group, asking.shape[1])))
             scores = self.kernels.multiply(asking, form.decode(k_slot.select(0, head)).float())
+            if rule.cap:
+                scores = apply_in_vectors(torch.tanh, scores / rule.cap).mul_(rule.cap)
             wide = scores.narrow(0, 0, count * group).view(count, group, keys)
             for mask in span.masks:
                 wide.narrow(2, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
-            torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
+            if rule.sinks is None:
+                torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
+            else:
+                scores = _weigh_beside_sinks(scores, rule.sinks[head * group : (head + 1) * group].repeat(count))
             found = self._weigh_values(scores, form.decode(v_slot.select(0, head)), how)
             parts.append(found.narrow(0, 0, count * group).view(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -306,6 +247,16 @@ class CpuAttention:
         for part in rest:
             total += part
         return total
+
+
+def _weigh_beside_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Return the softmax of scores `[M, n]` with one more score for each of the first rows, whose weight is left out.
+
+    It is the first of a whole vector of scores behind the keys. So it is added last, whatever the number of keys is.
+    """
+    more = scores.new_full((len(scores), VECTOR), -torch.inf)
+    more[: len(sinks), 0] = sinks
+    return torch.cat((scores, more), 1).softmax(-1)[:, : scores.shape[1]].contiguous()
 
 
 def _make_mask(hidden: Tensor) -> Tensor:

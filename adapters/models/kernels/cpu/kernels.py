@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
-from adapters.models.kernels.cpu.attention import CpuAttention, StepPlan
+from adapters.models.kernels.cpu.attention import CpuAttention
 from adapters.models.kernels.cpu.delta import CpuDelta
-from adapters.models.kernels.cpu.heads import PreparedHeadsCache, rotate_heads
+from adapters.models.kernels.cpu.heads import CpuHeads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
 from adapters.models.kernels.cpu.native.native_library import find_library
@@ -35,12 +36,12 @@ from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.cpu.native.rows import NativeRows
 from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
+from adapters.models.kernels.cpu.step_plan import StepPlan
 from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
 from adapters.models.kernels.interface import (
-    AttentionMask,
     ContextLayer,
     ContextPass,
     Embedding,
@@ -61,7 +62,6 @@ from adapters.models.kernels.product_list import (
     UnprovenProductError,
 )
 from adapters.models.kernels.proof.prover import prove
-from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -92,8 +92,8 @@ class CpuKernels:
         self._packed = None if self._native is None else CpuPacking(self._native, plan)
         self._rows = NativeRows(found, found.serving) if found is not None and fits else None
         self._tunings: dict[tuple[str, int], ThreadTuning] = {}
-        self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
-        self._heads_of = PreparedHeadsCache()
+        self._logits_of: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
+        self._heads = CpuHeads(self._rows)
         self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
         self._own_rule = NativeDelta(found, found.serving) if found is not None and fits else None
@@ -218,8 +218,8 @@ class CpuKernels:
         gate, up = packed.weights
         return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return run_experts(self, x, experts, batch, self._pad_row_count)
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)
 
     def _pad_row_count(self, rows: int) -> int:
         """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""
@@ -253,7 +253,7 @@ class CpuKernels:
         if self._own_attention is None:
             return None
         native = self._own_attention.compiled
-        found = fused.fuse_layers(native, layers, rope, rows, self._dtype, embedding, self._heads_of)
+        found = fused.fuse_layers(native, layers, rope, rows, self._dtype, embedding, self._heads.prepared)
         return found if found is not None and self._attention.is_native(*found.attention_heads, rows) else None
 
     def fuse_context(
@@ -261,7 +261,7 @@ class CpuKernels:
     ) -> FusedContext | None:
         if self._rows is None:
             return None
-        return fused.fuse_context(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._heads_of)
+        return fused.fuse_context(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._heads.prepared)
 
     def build_pass(
         self,
@@ -282,10 +282,10 @@ class CpuKernels:
         return torch.index_select(table, 0, tokens, out=out)
 
     def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
-        known, own = self._heads.get(rows := hidden.shape[0], (None, None))
+        known, own = self._logits_of.get(rows := hidden.shape[0], (None, None))
         if known is not packed:
             own = None if self._rows is None else fused.fuse_head(self._rows.compiled, norm, eps, packed, rows)
-            self._heads[rows] = packed, own
+            self._logits_of[rows] = packed, own
         if own is None:
             out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
         else:
@@ -297,37 +297,16 @@ class CpuKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        kv = k_cache.shape[1]
-        head = format_of(k_cache).head_size(k_cache.shape[3])
-        queries = qkv.shape[1] // head - 2 * kv
-        if self._rows is not None:
-            q = self._prepare_heads_natively(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
-            return q.view(batch.bucket, kv, queries // kv, head)
-        rotated, values = rotate_heads(qkv, self._heads_of(prep, (queries, kv, head)), rope, batch, kv)
-        batch.plan.write_caches(rotated[:, queries:], values, k_cache, v_cache)
-        return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
+        return self._heads.rotate_store(qkv, prep, rope, batch, k_cache, v_cache)
+
+    def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
+        return self._heads.rotate_queries(q, prep, rope, batch, k_cache)
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
-        if self._rows is not None:
-            self._prepare_heads_natively(self._rows, kv, prep, rope, batch, k_cache, v_cache)
-            return
-        head = format_of(k_cache).head_size(k_cache.shape[3])
-        keys, values = rotate_heads(
-            kv, self._heads_of(prep, (0, k_cache.shape[1], head)), rope, batch, k_cache.shape[1]
-        )
-        batch.plan.write_caches(keys, values, k_cache, v_cache)
+        self._heads.store(kv, prep, rope, batch, k_cache, v_cache)
 
-    def _prepare_heads_natively(
-        self, own: NativeRows, x: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
-    ) -> Tensor:
-        slots, kv, capacity, width = k_cache.shape
-        head = format_of(k_cache).head_size(width)
-        batch.plan.check_caches(slots, min(capacity, len(rope.cos)))
-        heads = self._heads_of(prep, (x.shape[1] // head - 2 * kv, kv, head))
-        return own.prepare_heads(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        return self._attention.attend(q, k_cache, v_cache, batch)
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
+        return self._attention.attend(q, k_cache, v_cache, batch, rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask

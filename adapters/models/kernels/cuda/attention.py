@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power, rows_to_plan
-from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
+from adapters.models.kernels.interface import ALONE, NARROW
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention, hopper_attention, rows
@@ -28,19 +29,20 @@ KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
+WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
 LOG2_E = 1.4426950408889634
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
 
 
 @define
 class StepTiles:
-    """The step's row tiles on the device. stale: the running body has not computed them yet. merges: see
-    `CudaAttention.merges_in_kernel`.
+    """The step's tiles of rows on the device, by the rows of a tile.
+
+    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
     """
 
-    tiles: Tensor | None = None
-    tile: int = 0
-    stale: bool = True
+    tiles: dict[int, Tensor] = field(factory=dict)
+    fresh: set[int] = field(factory=set)
     merges: bool = False
 
 
@@ -64,6 +66,11 @@ def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
 def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:
     """Return a descriptor by which bulk copies bring blocks of a matrix in the layout that `wgmma` reads."""
     return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
+
+
+def choose_tiles(q: Tensor) -> tuple[int, int]:
+    """Return the rows of a tile of queries and the keys of a tile, for queries of this type and size."""
+    return (32, 32) if q.dtype == torch.float32 or q.shape[2] > WIDE_HEAD else (64, KV_TILE)
 
 
 @cache
@@ -119,26 +126,28 @@ class CudaAttention:
             return False
         return all(one.count == 1 for one in batch.segments)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         bucket, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         pages = batch.positions if batch.pages is None else batch.pages  # never read without
         group = heads // kv
         padded = round_up_to_power(group)
         splits = count_parts(capacity, SPLIT)
-        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        query_tile, key_tile = choose_tiles(q)
         tiles = self._step_tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
         out = torch.empty_like(q)
         scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
         shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
+        bounds = {"WINDOW": rule.window, "CAP": rule.cap}
+        joins = {"SINKS": rule.sinks is not None}
         if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
             grid = (limit * kv,)
-            launch(
-                attention.attend_chain, grid, q, *rows_of, tiles, out, pages, capacity, limit, scale, **shape, **options
-            )
+            chained = (tiles, out, pages, sinks, capacity, limit, scale)
+            launch(attention.attend_chain, grid, q, *rows_of, *chained, **shape, **bounds, **joins, **options)
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
@@ -147,6 +156,7 @@ class CudaAttention:
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if head <= 128 else 8
         ahead = self.hopper and not format_of(k_cache).is_coded and head in (64, 128) and q.dtype.itemsize == 2
+        ahead = ahead and rule.is_plain
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
@@ -156,7 +166,7 @@ class CudaAttention:
             launch(hopper_attention.attend_splits_ahead, (programs,), *given, **shape, **options)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
-            launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **options)
+            launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not merged:
             launch(
                 attention.merge,
@@ -165,10 +175,13 @@ class CudaAttention:
                 sums,
                 batch.positions,
                 out,
+                sinks,
                 splits,
                 HEADS=heads,
                 HEAD=head,
                 SPLIT=SPLIT,
+                WINDOW=rule.window,
+                **joins,
                 AT_ONCE=at_once,
                 enable_fp_fusion=False,
                 maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
@@ -185,7 +198,7 @@ class CudaAttention:
         while split * BLOCK_SPLITS < capacity:
             split *= 2
         splits = count_parts(capacity, split)
-        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        query_tile, key_tile = choose_tiles(q)
         padded = round_up_to_power(heads // kv)
         acc, sums = self._block_scratch(bucket, heads, splits, head)
         out = torch.empty_like(q)
@@ -290,35 +303,37 @@ class CudaAttention:
         before.
         """
         plan: StepTiles = batch.plan
-        if plan.tiles is None:
+        if tile not in plan.tiles:
             limit = min(batch.bucket, count_parts(batch.bucket, tile) + slots + 1)
-            plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
-            plan.tile = tile
-        if plan.stale:
-            self.plan_tiles(batch)
+            plan.tiles[tile] = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+        if tile not in plan.fresh:
+            self._plan_tiles(batch, tile)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         self.planned_bodies.add(self.running)
-        return plan.tiles
+        return plan.tiles[tile]
 
     def plan_tiles(self, batch: Batch) -> None:
-        """Compute the step's tiles on the device."""
+        """Compute the step's tiles on the device, of every size that was asked for so far."""
+        for tile in batch.plan.tiles:
+            self._plan_tiles(batch, tile)
+
+    def _plan_tiles(self, batch: Batch, tile: int) -> None:
         plan: StepTiles = batch.plan
-        assert plan.tiles is not None
-        limit = len(plan.tiles)
+        limit = len(plan.tiles[tile])
         launch(
             rows.plan_tiles,
             (1,),
             batch.slots,
             batch.positions,
-            plan.tiles,
+            plan.tiles[tile],
             batch.bucket,
             limit,
-            TILE=plan.tile,
+            TILE=tile,
             SPLIT=SPLIT,
             ROWS=rows_to_plan(batch.bucket),
             num_warps=4,
         )
         if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
             self._usual.abs_()
-        plan.stale = False
+        plan.fresh.add(tile)

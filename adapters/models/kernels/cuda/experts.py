@@ -22,10 +22,12 @@ from adapters.models.kernels.experts_interface import (
     ExpertsShape,
     GatedWeights,
     PackedProducts,
+    SigmoidExpertsShape,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
+from adapters.models.kernels.triton.sigmoid_choice import choose_by_sigmoid
 from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
@@ -94,7 +96,8 @@ class CudaExperts:
         """Run x through a layer of experts. weights: of all places, one behind the other, in `[places, N, K]`."""
         shape = experts.shape
         rows = len(x)
-        chosen, shares = self.choose_experts(kernels.linear(x, experts.router), shape, batch.positions)
+        logits = kernels.linear(x, experts.router)
+        chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
         inner = x.new_empty(chosen.numel(), shape.inner)
         made = x.new_empty(chosen.numel(), x.shape[1])
@@ -123,7 +126,9 @@ class CudaExperts:
         )
         return out
 
-    def choose_experts(self, logits: Tensor, shape: ExpertsShape, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def choose_experts(
+        self, logits: Tensor, shape: ExpertsShape, positions: Tensor, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`,
         followed by the shared expert's.
         """
@@ -131,6 +136,27 @@ class CudaExperts:
         ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
         chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
         shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
+        if isinstance(shape, SigmoidExpertsShape):
+            launch(
+                choose_by_sigmoid,
+                (rows,),
+                logits,
+                logits.new_zeros(shape.count, dtype=torch.float32) if correction is None else correction,
+                positions,
+                chosen,
+                shares,
+                shape.factor,
+                COUNT=shape.count,
+                ACTIVE=shape.chosen,
+                EXPERTS=triton.next_power_of_2(shape.count),
+                RANKS=ranks,
+                GROUPS=shape.groups,
+                CHOSEN_GROUPS=shape.chosen_groups,
+                PLACES=triton.next_power_of_2(shape.groups),
+                NORMED=shape.is_normalized,
+                **launch_options(1, self.pdl),
+            )
+            return chosen, shares
         launch(
             programs.choose,
             (rows,),
@@ -143,7 +169,7 @@ class CudaExperts:
             EXPERTS=triton.next_power_of_2(shape.count),
             RANKS=ranks,
             NORMED=shape.is_normalized,
-            SHARED=bool(shape.shared),
+            SHARED=shape.gates_shared,
             **launch_options(1, self.pdl),
         )
         return chosen, shares

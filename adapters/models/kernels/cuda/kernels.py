@@ -18,6 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.activations import SILU
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.attention import (
     KV_TILE,
     CudaAttention,
@@ -46,7 +48,7 @@ from adapters.models.kernels.experts_interface import (
     StackedExperts,
     run_experts,
 )
-from adapters.models.kernels.interface import NARROW, AttentionMask, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.interface import NARROW, FusedContext, FusedLayers, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, format_of
@@ -57,7 +59,7 @@ from effects.ids import PAGE
 
 T = TypeVar("T")
 
-HEAD_SIZES = (16, 32, 64, 128, 256)
+HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 
 
 @frozen
@@ -70,7 +72,8 @@ class CudaWeight:
 
 def can_be_grouped(weights: GatedWeights) -> bool:
     """Return whether products of many such experts can be one launch."""
-    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    packed = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    return packed and weights.activation == SILU
 
 
 def _pad_row_count(rows: int) -> int:
@@ -171,17 +174,15 @@ class TritonKernels:
                 target[number].copy_(source)
         return StackedExperts(stack)
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        """Run a layer of experts. Where the host has to know the router's choice, layer by layer, nothing of the
-        shard can be recorded as a graph.
-        """
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
             return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
         self.graphs.enabled = False
         if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
             return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
-        return run_experts(self, x, experts, batch, _pad_row_count)
+        return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
     def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth) = x.shape
@@ -239,7 +240,16 @@ class TritonKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        (_, kv, capacity) = cache_sizes(k_cache, batch)
+        return self._rotate(qkv, prep, rope, batch, (k_cache, v_cache), cache_sizes(k_cache, batch)[1])
+
+    def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
+        return self._rotate(q, prep, rope, batch, (k_cache, k_cache), 0)
+
+    def _rotate(
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor], kv: int
+    ) -> Tensor:
+        """Prepare and rotate heads of queries, and `kv` heads of keys and of values, which are written."""
+        k_cache, v_cache = caches
         form = format_of(k_cache)
         head = form.head_size(k_cache.shape[3])
         coded = form.is_coded
@@ -250,7 +260,8 @@ class TritonKernels:
         at_once = 8
         grid = (len(qkv), count_parts(heads + 2 * kv, at_once))
         rotated = 2 * rope.cos.shape[1]
-        bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
+        norm = prep.q_norm if prep.k_norm is None else prep.k_norm
+        bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, norm))
         launch(
             rows.rotate_store,
             grid,
@@ -268,7 +279,7 @@ class TritonKernels:
             *(cache.view(torch.float32) if coded else cache for cache in (k_cache, v_cache)),
             batch.positions if batch.pages is None else batch.pages,  # never read without
             qkv.stride(0),
-            capacity,
+            cache_sizes(k_cache, batch)[2],
             prep.eps,
             HEADS=heads,
             KV=kv,
@@ -276,8 +287,9 @@ class TritonKernels:
             REST=head - rotated,
             PADDED=round_up_to_power(head - rotated),
             HAS_BIAS=prep.bias is not None,
-            HAS_NORM=prep.k_norm is not None,
-            WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
+            HAS_NORM=norm is not None,
+            V_NORM=prep.v_norm,
+            WIDE=norm is not None and norm.dtype != qkv.dtype,
             BLOCK=at_once,
             PAGE=0 if batch.pages is None else PAGE,
             LIMIT=LIMITS.get(form.dtype, 0.0),
@@ -289,8 +301,8 @@ class TritonKernels:
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
         self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        return self._attention.attend(q, k_cache, v_cache, batch)
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
+        return self._attention.attend(q, k_cache, v_cache, batch, rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -321,16 +333,16 @@ class TritonKernels:
     def prepare_step(self, batch: Batch) -> None:
         if batch.plan is None:
             batch.plan = StepTiles()
-        batch.plan.stale = True
+        batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def run_planned() -> T:
-            batch.plan.stale = True
+            batch.plan.fresh.clear()
             self._attention.running = name
             if isinstance(batch, StateBatch):
                 self.delta.begin_body(name, batch)
-            if name in self._attention.planned_bodies and batch.plan.tiles is not None:
+            if name in self._attention.planned_bodies:
                 self._attention.plan_tiles(batch)
             return body()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_VECTOR = 64  # elements: a whole number of vectors on any processor, even in an unrolled loop
+VECTOR = 64  # elements: a whole number of vectors on any processor, even in an unrolled loop
 _PIECE = 1 << 14  # elements; torch splits larger tensors among threads, whose parts could end anywhere
 
 
@@ -17,11 +17,11 @@ def apply_in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     Torch computes the rest at the end of a loop by scalar code, which may round differently.
     """
     count = x.numel()
-    if count <= _PIECE and not count % _VECTOR and x.is_contiguous():
+    if count <= _PIECE and not count % VECTOR and x.is_contiguous():
         return function(x)
     flat = x.reshape(-1)
-    if count % _VECTOR:
-        flat = torch.nn.functional.pad(flat, (0, -count % _VECTOR))
+    if count % VECTOR:
+        flat = torch.nn.functional.pad(flat, (0, -count % VECTOR))
     found = function(flat) if len(flat) <= _PIECE else torch.cat([function(part) for part in torch.split(flat, _PIECE)])
     return found[:count].view(x.shape)
 

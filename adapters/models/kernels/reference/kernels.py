@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
-from adapters.models.kernels.interface import AttentionMask, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.interface import FusedContext, FusedLayers, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.row_format import format_of
@@ -91,18 +92,13 @@ class ReferenceKernels:
         head = form.head_size(k_cache.shape[3])
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
         heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
-        q = heads[:, : -2 * kv]
-        k = heads[:, -2 * kv : -kv]
+        q = self._rotate(heads[:, : -2 * kv], prep.q_norm, prep, rope, batch)
+        k = form.encode(self._rotate(heads[:, -2 * kv : -kv], prep.k_norm, prep, rope, batch))
         v = heads[:, -kv:]
-        if prep.q_norm is not None and prep.k_norm is not None:
-            q = rms_norm(q, prep.q_norm, prep.eps)
-            k = rms_norm(k, prep.k_norm, prep.eps)
-        at = batch.positions.clamp(min=0)
-        cos = rope.cos[at].unsqueeze(1)
-        sin = rope.sin[at].unsqueeze(1)
-        q = rotate(q, cos, sin)
-        k = form.encode(rotate(k, cos, sin))
+        if prep.v_norm:
+            v = rms_norm(v, torch.ones(head, device=v.device), prep.eps)
         v = form.encode(v)
+        at = batch.positions.clamp(min=0)
         row = 0
         for segment in batch.segments:
             rows = slice(row, row + segment.count)
@@ -118,14 +114,26 @@ class ReferenceKernels:
             row += segment.count
         return q
 
+    def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
+        head = format_of(k_cache).head_size(k_cache.shape[3])
+        biased = q if prep.bias is None else (q.float() + prep.bias.float()).to(q.dtype)
+        return self._rotate(biased.reshape(len(q), -1, head), prep.q_norm, prep, rope, batch)
+
+    @staticmethod
+    def _rotate(heads: Tensor, norm: Tensor | None, prep: HeadPrep, rope: Rope, batch: Batch) -> Tensor:
+        at = batch.positions.clamp(min=0)
+        normed = heads if norm is None else rms_norm(heads, norm, prep.eps)
+        return rotate(normed, rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1))
+
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
         self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
         def is_hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG001
-            return keys > positions
+            later = keys > positions
+            return later | (keys <= positions - rule.window) if rule.window else later
 
-        return self._attend(q, k_cache, v_cache, batch, is_hidden)
+        return self._attend(q, k_cache, v_cache, batch, is_hidden, rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -144,6 +152,7 @@ class ReferenceKernels:
         v_cache: Tensor,
         batch: Batch,
         is_hidden: Callable[[int, Tensor, Tensor], Tensor],
+        rule: AttentionRule = PLAIN,
     ) -> Tensor:
         """Attend to the keys that are not hidden.
 
@@ -161,8 +170,14 @@ class ReferenceKernels:
                 for cache in (k_cache, v_cache)
             )
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
+            if rule.cap:
+                scores = (scores / rule.cap).tanh() * rule.cap
             unseen = is_hidden(index, torch.arange(stop, device=q.device), batch.positions[rows].unsqueeze(1))
-            weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(unseen, float("-inf"))
+            if rule.sinks is not None:
+                sinks = rule.sinks.float()[:, None, None].expand(-1, segment.count, 1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., :stop]
             out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
             row += segment.count
         return out.flatten(1)
@@ -174,8 +189,8 @@ class ReferenceKernels:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return run_experts(self, x, experts, batch)
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        return run_experts(self, x, experts, batch, deciding=deciding)
 
     def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None

@@ -15,68 +15,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.attention_tiles import load_q, load_tile, row_of
-
-# Stands for "no key yet": finite, so that differences of two of them are zero rather than NaN.
-NOTHING = tl.constexpr(-1.0e30)
-
-
-@triton.jit
-def _absorb(
-    q,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    last,
-    key,
-    position,
-    acc,
-    peak,
-    total,
-    scale,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CODED: tl.constexpr,
-):
-    """Add one key tile to the online softmax. acc: `[M, HEAD]`; peak and total: `[M]`, in base-2 exponents.
-
-    Of coded rows the scores and the weights are scaled, because there are fewer of them than codes.
-    """
-    scores = tl.dot(q, k.T, input_precision=PRECISION)
-    if CODED:
-        scores = scores * k_scale[None, :]
-    if MASKED:
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        v = tl.where((key <= last)[:, None], v, 0.0)
-        if CODED:
-            v_scale = tl.where(key <= last, v_scale, 0.0)
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    spread = tl.broadcast_to(new_peak[:, None], scores.shape)
-    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -spread))
-    fade = tl.exp2(peak - new_peak)
-    total = tl.fma(total, fade, tl.sum(weights, 1))
-    if CODED:
-        weights = weights * v_scale[None, :]
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_peak, total
-
-
-@triton.jit
-def _fold(acc, peak, total, all_acc, all_peak, all_total):
-    """Add one split's result to the fold of the splits before it."""
-    new_peak = tl.maximum(all_peak, peak)
-    old = tl.exp2(all_peak - new_peak)
-    new = tl.exp2(peak - new_peak)
-    all_total = tl.fma(total, new, all_total * old)
-    all_acc = tl.fma(acc, tl.broadcast_to(new[:, None], acc.shape), all_acc * old[:, None])
-    return all_acc, new_peak, all_total
+from adapters.models.kernels.triton.online_softmax import NOTHING, absorb_tile, fold_split, join_sink, lowest_key
 
 
 @triton.jit
 def _close_split(at, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD: tl.constexpr):
     """Complete a split: fold it into the splits before, or leave it in memory as number `at` of its rows."""
     if FOLD:
-        all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+        all_acc, all_peak, all_total = fold_split(acc, peak, total, all_acc, all_peak, all_total)
     else:
         d = tl.arange(0, acc.shape[1])
         tl.store(acc_ptr + (to + at)[:, None] * acc.shape[1] + d[None, :], acc, real[:, None])
@@ -113,11 +59,13 @@ def _walk(
     KV: tl.constexpr,
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Process the keys `[start, stop)` of a tile of rows, from the start of a split on; return the fold (if FOLD).
 
     Tiles that every row sees whole come first, without masks and with copies in flight. The few tiles at the end
-    follow.
+    follow. With a window all tiles are masked. Tiles that a row does not see add exact zeros to it.
     """
     no_acc = tl.zeros(q.shape, tl.float32)
     nothing = tl.full((q.shape[0],), NOTHING, tl.float32)
@@ -128,14 +76,15 @@ def _walk(
     all_acc = no_acc
     all_peak = nothing
     all_total = no_total
-    clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
+    clear = start if WINDOW > 0 else tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
+    AHEAD: tl.constexpr = STAGES if WINDOW > 0 else 1
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
         k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         key = at + tl.arange(0, BLOCK_N)
-        acc, peak, total = _absorb(
-            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED
+        acc, peak, total = absorb_tile(
+            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED, 0, CAP
         )
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
@@ -144,14 +93,15 @@ def _walk(
             acc = no_acc
             peak = nothing
             total = no_total
-    for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=1):
+    for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=AHEAD):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
         k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
         key = at + tl.arange(0, BLOCK_N)
-        acc, peak, total = _absorb(
-            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, True, PRECISION, CODED
-        )
+        acc, peak, total = absorb_tile(
+            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, True, PRECISION, CODED, WINDOW,
+            CAP,
+        )  # fmt: skip
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
@@ -163,7 +113,7 @@ def _walk(
         all_acc, all_peak, all_total = _close_split(
             (stop - 1) // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
         )
-    return all_acc, all_total
+    return all_acc, all_peak, all_total
 
 
 @triton.jit(do_not_specialize=["tile_limit"])
@@ -176,6 +126,7 @@ def attend_chain(
     tiles_ptr,
     out_ptr,
     pages_ptr,
+    sinks_ptr,
     capacity,
     tile_limit,
     scale,
@@ -192,6 +143,9 @@ def attend_chain(
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Process one tile of rows, the query heads of one key head, and all splits in order. The longest tiles start
     first.
@@ -212,10 +166,15 @@ def attend_chain(
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
-        acc, total = _walk(
-            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, 0, last + 1, first, last, position, scale,
-            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE, CODED,
+        start = lowest_key(first, WINDOW) // BLOCK_N * BLOCK_N
+        acc, peak, total = _walk(
+            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, start, last + 1, first, last, position, scale,
+            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE, CODED, WINDOW, CAP,
         )  # fmt: skip
+        if SINKS:
+            own = kv_head * GROUP + tl.arange(0, BLOCK_M) % PADDED
+            sink = tl.load(sinks_ptr + own, real, 0.0) * 1.4426950408889634
+            acc, peak, total = join_sink(sink, acc, peak, total)
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = at[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
         tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), real[:, None])
@@ -249,6 +208,8 @@ def attend_splits(
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Process the key splits of all (tile of rows, key head) pairs, dealt out evenly to the programs.
@@ -260,8 +221,15 @@ def attend_splits(
     if PDL:
         gdc_launch_dependents()
     t = tl.arange(0, LIMIT)
-    ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
-    items = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
+    if WINDOW > 0:  # a tile has the splits from that of the first key that it sees on
+        of_first = tl.load(tiles_ptr + t * 8 + 3, t < tile_limit, -1)
+        of_last = of_first + tl.load(tiles_ptr + t * 8 + 1, t < tile_limit, 0) - 1
+        seen = of_last // SPLIT - lowest_key(of_first, WINDOW) // SPLIT + 1
+        ends = tl.cumsum(tl.where((of_first >= 0) & (of_last >= of_first), seen, 0), 0)
+        items = tl.max(ends, 0) * KV
+    else:
+        ends = tl.load(tiles_ptr + t * 8 + 4, t < tile_limit, 2147483647)
+        items = tl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
     run = tl.cdiv(items, tl.num_programs(0))
     item = tl.program_id(0) * run
     stop_item = tl.minimum(item + run, items)
@@ -273,10 +241,12 @@ def attend_splits(
         slot = tl.load(tiles_ptr + tile * 8 + 2)
         first = tl.load(tiles_ptr + tile * 8 + 3)
         last = first + count - 1
-        splits = last // SPLIT + 1
+        lowest = lowest_key(first, WINDOW)
+        splits = last // SPLIT + 1 - lowest // SPLIT
         kv_head = (item - before * KV) // splits
         split = (item - before * KV) % splits
         here = tl.minimum(splits - split, stop_item - item)
+        split += lowest // SPLIT
         item += here
         if PDL:
             gdc_wait()
@@ -285,9 +255,11 @@ def attend_splits(
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         stop = tl.minimum((split + here) * SPLIT, last + 1)
+        start = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
         _walk(
-            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, split * SPLIT, stop, first, last, position,
-            scale, at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE, CODED,
+            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, start, stop, first, last, position, scale,
+            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE, CODED,
+            WINDOW, CAP,
         )  # fmt: skip
 
 
@@ -297,11 +269,14 @@ def merge(
     sums_ptr,
     positions_ptr,
     out_ptr,
+    sinks_ptr,
     split_limit,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Fold the splits of one row's head in order and divide; a padded row becomes zeros."""
@@ -310,13 +285,14 @@ def merge(
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
     d = tl.arange(0, HEAD)[None, :]
-    splits = (tl.load(positions_ptr + row) + SPLIT).to(tl.int32) // SPLIT
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    splits = (position + SPLIT) // SPLIT
     if PDL:
         gdc_wait()
     all_acc = tl.zeros((1, HEAD), tl.float32)
     all_peak = tl.full((1,), NOTHING, tl.float32)
     all_total = tl.zeros((1,), tl.float32)
-    for group in range(0, splits, AT_ONCE):
+    for group in range(lowest_key(position, WINDOW) // SPLIT, splits, AT_ONCE):
         # Past the last split the partial is "nothing", which folds in as exact zeros; this many loads can run at once.
         partials = ()
         for j in tl.static_range(AT_ONCE):
@@ -328,6 +304,9 @@ def merge(
             partials = partials + ((acc, peak, total),)  # noqa: RUF005 - Triton knows no other way
         for j in tl.static_range(AT_ONCE):
             acc, peak, total = partials[j]
-            all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
+            all_acc, all_peak, all_total = fold_split(acc, peak, total, all_acc, all_peak, all_total)
+    if SINKS:
+        sink = tl.load(sinks_ptr + tl.program_id(1) + tl.arange(0, 1)) * 1.4426950408889634
+        all_acc, all_peak, all_total = join_sink(sink, all_acc, all_peak, all_total)
     out = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
     tl.store(out_ptr + head * HEAD + d, out.to(out_ptr.dtype.element_ty))

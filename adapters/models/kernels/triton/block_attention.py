@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.attention import NOTHING
 from adapters.models.kernels.triton.attention_tiles import load_q
+from adapters.models.kernels.triton.online_softmax import NOTHING
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.attention import NOTHING
 from adapters.models.kernels.triton.hopper_ring import make_ring, request_tile
+from adapters.models.kernels.triton.online_softmax import NOTHING
 
 _NOTHING = gl.constexpr(NOTHING.value)
 _everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it

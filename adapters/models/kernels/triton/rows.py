@@ -79,6 +79,11 @@ def _normalize(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _scale_values(x, scale, V_NORM: tl.constexpr):
+    return (x.to(tl.float32) * scale).to(x.dtype) if V_NORM else x
+
+
+@triton.jit
 def _codes(numbers, inverse, dtype: tl.constexpr):
     """Return the nearest code of each number, ties to even."""
     steps = numbers.to(tl.float32) * inverse
@@ -159,6 +164,7 @@ def rotate_store(
     PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -169,9 +175,10 @@ def rotate_store(
 
     The rotated part of a head is read as its two halves `[BLOCK, HALF]`. The squares of a pair are added first, then
     those along the half, then those of the REST, which is not rotated. What the model does not have is not computed,
-    and its pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are
-    multiplied. PAGE: rows of a page, where a slot's rows are paged; 0: they lie in one piece. LIMIT: the greatest
-    code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0: rows are not coded.
+    and its pointer is never read. V_NORM: values are normed as well. WIDE: weights of norms are float32, and nothing is
+    rounded before they are multiplied. PAGE: rows of a page, where a slot's rows are paged; 0: they lie in one piece.
+    LIMIT: the greatest code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0:
+    rows are not coded.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -221,11 +228,14 @@ def rotate_store(
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(squares / size + eps)[:, None]
+        raw_lo = _scale_values(raw_lo, scale, V_NORM)
+        raw_hi = _scale_values(raw_hi, scale, V_NORM)
         lo = _normalize(lo, scale, tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :]), dtype, WIDE)
         hi = _normalize(hi, scale, tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :]), dtype, WIDE)
         if REST > 0:
             q_rest = tl.load(q_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
             k_rest = tl.load(k_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
+            raw_rest = _scale_values(raw_rest, scale, V_NORM)
             rest = _normalize(rest, scale, tl.where(is_q[:, None], q_rest[None, :], k_rest[None, :]), dtype, WIDE)
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)

@@ -12,6 +12,8 @@ typedef struct {
     const int64_t *slots, *lows, *highs;
     const char *keys, *values;
     long kv, group, size, slot, head; // slot, head: bytes between them in the cache
+    const float *sinks; // of each head of queries a score that joins the sum of its weights, or not there
+    float cap;          // scores become cap * tanh(score / cap); 0: they stay
     void *out;
     int form, out_brain;
     const long *blocks; // first rows of those that go together, and how many they are
@@ -48,6 +50,14 @@ static int bench_of(bench_t *bench, long asking, long size) {
     return 0;
 }
 
+// tanh from the exponential function of this library, which every processor rounds alike.
+static void cap_scores(float *scores, long count, float cap) {
+    for (long i = 0; i < count; i++) {
+        const float size = __builtin_fabsf(scores[i] / cap), e = weight_of(-2.0f * size);
+        scores[i] = __builtin_copysignf(cap * ((1.0f - e) / (1.0f + e)), scores[i]);
+    }
+}
+
 // The results of some rows' queries over one tile.
 static void over_tile(
     const attention_t *job, const bench_t *bench, long row, long rows, long head, long tile, long stop, float *parts
@@ -62,6 +72,7 @@ static void over_tile(
     );
     for (long i = 0; i < asking; i++) {
         const long low = job->lows ? job->lows[row + i / group] : 0, high = job->highs[row + i / group];
+        if (job->cap > 0.0f) cap_scores(bench->scores + i * SCORED, count, job->cap);
         job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
     }
     job->isa->align(job->values + from, size, count, bench->values, job->form);
@@ -82,11 +93,21 @@ static void join_tile(const attention_t *job, long row, long rows, long tile, co
     }
 }
 
-static void put_out(const attention_t *job, long row, long rows, long head, const float *joined) {
+// A sink is one more key, the last of all, whose value is zero.
+static void join_sink(float *of, float sink, long size) {
+    const float most = of[0] > sink ? of[0] : sink, before = weight_of(of[0] - most);
+    of[0] = most;
+    of[1] = of[1] * before + weight_of(sink - most);
+    for (long i = 2; i < size + 2; i++) of[i] *= before;
+}
+
+static void put_out(const attention_t *job, long row, long rows, long head, float *joined) {
     const long size = job->size, group = job->group;
     for (long i = 0; i < rows * group; i++) {
         const long at = row + i / group, to = ((at * job->kv + head) * group + i % group) * size;
         const long low = job->lows ? job->lows[at] : 0;
+        if (job->sinks && low < job->highs[at])
+            join_sink(joined + i * part_of(size), job->sinks[head * group + i % group], size);
         if (low < job->highs[at]) job->isa->finish(joined + i * part_of(size), size, job->out, to, job->out_brain);
         else memset((char *)job->out + to * (job->out_brain ? 2 : 4), 0, (size_t)size * (job->out_brain ? 2 : 4));
     }
@@ -151,11 +172,12 @@ static void join_shared(void *of, long pair) {
 
 // queries[rows, kv, group, size] -> out[rows, kv, group, size]: each row attends to the keys [low, high) of its slot, at no
 // keys (or low >= high) it gets zeros. slot, head: numbers between slots and between heads of keys and values alike.
-// Returns 0, or -1 where there is no memory.
+// sinks, cap: as in
+// attention_t. Returns 0, or -1 where there is no memory.
 int rekindle_attend(
     const float *queries, long rows, long kv, long group, long size, const int64_t *slots, const int64_t *lows,
     const int64_t *highs, const void *keys, const void *values, long slot, long head, int form, void *out,
-    int out_brain, int threads, int level
+    int out_brain, const float *sinks, float cap, int threads, int level
 ) {
     static _Thread_local long *blocks;
     static _Thread_local float *parts;
@@ -179,7 +201,7 @@ int rekindle_attend(
     }
     const long pairs = count * kv, tiles = (stop + KEYS - 1) / KEYS, asking = widest * group;
     attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot * each,
-                       head * each, out, form, out_brain, blocks, 0, asking, NULL, 0};
+                       head * each, sinks, cap, out, form, out_brain, blocks, 0, asking, NULL, 0};
     const long left = pairs * tiles * asking * part_of(size);
     if (threads > 1 && tiles > 1 && pairs < 2L * threads && left <= PARTS) {
         if (part_room < left) {

@@ -10,6 +10,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, check_caches, check_layout
 from adapters.models.kernels.row_format import format_of
@@ -34,10 +35,12 @@ class NativeAttention:
         seen: tuple[Tensor | None, Tensor],
         k_cache: Tensor,
         v_cache: Tensor,
+        rule: AttentionRule = PLAIN,
     ) -> Tensor:
         """Attend with q float32 `[R, KV, G, hd]`: `[R, H hd]`, rounded once.
 
-        seen: the first key that each row sees and the key behind the last one, int64 `[R]`; None: from key 0 on.
+        seen: the first key that each row sees and the key behind the last one, int64 `[R]`; None: from key 0 on. The
+        window of `rule` must be in it already.
         """
         rows, kv, group, head = q.shape
         (low, high) = seen
@@ -50,6 +53,8 @@ class NativeAttention:
         check_layout("queries", q, (rows, kv, group, head), torch.float32)
         for column in (slots, high, *(() if low is None else (low,))):
             check_layout("slots, and what rows see", column, (rows,), torch.int64)
+        if rule.sinks is not None:
+            check_layout("sinks", rule.sinks, (kv * group,), torch.float32)
         out = torch.empty(rows, kv * group * head, dtype=self.to)
         failed = self.compiled.code.rekindle_attend(
             q.data_ptr(),
@@ -67,6 +72,8 @@ class NativeAttention:
             ROW_DTYPE_CODES[k_cache.dtype],
             out.data_ptr(),
             DTYPE_CODES[self.to],
+            None if rule.sinks is None else rule.sinks.data_ptr(),
+            rule.cap,
             torch.get_num_threads(),
             self.level,
         )

@@ -174,7 +174,8 @@ static int run_layers(
         if (firsts) see(layer, rows, positions, lengths, firsts, seen);
         const int failed = rekindle_attend(
             way.queries, rows, kv, decoder->queries / kv, head, slots, firsts ? seen[0] : NULL, firsts ? seen[1] : lengths,
-            layer->keys, layer->values, decoder->slot, decoder->group, decoder->form, way.attended, brain, threads, level
+            layer->keys, layer->values, decoder->slot, decoder->group, decoder->form, way.attended, brain, NULL,
+            0.0f, threads, level
         );
         if (failed || multiply_matrix(&layer->out, way.attended, way.delta, rows, brain, threads, level)) return -1;
         rekindle_norm(

@@ -14,6 +14,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.native.layer_description import (
     DecoderOf,
     EmbeddingOf,
@@ -25,7 +26,7 @@ from adapters.models.kernels.cpu.native.layer_description import (
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
-from adapters.models.kernels.interface import AttentionMask, Embedding, Rope
+from adapters.models.kernels.interface import Embedding, Rope
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -171,7 +172,7 @@ def _describe_layer(layer: NativeLayer) -> LayerOf:
         *(layer.input_norm.data_ptr(), layer.post_norm.data_ptr()),
         *map(describe_matrix, (layer.projection, layer.out, layer.gate_up, layer.down)),
         *(None if one is None else one.data_ptr() for one in pointers),
-        *(int(layer.prep.normed), int(layer.input_norm.dtype is torch.bfloat16), layer.eps, layer.prep.eps),
+        *(layer.prep.norm_code, int(layer.input_norm.dtype is torch.bfloat16), layer.eps, layer.prep.eps),
         *(layer.mask.window, int(layer.mask.causal)),
     )
 

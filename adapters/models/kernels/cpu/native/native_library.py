@@ -97,7 +97,7 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_heads.restype = None
     code.rekindle_attend.argtypes = [
         *(pointer, size, size, size, size, pointer, pointer, pointer, pointer, pointer, size, size, number),
-        *(pointer, number, number, number),
+        *(pointer, number, pointer, real, number, number),
     ]
     code.rekindle_convolve.argtypes = [
         *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, pointer, pointer, size),

@@ -162,6 +162,9 @@ typedef struct { // of rows of `width` numbers
     float eps;
 } norm_t;
 
+#define NORMED_KEYS 1 // queries and keys are normed
+#define NORMED_VALUES 2
+
 typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of keys, `kv` heads of values
     const void *projected;
     long stride, queries, kv, head;
@@ -171,7 +174,7 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     void *keys, *values;
     long slot, group; // numbers between slots, and between heads, of keys and values alike
     float *out;
-    int brain, form, normed; // form: of keys and values as they are kept
+    int brain, form, normed; // form: of keys and values as they are kept. normed: NORMED_KEYS, NORMED_VALUES, or both
     float eps;
 } heads_t;
 

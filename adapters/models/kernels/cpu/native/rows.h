@@ -92,16 +92,16 @@ static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
         for (long i = 0; i < size; i++) one[i] = number(heads->projected, from + i, brain);
         if (heads->bias)
             for (long i = 0; i < size; i++) one[i] += heads->bias[head * size + i];
+        if (heads->normed & (head < turning ? NORMED_KEYS : NORMED_VALUES)) {
+            float sums[16] = {0};
+            for (long i = size; i % 16; i++) one[i] = 0.0f; // there is room
+            for (long i = 0; i < size; i += 16)
+                for (int lane = 0; lane < 16; lane++)
+                    sums[lane] = __builtin_fmaf(one[i + lane], one[i + lane], sums[lane]);
+            const float scale = ON(scale)(ON(summed)(sums), size, heads->eps);
+            for (long i = 0; i < size; i++) one[i] *= scale;
+        }
         if (head < turning) {
-            if (heads->normed) {
-                float sums[16] = {0};
-                for (long i = size; i % 16; i++) one[i] = 0.0f; // there is room
-                for (long i = 0; i < size; i += 16)
-                    for (int lane = 0; lane < 16; lane++)
-                        sums[lane] = __builtin_fmaf(one[i + lane], one[i + lane], sums[lane]);
-                const float scale = ON(scale)(ON(summed)(sums), size, heads->eps);
-                for (long i = 0; i < size; i++) one[i] *= scale;
-            }
             for (long i = 0; i < size; i++) one[i] *= heads->weight[head * size + i];
             for (long i = 0; i < n; i++) {
                 const float left = one[i], right = one[n + i], cos = heads->cos[at + i], sin = heads->sin[at + i];

@@ -14,17 +14,27 @@ from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_C
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import format_of
 
+# As in numbers.h.
+NORMED_KEYS = 1
+NORMED_VALUES = 2
+
 
 @frozen(eq=False)
 class PreparedHeads:
     """The preparation of projected heads: a float32 bias of all of them, a norm if `normed`, and a float32 weight `[H
-    + KV, hd]`.
+    + KV, hd]`. norms_values: values are normed as well.
     """
 
     bias: Tensor | None
     weight: Tensor
     normed: bool
     eps: float
+    norms_values: bool = False
+
+    @property
+    def norm_code(self) -> int:
+        """Return what is normed, as numbers.h says it."""
+        return (NORMED_KEYS if self.normed else 0) | (NORMED_VALUES if self.norms_values else 0)
 
 
 def check_heads(prep: PreparedHeads, heads: int, kv: int, head: int) -> None:
@@ -84,7 +94,7 @@ class NativeRows:
         v_cache: Tensor,
     ) -> Tensor:
         """Prepare and rotate projected `[R, (H + 2 KV) hd]`; return queries, float32 `[R, H, hd]`, and write keys and
-        values.
+        values. Caches without heads take none.
 
         at: slots and positions of the rows, int64 `[R]`; position -1 marks a padded row.
         """
@@ -124,7 +134,7 @@ class NativeRows:
             out.data_ptr(),
             DTYPE_CODES[projected.dtype],
             ROW_DTYPE_CODES[k_cache.dtype],
-            int(heads.normed),
+            heads.norm_code,
             heads.eps,
             torch.get_num_threads(),
             self.level,

@@ -1,0 +1,43 @@
+"""The treatment of heads beside attention itself: norms over all heads, factors of queries, and gates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adapters.models.decoder.decoder_layer import DecoderLayer
+from adapters.models.kernels.interface import Kernels, Rope
+from adapters.models.kernels.step_batch import Batch
+
+
+def select_heads(kernels: Kernels, layer: DecoderLayer, projected: Tensor) -> Tensor:
+    """Return the columns of queries, keys and values in a layer's projection, normed if all heads share a norm."""
+    heads = projected[:, : layer.width]
+    if layer.norms is None:
+        return heads
+    sizes = [len(norm) for norm in layer.norms]
+    q, k, v = torch.split(heads, [*sizes, layer.width - sum(sizes)], 1)
+    eps = layer.frame.eps
+    parts = [
+        kernels.add_norm(part.contiguous(), None, norm, eps) for part, norm in zip((q, k), layer.norms, strict=True)
+    ]
+    return torch.cat((*parts, v), 1)
+
+
+def scale_queries(q: Tensor, rope: Rope, batch: Batch) -> Tensor:
+    """Return rotated queries, multiplied with the factors of their positions if the model has such factors."""
+    if rope.query_scale is None:
+        return q
+    factors = rope.query_scale[batch.positions.clamp(min=0)]
+    return q.mul_(factors.view(-1, *[1] * (q.dim() - 1)))
+
+
+def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
+    """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
+
+    own: the projection of the layer, which contains the gate.
+    """
+    if projected.shape[1] == layer.width:
+        return attended
+    assert kernels.delta is not None
+    return kernels.delta.apply_gate(attended, projected[:, layer.width :])

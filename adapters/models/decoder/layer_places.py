@@ -1,0 +1,124 @@
+"""The places where the layers of a shard have their rows or states, and the rotary tables that they share."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define, field, frozen
+
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.recurrent_cache import RecurrentCache
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import ShardPlacement, ShardSpec
+from adapters.models.decoder.window_rows import WindowRows, WindowShape
+from adapters.models.kernels.interface import Kernels, Rope
+from adapters.models.kernels.row_format import RowFormat
+
+
+@frozen
+class LayerPlaces:
+    """The layers of a shard by what they keep of a sequence: all rows, the rows of a window, a recurrent state, or
+    nothing, because they read what another layer keeps.
+
+    places: the number of each layer among those of its kind.
+    """
+
+    config: DenseConfig
+    layers: range
+    kept: tuple[int, ...] = field(init=False)
+    windowed: tuple[int, ...] = field(init=False)
+    recurrent: tuple[int, ...] = field(init=False)
+    places: dict[int, int] = field(init=False)
+
+    @kept.default
+    def _list_kept(self) -> tuple[int, ...]:
+        return tuple(layer for layer in self.layers if self.config.keeps_rows(layer))
+
+    @windowed.default
+    def _list_windowed(self) -> tuple[int, ...]:
+        attending = [layer for layer in self.layers if not self.config.recurrent(layer)]
+        return tuple(layer for layer in attending if self.config.shape_of(layer).traits.keeps_window)
+
+    @recurrent.default
+    def _list_recurrent(self) -> tuple[int, ...]:
+        return tuple(layer for layer in self.layers if self.config.recurrent(layer))
+
+    @places.default
+    def _number(self) -> dict[int, int]:
+        kinds = (self.kept, self.windowed, self.recurrent)
+        return {layer: place for kind in kinds for place, layer in enumerate(kind)}
+
+
+@define(eq=False)
+class RopeTables:
+    """The rotary tables of a shard's layers: layers that rotate alike share one."""
+
+    config: DenseConfig
+    capacity: int
+    device: torch.device
+    _tables: dict[Rotary, Rope] = field(init=False, factory=dict)
+
+    def of_layer(self, layer: int) -> Rope:
+        rotary = self.config.shape_of(layer).rotary
+        if rotary not in self._tables:
+            self._tables[rotary] = rotary.tables(self.capacity, self.device)
+        return self._tables[rotary]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.cos.nbytes + table.sin.nbytes for table in tuple(self._tables.values()))
+
+
+def build_rows(
+    config: DenseConfig, places: LayerPlaces, spec: ShardSpec, placement: ShardPlacement, *, paged: bool
+) -> KvCache:
+    """Return memory for the rows of the layers that keep all of them. ValueError if their rows are not alike."""
+    row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
+    # A shard without such layers describes its rows as the others do.
+    kept = places.kept or LayerPlaces(config, range(config.num_layers)).kept or (places.layers.start,)
+    heads, size = find_row_shape(config, kept)
+    return (PagedKvCache if paged and placement.pages else KvCache)(
+        [f"layers.{layer}" for layer in places.kept],
+        (spec.slots, heads, spec.capacity, row_format.row_width(size)),
+        dtype=row_format.dtype,
+        device=spec.device,
+        pages=placement.pages,
+    )
+
+
+def build_states(
+    config: DenseConfig, places: LayerPlaces, spec: ShardSpec, placement: ShardPlacement, kernels: Kernels
+) -> RecurrentCache | WindowRows:
+    """Return memory for the positional state of the layers that have one. ValueError for states of several kinds."""
+    names = [f"layers.{layer}" for layer in places.windowed]
+    if not names:
+        return RecurrentCache(
+            [f"layers.{layer}" for layer in places.recurrent],
+            config.delta,
+            kernels.delta,
+            slots=spec.slots,
+            places=placement.state_places,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+    windows = {config.shape_of(layer).traits.window for layer in places.windowed}
+    if places.recurrent or len(windows) > 1:
+        raise ValueError(f"windows of {sorted(windows)} rows and {len(places.recurrent)} recurrent layers in one model")
+    return WindowRows(
+        names,
+        WindowShape(*find_row_shape(config, places.windowed), windows.pop()),
+        slots=spec.slots,
+        places=placement.state_places,
+        rows=(spec.capacity, spec.buckets[-1]),
+        dtype=spec.dtype,
+        device=spec.device,
+        paged=kernels.is_paged,
+    )
+
+
+def find_row_shape(config: DenseConfig, layers: tuple[int, ...]) -> tuple[int, int]:
+    """Return the key heads and the size of a head that these layers share. ValueError if they differ."""
+    shapes = {(shape.num_kv_heads, shape.head_dim) for shape in map(config.shape_of, layers)}
+    if len(shapes) > 1:
+        raise ValueError(f"rows of several shapes: {sorted(shapes)}")
+    return shapes.pop()

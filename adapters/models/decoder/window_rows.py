@@ -1,0 +1,312 @@
+"""The rows of layers with a window, as positional state of a slot: `PositionalStates` for a `DenseShard`.
+
+The problem: a layer with a window never reads a row that lies further back than its window. Memory and files for such
+rows would be wasted, and in most models with windows most layers have one.
+
+The idea: what is behind the window cannot be had back, so these rows are positional state like that of a recurrent
+layer. A slot with n settled rows keeps those from `base - window` on, where base is the last multiple of 64 up to n. A
+state that is exported, kept in a place or stored stands at such a base. It consists of the last `window` rows before
+it; rows before the sequence's first one are zeros. So a restart reads all rows of the other layers, and of these layers
+one window.
+
+Rows have the same positions in a slot as in the sequence, so kernels read them as they read all rows. Where they are:
+
+* In host memory a slot has addresses for all of its rows, and rows behind the window give their memory back.
+* On a GPU a slot's rows lie in pages of PAGE rows, which a table lists. A page that is behind the window becomes the
+  page of rows to come. A wide step takes pages that all slots share, and leaves as many when it is settled. Only wide
+  steps take shared pages, and they run one after the other, so no two streams ever use one page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.recurrent_cache import check_state, hold_memory
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED
+from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.step import Step
+from adapters.sequence_layout import TensorSpec
+from effects.ids import PAGE
+
+_NOTHING = nullcontext()
+
+
+def count_window_rows(window: int) -> int:
+    """Return the rows that a slot has room for: its window, what may be rolled back, and a narrow step, in whole pages.
+
+    The span that a slot needs may begin and end within a page.
+    """
+    return (-(-(window + CHUNK + NARROW) // PAGE) + 1) * PAGE
+
+
+def count_shared_rows(bucket: int) -> int:
+    """Return the rows that all slots share, for steps of up to this many rows."""
+    return (-(-bucket // PAGE) + 1) * PAGE
+
+
+@frozen
+class WindowShape:
+    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them."""
+
+    heads: int
+    width: int
+    window: int
+
+
+class WindowPages(PagedKvCache):
+    """Rows in pages that move along with the windows of their slots.
+
+    `_pages` of a slot are by number of a run of PAGE rows; a number that has no page names page 0, which is never read.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int, int, int],
+        *,
+        own: int,
+        shared: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """own, shared: pages of each slot, and of all slots together."""
+        slots = shape[0]
+        super().__init__(names, shape, dtype=dtype, device=device, pages=slots * own + shared)
+        self._own = own
+        self._pages = [[0] * len(pages) for pages in self._pages]
+        self.table.zero_()
+        self._spare = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
+        self._shared = list(range(slots * own, self.pages))
+        self._placed: list[dict[int, int]] = [{} for _ in range(slots)]
+
+    def make_room(self, slot: int, start: int, stop: int) -> None:
+        """Give the slot pages for rows `[start, stop)`, and take the pages of all rows before them."""
+        first = start // PAGE
+        placed = self._placed[slot]
+        spare = self._spare[slot]
+        for number in [number for number in placed if number < first]:
+            spare.append(placed.pop(number))
+        for number in range(first, -(-stop // PAGE)):
+            if number not in placed:
+                self._place(slot, number, spare.pop() if spare else self._shared.pop())
+
+    def forget(self, slot: int, start: int, stop: int) -> None:
+        """Take the pages of rows outside `[start, stop)`, and share those that the slot has too many."""
+        placed = self._placed[slot]
+        spare = self._spare[slot]
+        for number in [number for number in placed if not start // PAGE <= number < -(-stop // PAGE)]:
+            spare.append(placed.pop(number))
+        while len(placed) + len(spare) > self._own:
+            self._shared.append(spare.pop())
+
+    def _place(self, slot: int, number: int, page: int) -> None:
+        self._placed[slot][number] = page
+        self._pages[slot][number] = page
+        self.table[slot, number : number + 1] = torch.tensor([page], dtype=torch.int32)
+
+
+class WindowMemory(KvCache):
+    """Rows in host memory. What is behind a slot's window gives its memory back."""
+
+    def __init__(
+        self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(names, shape, dtype=dtype, device=device)
+        self._held = [range(0)] * shape[0]  # for each slot the runs of PAGE rows that may have memory
+
+    def make_room(self, slot: int, start: int, stop: int) -> None:
+        """Note that these rows will have memory. It comes as they are written."""
+        held = self._held[slot]
+        first = min(held.start, start // PAGE) if held else start // PAGE
+        self._held[slot] = range(first, max(held.stop, -(-stop // PAGE)))
+
+    def forget(self, slot: int, start: int, stop: int) -> None:
+        """Give the memory of rows outside `[start, stop)` back."""
+        held = self._held[slot]
+        kept = range(max(held.start, start // PAGE), min(held.stop, -(-stop // PAGE)))
+        self._give_back((slot, number) for number in held if number not in kept)
+        self._held[slot] = kept or range(0)
+
+
+class WindowRows:
+    """The rows of layers with a window, of every slot, and `places` for more states.
+
+    layers: keys and values of each layer, as kernels read them; table: the pages of them, if there are any.
+    """
+
+    block = CHUNK
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: WindowShape,
+        *,
+        slots: int,
+        places: int,
+        rows: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        paged: bool,
+    ) -> None:
+        """rows: of a slot at most, and of the widest step."""
+        capacity, bucket = rows
+        self.slots = slots
+        self.places = places
+        self._window = shape.window
+        size = (slots, shape.heads, capacity, shape.width)
+        self._rows: WindowPages | WindowMemory
+        if paged:
+            own = count_window_rows(shape.window) // PAGE
+            shared = count_shared_rows(bucket) // PAGE
+            self._rows = WindowPages(names, size, own=own, shared=shared, dtype=dtype, device=device)
+        else:
+            self._rows = WindowMemory(names, size, dtype, device)
+        self.specs: tuple[TensorSpec, ...] = self._rows.spec.tensor_specs(shape.window)
+        kept = (places, len(names), 2, shape.heads, shape.window, shape.width)
+        self._kept = torch.zeros(kept, dtype=dtype, device=device)
+        self._bases = [0] * places
+        self._settled = [(0, 0)] * slots  # base, and settled rows
+
+    @property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        return self._rows.layers
+
+    @property
+    def table(self) -> Tensor | None:
+        return self._rows.table
+
+    @property
+    def nbytes(self) -> int:
+        rows = self._rows
+        own = self.slots * count_window_rows(self._window) * rows.spec.token_bytes
+        return self._kept.nbytes + (rows.nbytes if isinstance(rows, WindowPages) else own)
+
+    # --- steps ---
+
+    def start(self, step: Step) -> tuple[int, ...]:
+        """Return where the state of each segment's slot stands, and forget the slot's rows from the segment's start on.
+
+        Raises ValueError for a step that cannot continue from there.
+        """
+        if step.branches:
+            raise ValueError("a tree: rows of its branches would have to be kept apart in windows")
+        for segment in step.segments:
+            base, settled = self._settled[segment.slot]
+            if segment.start and not base <= segment.start <= settled:
+                raise ValueError(
+                    f"slot {segment.slot} has its window at {base}, with {settled - base} rows behind it; "
+                    f"nothing continues from {segment.start}"
+                )
+            if segment.count > UNSETTLED and not step.rows_only:
+                rows = f"{segment.count} rows of slot {segment.slot}"
+                raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
+        for segment in step.segments:
+            self._settle(segment.slot, segment.start)
+            first = self._first_row(segment.slot)
+            self._rows.make_room(segment.slot, first, segment.start + segment.count)
+        return tuple(self._settled[segment.slot][0] for segment in step.segments)
+
+    def settling(self, step: Step) -> AbstractContextManager[None]:
+        """Return a context for a forward. All rows of a step of rows only are settled when it ends."""
+        return self._settling(step) if step.rows_only else _NOTHING
+
+    def restoring(self, step: Step) -> AbstractContextManager[None]:
+        """Return a context that forgets the rows of a step of rows only if it fails, here or in a later shard."""
+        return self._restoring(step) if step.rows_only else _NOTHING
+
+    @contextmanager
+    def _settling(self, step: Step) -> Iterator[None]:
+        with self._restoring(step):
+            yield
+            for one in step.segments:
+                self._settle(one.slot, one.start + one.count)
+
+    @contextmanager
+    def _restoring(self, step: Step) -> Iterator[None]:
+        before = [self._settled[one.slot] for one in step.segments]
+        try:
+            yield
+        except BaseException:
+            for one, settled in zip(step.segments, before, strict=True):
+                self._settled[one.slot] = settled
+            raise
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        for segment, keep in zip(step.segments, kept, strict=True):
+            self._settle(segment.slot, segment.start + (keep if isinstance(keep, int) else len(keep)))
+
+    def _settle(self, slot: int, rows: int) -> None:
+        """Let the slot have this many settled rows, and give back what is behind its window then."""
+        self._settled[slot] = (rows - rows % CHUNK, rows)
+        self._rows.forget(slot, self._first_row(slot), rows)
+
+    def _first_row(self, slot: int) -> int:
+        return max(0, self._settled[slot][0] - self._window)
+
+    # --- states ---
+
+    def copy(self, source: int, target: int) -> None:
+        """Let slot `target` continue from wherever slot `source` may continue."""
+        if source == target:
+            return
+        _, rows = self._settled[source]
+        first = self._first_row(source)
+        self._settle(target, rows)
+        self._rows.make_room(target, first, rows)
+        if first < rows:
+            self._rows.copy_span(source, target, first, rows)
+
+    def keep(self, slot: int, place: int) -> None:
+        self._take(slot, self._kept[self._check_place(place)])
+        self._bases[place] = self._settled[slot][0]
+
+    def load(self, place: int, slot: int) -> None:
+        self._put(slot, self._kept[self._check_place(place)], self._bases[place])
+
+    def _check_place(self, place: int) -> int:
+        if not 0 <= place < self.places:
+            raise ValueError(f"place {place} is not one of {self.places}")
+        return place
+
+    def _take(self, slot: int, window: Tensor) -> None:
+        """Copy the rows before the slot's base to `[layers, 2, heads, window, width]`."""
+        base = self._settled[slot][0]
+        first = self._first_row(slot)
+        window[..., : self._window - (base - first), :] = 0
+        for start, stop in self._rows.spans(first, base):
+            at = self._window - (base - start)
+            window[..., at : at + stop - start, :].copy_(self._rows.view(slot, start, stop))
+
+    def _put(self, slot: int, window: Tensor, base: int) -> None:
+        """Let the slot stand at `base`, with the rows before it taken from a window."""
+        self._settle(slot, base)
+        first = self._first_row(slot)
+        self._rows.make_room(slot, first, base)
+        for start, stop in self._rows.spans(first, base):
+            at = self._window - (base - start)
+            self._rows.view(slot, start, stop).copy_(window[..., at : at + stop - start, :])
+
+    def export(self, slot: int) -> NamedTensors:
+        """Return the window before the slot's base, on its device."""
+        window = self._kept.new_empty(self._kept.shape[1:])
+        self._take(slot, window)
+        return dict(zip(self._rows.spec.names, window.flatten(0, 1), strict=True))
+
+    def import_(self, slot: int, state: NamedTensors, at: int) -> None:
+        """Write a window that `export` returned. Raises ValueError for another name, shape or dtype."""
+        check_state(self.specs, state, at)
+        given = [state[spec.name] for spec in self.specs]
+        self._put(slot, torch.stack(given).view(self._kept.shape[1:]), at)
+        hold_memory(given)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._rows.close()
+        self._kept = self._kept.new_empty(0)

@@ -1,0 +1,51 @@
+"""Activations of gated feed-forwards that no product has built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adapters.models.kernels.functions.vector_functions import apply_in_vectors
+
+SILU = "silu"  # part of the product (`Kernels.gated_linear`)
+GELU = "gelu"  # the approximation by tanh
+CLAMPED = (
+    "clamped"  # of gpt-oss: both halves are clamped, the gate is x * sigmoid(ALPHA x), and 1 is added to the other
+)
+ALPHA = 1.702
+LIMIT = 7.0
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {GELU: partial(torch.nn.functional.gelu, approximate="tanh")}
+
+
+def apply_activation(name: str, x: Tensor) -> Tensor:
+    """Return the activation of x in a new tensor, computed in float32 and rounded once.
+
+    A number's result does not depend on where it stands.
+    """
+    function = _FUNCTIONS[name]
+    wide = x.float()
+    found = function(wide) if x.is_cuda else apply_in_vectors(function, wide.contiguous())
+    return found.to(x.dtype) if x.dtype != torch.float32 else found
+
+
+def apply_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return what the gate of a feed-forward lets through of `up`, in a new tensor.
+
+    A number's result does not depend on where it stands.
+    """
+    if name != CLAMPED:
+        return apply_activation(name, gate).mul_(up)
+    wide = gate.float().clamp(max=LIMIT)
+    scaled = wide * ALPHA
+    open_part = torch.sigmoid(scaled) if gate.is_cuda else apply_in_vectors(torch.sigmoid, scaled.contiguous())
+    return (wide * open_part * (up.float().clamp(-LIMIT, LIMIT) + 1)).to(gate.dtype)
+
+
+def cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Turn logits, float32, into cap * tanh(logits / cap), in place."""
+    if logits.is_cuda:
+        return logits.div_(cap).tanh_().mul_(cap)
+    return logits.copy_(apply_in_vectors(torch.tanh, logits / cap)).mul_(cap)

@@ -1,0 +1,116 @@
+"""The table of families in docs/MODELS.md, from the code: `python -m tests.docs.families` writes it anew."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from adapters.models import ARCHITECTURES, FAMILIES
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.family import Family, family_of
+from adapters.models.decoder.feed_forward import cut_up
+from adapters.text.answer.answer_parser import CALL_FORMS, REASONING
+from tests.models.checkpoints import VARIANTS, save_model
+from tests.models.hybrids import HYBRIDS, SPARSE
+from tests.models.windowed import WINDOWED
+
+PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+YES, NO = "yes", "no"
+# The forms of calls and the tags of reasoning in the templates that are published with a family.
+PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama": (("llama3-json", "pythonic"), ()),
+    "qwen2": (("hermes",), ()),
+    "qwen3": (("hermes",), ("think",)),
+    "qwen3_moe": (("hermes", "qwen-xml"), ("think",)),
+    "qwen3_5": (("qwen-xml",), ("think",)),
+    "qwen3_5_moe": (("qwen-xml",), ("think",)),
+    "qwen3_next": (("hermes", "qwen-xml"), ("think",)),
+    "gemma3": ((), ()),
+    "gemma4": (("gemma4",), ("gemma4",)),
+    "mistral": (("mistral",), ("mistral",)),
+    "seed_oss": (("seed-xml",), ("seed",)),
+    "glm4_moe": (("glm-xml",), ("think",)),
+    "minimax_m2": (("minimax-xml",), ("think",)),
+    "gpt_oss": (("harmony",), ("harmony",)),
+}
+
+
+def read_configs() -> dict[str, list[DenseConfig]]:
+    """Return the configurations of the checkpoints that tests try each family with."""
+    hybrids = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
+    found: dict[str, list[DenseConfig]] = {}
+    for model_type, told in (VARIANTS | hybrids | SPARSE | WINDOWED).values():
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder), model_type, **told)
+            raw = json.loads((Path(folder) / "config.json").read_text())
+        family = family_of(raw)
+        config = family.parse(raw)
+        assert isinstance(config, DenseConfig)
+        found.setdefault(family.model_type, []).append(config)
+    return found
+
+
+def say(capable: bool | list[bool]) -> str:
+    """Return what a cell says. A list has an answer for each of several models."""
+    answers = capable if isinstance(capable, list) else [capable]
+    return YES if all(answers) else "some" if any(answers) else NO
+
+
+def write_table() -> str:
+    """Return the table, one row for each family."""
+    configs = read_configs()
+    by_type: dict[str, tuple[Family, list[str]]] = {}
+    for model_type in FAMILIES:
+        family = family_of({"model_type": model_type})
+        by_type.setdefault(family.model_type, (family, []))[1].append(model_type)
+    columns: Mapping[str, Callable[[Family, list[str], list[DenseConfig]], str]] = {
+        "family": lambda _, types, __: ", ".join(f"`{one}`" for one in types),
+        "GGUF": lambda _, types, __: (
+            ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if one in types) or NO
+        ),
+        "quantised": lambda family, _, __: YES if family.cut_up is cut_up else "MXFP4",
+        "split": lambda _, __, own: say([can_be_split(one) for one in own]),
+        "DFlash": lambda family, _, __: say(family.model_type in PUBLISHED),
+        "trees": lambda _, __, own: say([not has_state(one) for one in own]),
+        "MTP": lambda family, _, __: say(family.head_shape is not None),
+        "scores prompts": lambda _, __, own: say([one.can_score_prompts for one in own]),
+        "calls": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][0]) or NO,
+        "reasoning": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][1]) or NO,
+    }
+    rows = [list(columns), ["---"] * len(columns)]
+    for name, (family, types) in by_type.items():
+        rows.append([write(family, types, configs[name]) for write in columns.values()])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def has_state(config: DenseConfig) -> bool:
+    """Has some layer a state or a window, so that trees are refused?"""
+    layers = range(config.num_layers)
+    return any(config.recurrent(layer) or config.shape_of(layer).traits.keeps_window for layer in layers)
+
+
+def can_be_split(config: DenseConfig) -> bool:
+    """May some first layers be on one device and the rest on another?"""
+    cuts = range(1, config.num_layers)
+    return any(all(map(config.can_be_shard, (range(cut), range(cut, config.num_layers)))) for cut in cuts)
+
+
+def check_names() -> None:
+    """Check that each name of a form is one that the parsers know."""
+    for forms, tags in PUBLISHED.values():
+        assert set(forms) <= set(CALL_FORMS)
+        assert set(tags) - {"harmony"} <= set(REASONING)
+
+
+def write_page(page: str) -> str:
+    """Return the page with the table of now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{write_table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write_page(PAGE.read_text()))

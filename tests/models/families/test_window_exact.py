@@ -1,0 +1,218 @@
+"""A row of a model with windows has the same bits however rows before it, and it itself, were computed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import family_of
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import ProbeShape, probe
+from adapters.models.numerics.synthetic import RandomWeights
+from effects.ids import PAGE
+from tests.models.checkpoints import proven, same_bits, tokens_of
+from tests.models.hybrids import (
+    CHUNKS,
+    LENGTH,
+    computed,
+    in_pieces,
+    rows_in_pieces_are_rows_of_chunks,
+    same_sequence,
+    slots_side_by_side_are_each_as_if_alone,
+    what_is_rolled_back_has_never_happened,
+    whole_of,
+)
+from tests.models.windowed import WINDOWED, read_config
+
+SLOTS = 4
+MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts")
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+def shard_of(name: str, kernels, dtype=torch.float32, **more: object) -> DenseShard:
+    own = read_config(name)
+    weights = RandomWeights(own, scale=own.hidden_size**-0.5)
+    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2, **more}
+    return DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def whole(request, dtype):
+    """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
+    kernels = proven(read_config(request.param), dtype, 512).copy_for_shard()
+    return whole_of(shard_of(request.param, kernels, dtype))
+
+
+@in_pieces
+def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
+    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+
+
+def test_rows_in_random_pieces_too(whole):
+    shard, tokens, expected = whole
+    draw = random.Random(5)
+    counts = [draw.choice((1, 1, 3, 7, 16, 40, 64, 90, 150)) for _ in range(60)]
+    pieces = [(next(bucket for bucket in shard.spec.buckets if bucket >= count), count) for count in counts]
+    assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
+    assert same_sequence(shard, 0, 1)
+
+
+@pytest.mark.parametrize(("start", "kept"), [(64, 0), (100, 30), (127, 1), (128, 5), (250, 30)])
+def test_what_is_rolled_back_has_never_happened(whole, start, kept):
+    what_is_rolled_back_has_never_happened(whole, start, kept)
+
+
+def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:300], CHUNKS, slot=1)
+    for start in (299, 260, 256):
+        assert same_bits(computed(shard, tokens[:300], [(4, 3)], slot=1, start=start), expected[start:300])
+    for start in (255, 301, 320):
+        with pytest.raises(ValueError, match=f"nothing continues from {start}"):
+            computed(shard, tokens, [(4, 3)], slot=1, start=start)
+
+
+def test_slots_side_by_side_are_each_as_if_alone(whole):
+    slots_side_by_side_are_each_as_if_alone(whole)
+
+
+def test_windows_are_kept_in_places_taken_out_and_copied(whole):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:200], CHUNKS, slot=1)
+    shard.states.keep(1, 0)  # at 192
+    state = {name: tensor.clone() for name, tensor in shard.states.export(1).items()}
+    computed(shard, tokens.flip(0), CHUNKS, slot=1)
+    computed(shard, tokens.flip(0), CHUNKS, slot=3)
+    shard.rows.copy(0, 1, LENGTH)
+    shard.rows.copy(0, 3, LENGTH)
+    shard.states.load(0, 1)
+    shard.states.import_(3, state, 192)
+    for slot in (1, 3):
+        assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=192), expected[192:])
+    shard.states.copy(0, 2)
+    shard.rows.copy(0, 2, LENGTH)
+    assert same_sequence(shard, 0, 2)
+    with pytest.raises(ValueError, match="states stand at multiples of 64"):
+        shard.states.import_(3, state, 200)
+    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+        shard.states.keep(1, 2)
+
+
+def test_a_forward_that_fails_leaves_windows_as_they_were(whole, monkeypatch):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:100], CHUNKS, slot=1)
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard._kernels, "attend", exhausted)  # noqa: SLF001
+        with pytest.raises(torch.OutOfMemoryError):
+            computed(shard, tokens[:356], CHUNKS, slot=1, start=100)
+    assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100), expected[100:])
+
+
+def test_trees_are_refused_by_name(whole):
+    shard, tokens, _ = whole
+    with pytest.raises(ValueError, match="a tree: rows of its branches would have to be kept apart"):
+        shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens[:3])
+
+
+class PagedReference(ReferenceKernels):
+    is_paged = True
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3, a long window", "gemma4"])
+def test_windows_in_pages_are_those_in_one_piece(name):
+    """As on a GPU: with fewer pages than a sequence has, and chunks that take those of all slots."""
+    plain = whole_of(shard_of(name, ReferenceKernels()))
+    paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
+    assert paged.states.table is not None
+    for pieces in ([(0, 0)], [(64, 64)], [(4, 1)], [(128, 100), (0, 300), (16, 9)]):
+        shard, tokens, _ = plain
+        expected = computed(shard, tokens, pieces, slot=1)
+        for slot in range(SLOTS):
+            assert torch.equal(computed(paged, tokens, pieces, slot=slot), expected)
+            first, second = shard.states.export(1), paged.states.export(slot)
+            assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_memory_of_windows_is_counted(whole):
+    shard, _, _ = whole
+    own = shard.config
+    held, place = own.state_bytes(shard.spec.dtype)
+    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    rows = SLOTS * shard.spec.capacity * own.kv_bytes_per_token(shard.spec.dtype)
+    assert shard.memory()["kv"] == rows + 2 * place + SLOTS * held
+    window = own.kinds[0].traits.window
+    token = place // window
+    assert held == token * count_window_rows(window)
+    paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)
+    held, place = paged.config.state_bytes(torch.float32)
+    shared = paged.config.shared_bytes(torch.float32, paged.spec.buckets[-1])
+    assert shared == place // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
+    assert paged.states.nbytes == SLOTS * held + 2 * place + shared + paged.states.table.nbytes
+
+
+def test_rows_behind_a_window_give_their_memory_back():
+    shard = shard_of("gemma3", CpuKernels(torch.float32), capacity=8 * PAGE)
+    step = 512
+    for start in range(0, 7 * PAGE, step):
+        part = Step((Segment(0, start, min(step, 7 * PAGE - start)),), step, rows_only=True)
+        shard.forward(part, torch.ones(part.rows, dtype=torch.int64))
+    keys = shard.states.layers[0][0]
+    assert not keys[0, :, : 6 * PAGE].any()
+    assert keys[0, :, 6 * PAGE : 7 * PAGE].all()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4, inputs of layers, rows shared"])
+def test_the_probe_finds_that_every_bucket_holds(name):
+    own = read_config(name)
+    family = family_of({"model_type": WINDOWED[name][0]})
+    shape = ProbeShape(device=torch.device("cpu"), dtype=torch.float32, chunk=256, capacity=512, sizes=(4, 16))
+    found = probe(family, own, CpuKernels(torch.float32), shape)
+    assert (found.mode, found.buckets) == ("buckets", (4, 16, 256))
+    assert not [why for why in found.failures if "bucket" in why]
+
+
+def test_layers_split_over_shards_give_the_bits_of_one():
+    """The first of them has no layer that keeps all rows."""
+    name, tokens = "gemma4", tokens_of(LENGTH)
+    whole = shard_of(name, CpuKernels(torch.float32))
+    cuts = (range(2), range(2, 4))
+    split = Pipeline([shard_of(name, CpuKernels(torch.float32), layers=layers) for layers in cuts])
+    expected = computed(whole, tokens, CHUNKS)
+    assert same_bits(computed(split, tokens, [(0, 200), (16, 16), (4, 1), (64, 64)]), expected)
+    assert split.rows.spec == whole.rows.spec
+    assert {spec.name for spec in split.states.specs} == {spec.name for spec in whole.states.specs}
+    split.rows.import_(2, 0, whole.rows.export(0, 0, 192))
+    computed(whole, tokens[:200], CHUNKS, slot=1)
+    split.states.import_(2, whole.states.export(1), 192)
+    assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
+
+
+def test_layers_that_need_others_are_no_shard():
+    for layers in (range(2, 6), range(5, 6)):
+        with pytest.raises(ValueError, match="need what other layers have"):
+            shard_of("gemma4, inputs of layers, rows shared", CpuKernels(torch.float32), layers=layers)
+
+
+def test_a_draft_gets_the_scaled_embedding():
+    shard = shard_of("gemma3", CpuKernels(torch.float32))
+    before = shard.memory()["weights"]
+    hidden = shard._kernels.embed(shard._embedding, torch.tensor([7]), out=torch.zeros(1, 64))  # noqa: SLF001
+    assert torch.equal(shard.embedding[7], hidden[0] * 8.0)
+    assert shard.memory()["weights"] == before + shard.embedding.nbytes

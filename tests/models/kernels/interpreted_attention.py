@@ -1,0 +1,68 @@
+"""Triton's attention in its interpreter, beside plain torch. Runs in a process of its own (`TRITON_INTERPRET=1`)."""
+
+from __future__ import annotations
+
+import torch
+
+from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+from effects.ids import PAGE
+
+CPU = torch.device("cpu")
+HEADS, KV, HEAD, CAPACITY, LENGTH = 3, 1, 16, 768, 300
+SINKS = torch.linspace(-2, 3, HEADS)
+RULES = (
+    PLAIN,
+    AttentionRule(window=40),
+    AttentionRule(window=270, cap=3.0, sinks=SINKS),
+)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=make_generator(seed))
+
+
+PREP = HeadPrep(None, random(HEAD, seed=1) + 1, random(HEAD, seed=2) + 1, 1e-6, v_norm=True)
+QKV = random(LENGTH, (HEADS + 2 * KV) * HEAD, seed=3)
+ANGLES = torch.outer(torch.arange(CAPACITY), 1e4 ** -torch.linspace(0, 1, HEAD // 2))
+ROPE = Rope(ANGLES.cos(), ANGLES.sin())
+
+
+def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, paged: bool = False) -> torch.Tensor:
+    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
+    shape = (3, KV, PAGE, HEAD) if paged else (1, KV, CAPACITY, HEAD)
+    caches = [torch.full(shape, float("nan")) for _ in "kv"]
+    found, at = [], 0
+    for bucket, count in pieces:
+        batch = Batch(bucket, CPU, pages=pages)
+        batch.load(Step((Segment(0, at, count),), bucket), [0] * count)
+        kernels.prepare_step(batch)
+        rows = torch.nn.functional.pad(QKV[at : at + count], (0, 0, 0, bucket - count))
+        q = kernels.rotate_store(rows, PREP, ROPE, batch, *caches)
+        found.append(kernels.attend(q, *caches, batch, rule)[:count].clone())
+        at += count
+    assert at == LENGTH
+    return torch.cat(found)
+
+
+def check_rules() -> None:
+    kernels = TritonKernels(CPU)
+    for rule in RULES:
+        whole = attended(kernels, rule, [(LENGTH, LENGTH)])
+        theirs = attended(ReferenceKernels(), rule, [(LENGTH, LENGTH)])
+        torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
+        for paged in (False, True):
+            found = attended(kernels, rule, [(200, 200), (64, 60), (36, 36), (4, 3), (4, 1)], paged=paged)
+            assert torch.equal(found, whole), (rule, paged, (found - whole).abs().max())
+    batch = Batch(64, CPU)
+    batch.load(Step((Segment(0, 33, 50),), 64), [0] * 50)
+    kernels.prepare_step(batch)
+    caches = [torch.zeros(1, KV, CAPACITY, HEAD) for _ in "kv"]
+    both = kernels.rotate_store(QKV[:64], PREP, ROPE, batch, *caches)
+    alone = kernels.rotate_queries(QKV[:64, : HEADS * HEAD].contiguous(), PREP, ROPE, batch, caches[0])
+    assert torch.equal(both[:50], alone[:50])
