@@ -32,6 +32,16 @@ class WatchedThread(threading.Thread):
         self._restarts = restarts
         self.trouble = ""
         self.is_dead = False
+        self._listeners: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def call_on_death(self, listener: Callable[[], object]) -> None:
+        """Call a function when the thread has died: on this thread, or at once if it is dead already."""
+        with self._lock:
+            if not self.is_dead:
+                self._listeners.append(listener)
+                return
+        listener()
 
     def run(self) -> None:
         for left in range(self._restarts, -1, -1):
@@ -42,5 +52,8 @@ class WatchedThread(threading.Thread):
                 log.critical("the thread %s %s", self.name, "starts again" if left else "has died", exc_info=error)
             else:
                 return
-        self.is_dead = True
+        with self._lock:
+            self.is_dead = True
         self._died()
+        for listener in self._listeners:
+            listener()

@@ -1,14 +1,17 @@
 """The promise, measured: the same tokens with and without speculation, cold and restored from each tier, batched, with
-a draft that stays or one that comes and goes, as chains and as trees, and executed again from a trace.
+a draft that stays or one that comes and goes, as chains and as trees, beside requests that share a head and leave, and
+executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
-[--only cold,trees,...] [--logprobs 8] [--digests]`
+[--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]`
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
 compared with answers that are computed cold, alone and without a draft: their tokens, with `--logprobs` the
 log-probabilities of so many alternatives beside each of them, bit for bit, and with `--digests` all logits: `rows` of
 them were picked from, of which so many are `missing` elsewhere. What comes from disk was written by a process that was
-killed (`kill -9`).
+killed (`kill -9`). `followed` are prompt tokens that another request computed meanwhile, and --seed draws who shares
+which head, and who leaves (`benchmarks.exactness_followers`). --skip and --prompts choose a slice of all prompts, so a
+long campaign can run in parts.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from attrs import define, evolve, field
 from adapters.store.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
+from benchmarks.exactness_followers import answer_among_companions
 from benchmarks.listening import Listening
 from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.subjects import NAMES
@@ -174,6 +178,8 @@ class Comparison:
     listening: Listening | None = None
     said: Counter[tuple[int, str]] = field(factory=Counter)
     """Where each of the plain answers' rows of logits is, and its digest."""
+    seed: int = 0  # of the requests that share heads with the jobs
+    companions: Counter[str] = field(factory=Counter[str])
 
     async def run(self, name: str, work: Callable[[], Awaitable[list[Answered]]]) -> None:
         start = time.monotonic()
@@ -192,6 +198,7 @@ class Comparison:
             "proposed": sum(report.proposed for report in reports),
             "accepted": sum(report.accepted for report in reports),
             "restored": sum(report.restored_tokens for report in reports),
+            "followed": sum(report.followed_tokens for report in reports),
             "tier": ",".join(sorted(tiers)) or "none",
             "seconds": round(time.monotonic() - start, 1),
         }
@@ -211,7 +218,7 @@ class Comparison:
         return found
 
     async def batched(self) -> list[Answered]:
-        return await together(self.target, self.jobs)
+        return await together(self.target, self.jobs, at_once=self.target.settings.slots)
 
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
@@ -250,8 +257,16 @@ class Comparison:
             found += await together(self.target, jobs[start : start + 4], rates=trusted)
         return found
 
+    async def followers(self) -> list[Answered]:
+        """Beside others that begin together with each and have the same head. Some of these leave."""
+        found, self.companions = await answer_among_companions(self.target, self.jobs, self.seed, answered)
+        print(f"companions: {dict(self.companions)}", flush=True)
+        followed = sum(one.report.followed_tokens for one in found if one.report is not None)
+        assert followed, "nobody followed, so nothing was compared"
+        return found
 
-MODES = ("cold", "batched", "continued", "trees", "scoped", "host", "disk", "executed")
+
+MODES = ("cold", "batched", "continued", "trees", "scoped", "followers", "host", "disk", "executed")
 
 
 def made(count: int, ends: Tokens, skip: int = 0, logprobs: int = -1) -> list[Job]:
@@ -292,7 +307,8 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
         if given.leave:
             await leave(killed, jobs)
         target = await load_target(evolve_options(options, **shape, kv_cache_dir=folder / "kv"))
-        compared = Comparison(target, jobs, folder, [], [], Listening(target) if given.digests else None)
+        heard = Listening(target) if given.digests else None
+        compared = Comparison(target, jobs, folder, [], [], heard, seed=given.seed)
         silent = [evolve(job, speculate=False) for job in jobs]
         compared.plain = await together(target, silent, at_once=1)
         if compared.listening is not None:
@@ -317,7 +333,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             await compared.target.close()
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
-    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs}
+    where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     kinds = [kind for kind in (given.dtype, given.kv_dtype) if kind != "auto"]
     subject = ", ".join([Path(given.model).stem, *kinds])
@@ -335,10 +351,11 @@ def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     ways = {
         "cold": ("cold and alone", compared.cold),
-        "batched": ("batched by four", compared.batched),
+        "batched": (f"batched by {compared.target.settings.slots}", compared.batched),
         "continued": ("continued in a slot", compared.continued),
         "trees": (f"trees of {TREE}", compared.trees),
         "scoped": ("request-scoped draft", compared.scoped),
+        "followers": ("beside others of the same head", compared.followers),
     }
     if compared.target.draft is None:
         ways = {mode: way for mode, way in ways.items() if mode not in {"trees", "scoped"}}
@@ -356,7 +373,9 @@ async def again(compared: Comparison, options: Options) -> dict[str, Any]:
     header = Header(VERSION, __version__, target.settings, target.identity, options.redacted_values())
     recorder = Recorder(trace, header)
     recorder.start()
-    await compared.run("batched by four, recorded", partial(together, target, compared.jobs, recorder=recorder))
+    at_once = target.settings.slots
+    work = partial(together, target, compared.jobs, at_once=at_once, recorder=recorder)
+    await compared.run(f"batched by {at_once}, recorded", work)
     run, tokens = await execute(trace, options.model.model)
     print(f"executed again: {run.events} events, {tokens} tokens, 0 differing")
     return {"executed": {"events": run.events, "tokens": tokens}}
@@ -366,6 +385,8 @@ def main() -> int:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--skip", type=int, default=0, help="prompts: so that several processes can share the work")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests that share heads with these and leave")
+    parser.add_argument("--slots", type=int, default=4, help="requests of a batch")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--draft", default="auto")
@@ -379,7 +400,7 @@ def main() -> int:
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
     kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
-    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
+    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
     return 1 if anyio.run(measure, options, given) else 0
 
 

@@ -1,89 +1,56 @@
-"""A model over HTTP beside llama.cpp's server on the same weights, and beside ourselves at another checkout, in turn.
+"""A model over HTTP beside llama.cpp's server, beside vLLM, and beside ourselves at another checkout, in turn.
 
     python -m benchmarks.peer [--llama LLAMA-SERVER] [--before CHECKOUT] [--rounds 2] [--levels 1,4,16]
     python -m benchmarks.peer --file MODEL.gguf [--shape 8b] --llama LLAMA-SERVER --levels 1,4
     python -m benchmarks.peer --shape 8b --llama LLAMA-SERVER --levels 1,8,32 --lengths 2048,8192,32768 [--folder DIR]
+    python -m benchmarks.peer --shape 8b --vllm PYTHON [--vllm-path FOLDERS] [--vllm-exact] --parts agents,restart
 
-`rekindle bench serve` asks every server alike: prompts that were never sent before, at each level, then first tokens
-behind prompts of several lengths. llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BUILD
---target llama-server` of what is in its vendor/, with `-DGGML_CUDA=ON` for a GPU); the weights are written as a GGUF
-file of bf16 for it, or both serve that of --file. 8b: random weights of an 8B model's shape, on CUDA; what is written
-in DIR is found there again. Levels and lengths are asked of two servers, one after the other, so that slots are as long
-as they must be: "memory" is what the first one and its processes have in memory in the end, each its share of common
-pages; "ready again" is the same command once more, at which ours finds what the first one kept. Another checkout needs
-its products compiled (`python hatch_build.py`). Figures are medians of rounds. All want the machine alone.
+Parts (--parts) are what every server is asked alike, of prompts that were never sent before:
+* `streams`: the levels, by `rekindle bench serve`, and how soon the server is ready, at first and once more;
+* `cold`: first tokens behind prompts of several lengths, and the pace of the answers;
+* `agents`: sessions that begin at the same moment and have one head (`benchmarks.agents_load`);
+* `restart`: first tokens of the same prompts again, once the server has ended and another one has started.
+
+llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BUILD --target llama-server` of what is in
+its vendor/, with `-DGGML_CUDA=ON` for a GPU); the weights are written as a GGUF file of bf16 for it, or both serve that
+of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
+the same folder as we do. --vllm-exact adds it once more as it is when its answers do not depend on batches. 8b: random
+weights of an 8B model's shape, on CUDA; what is written in DIR is found there again. Ours has as many slots as a part
+needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its processes
+have in memory in the end, each its share of common pages; "ready again" is the same command once more, at which ours
+finds what the first one kept. Another checkout needs its products compiled (`python hatch_build.py`). Figures are
+medians of rounds. All want the machine alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import socket
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import httpx
 import numpy as np
 import torch
-from attrs import frozen
 
+from benchmarks.agents_load import Workload, ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
+from benchmarks.cold import forget
 from benchmarks.first_requests import SHAPES, checkpoint
+from benchmarks.peer_servers import ROOT, Contender, listen, measure_memory, serve_llama, serve_ours, serve_vllm
 from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import median, print_table
+from engine.tools.bench.bench_options import parse_lengths
+from engine.tools.bench.bench_prompts import LoadPrompt, draw_tokens, make_random
 from tests.models.ggufs import Kind, packed, write_gguf
 
-ROOT = Path(__file__).parents[1]
 DEMO, MARGIN = ROOT / "adapters" / "demo", 256  # rows that what is sent may take besides
-PATIENCE = 300.0  # seconds for a server to come up
-POLL_S = 0.05  # between questions whether it is: a server that answers them meanwhile comes up later for it
-
-
-@contextmanager
-def listening(command: Sequence[str], tree: Path, home: Path) -> Iterator[tuple[str, float]]:
-    """Its address, and the seconds until it had a model to offer. home: where it keeps what it measured."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", home / "server.log"
-    path = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
-    with httpx.Client() as client, log.open("a") as told:
-        start = time.monotonic()
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(home)},
-            stdout=told,
-            stderr=told,
-        )
-        try:
-            while not ready(client, url):
-                if process.poll() is not None or time.monotonic() - start > PATIENCE:
-                    raise SystemExit(f"no server: {' '.join(command)}\n{log.read_text()[-2000:]}")
-                time.sleep(POLL_S)
-            yield url, time.monotonic() - start
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def ready(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url + "/health").is_success and client.get(url + "/v1/models").is_success
-    except httpx.TransportError:
-        return False
+PARTS = ("streams", "cold", "agents", "restart")
 
 
 def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
@@ -95,52 +62,69 @@ def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
     return found
 
 
-def children(process: int) -> list[int]:
-    """All that it has started, and these have."""
-    found = list[int]()
-    for each in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in map(int, each.read_text().split()):
-            found += [child, *children(child)]
-    return found
+def parse_numbers(words: str) -> tuple[int, ...]:
+    return tuple(map(int, words.split(",")))
 
 
-def memory() -> float:
-    """MB of all that this process has started."""
-    rolled = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in children(os.getpid())]
-    return sum(int(re.findall(r"^Pss:\s+(\d+)", one, re.MULTILINE)[0]) for one in rolled) * 1024 / 1e6
-
-
-@frozen
-class Contender:
-    """command: of slots and the rows of each."""
-
-    command: Callable[[int, int], list[str]]
-    tree: Path
-
-
-def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
-    found, answer, warmth = dict[str, float](), str(given.answers), ("--temperature", given.temperature)
-    levels, lengths = (tuple(map(int, words.split(","))) for words in (given.levels, given.lengths))
-    command = server.command(max(levels), given.prompts + given.answers + MARGIN)
-    with listening(command, server.tree, home) as started:
-        url, found["ready, s"] = started
-        words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts), "--answer-tokens", answer)
-        for one in asked(url, *words, *warmth):
+def measure_streams(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    found = dict[str, float]()
+    levels = parse_numbers(given.levels)
+    rows = given.prompts + given.answers + MARGIN
+    with listen(server, max(levels), rows, home) as (url, found["ready, s"]):
+        words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts))
+        for one in asked(url, *words, "--answer-tokens", str(given.answers), "--temperature", given.temperature):
             number = one["level"].partition(" ")[0]  # of "4 streams"
             usual, _, late = one["inter_token_ms"]
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
             level["first token p50, ms"] = one["first_token_ms"][0]
             found |= {f"{number}: {name}": value for name, value in level.items()}
             found[f"{number}: unanswered"] = one["requests"] - one["answered"]
-        found["memory, MB"] = memory()
-    with listening(command, server.tree, home) as (_, found["ready again, s"]):
+        found["memory, MB"] = measure_memory()
+    with listen(server, max(levels), rows, home) as (_, found["ready again, s"]):
         pass
-    with listening(server.command(given.slots, max(lengths) + given.answers + MARGIN), server.tree, home) as (url, _):
+    return found
+
+
+def measure_cold(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    found = dict[str, float]()
+    lengths = parse_numbers(given.lengths)
+    words = ("--requests", "3", "--answer-tokens", str(given.answers), "--temperature", given.temperature)
+    with listen(server, given.slots, max(lengths) + given.answers + MARGIN, home) as (url, _):
         for length in lengths:
-            [one] = asked(url, "--requests", "3", "--prompt-tokens", str(length), "--answer-tokens", answer, *warmth)
+            [one] = asked(url, *words, "--prompt-tokens", str(length))
             found[f"first behind {length}, ms"] = one["first_token_ms"][0]
             found[f"then, tok/s ({length})"] = one["stream_tokens_s"][0]
     return found
+
+
+def measure_agents(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    workload = make_workload(given)
+    with listen(server, workload.sessions, workload.longest + MARGIN, home) as (url, _):
+        return run_agents(url, workload, time.time_ns()).compute_figures()
+
+
+def make_workload(given: argparse.Namespace) -> Workload:
+    ranges = parse_lengths(given.tool_results), parse_lengths(given.agent_answers)
+    return Workload(given.sessions, given.turns, given.head, *ranges)
+
+
+def measure_restart(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
+    """The first server ends by itself, so it has written what it keeps. Its files are then out of the page cache."""
+    found = dict[str, float]()
+    lengths = parse_numbers(given.lengths)
+    draw = make_random(str(time.time_ns()))
+    prompts = [LoadPrompt(draw_tokens(draw, length), 16) for length in lengths]
+    rows = max(lengths) + MARGIN
+    for name in ("before", "after"):
+        forget([file for file in home.rglob("*") if file.is_file()])
+        with listen(server, given.slots, rows, home) as (url, _):
+            for length, sample in zip(lengths, ask_in_turn(url, prompts), strict=True):
+                found[f"restart: first behind {length}, {name}, ms"] = 1e3 * (sample.first or 0.0)
+                found[f"restart: tokens found {name} ({length})"] = sample.cached or 0
+    return found
+
+
+MEASURES = {"streams": measure_streams, "cold": measure_cold, "agents": measure_agents, "restart": measure_restart}
 
 
 def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
@@ -150,76 +134,113 @@ def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
     return torch.from_numpy(data).bfloat16().view(torch.uint8).numpy(), Kind.BF16
 
 
-def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
+def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     model = given.file or (DEMO if given.shape == "demo" else folder / "model")
     if not model.exists():
         checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
-
-    def ours(*more: str) -> Callable[[int, int], list[str]]:
-        def command(slots: int, rows: int) -> list[str]:
-            room = () if given.shape == "demo" else ("--slots", str(slots), "--max-ctx", str(rows))
-            return [sys.executable, "-m", "engine", "serve", str(model), *room, *more]
-
-        return command
-
+    sized = given.shape != "demo" and not given.defaults
+    flags = tuple(shlex.split(given.flags))
     found = dict[str, Contender]()
     for name, tree in (("ours", ROOT), ("before", given.before)):
         if tree is not None:
-            found[name] = Contender(ours("--draft", "none"), tree)
+            found[name] = serve_ours(model, tree, ("--draft", "none", *flags), sized=sized)
             if model == DEMO:
-                found[f"{name}, draft"] = Contender(ours(), tree)
+                found[f"{name}, draft"] = serve_ours(model, tree, flags, sized=sized)
     if given.llama is not None:
-        file, threads = given.file or folder / "model.gguf", str(torch.get_num_threads())
+        file = given.file or folder / "model.gguf"
         if not file.exists():
             write_gguf(file, model, Kind.BF16, tokenizer="smollm", pack=bf16)
-        device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", threads)
-        how = (str(given.llama), "-m", str(file), "-fa", "on", "--cache-ram", "0", *device)
-        found["llama.cpp"] = Contender(lambda slots, rows: [*how, "-np", str(slots), "-c", str(slots * rows)], ROOT)
+        device = ("-ngl", "99") if torch.cuda.is_available() else ("-t", str(torch.get_num_threads()))
+        found["llama.cpp"] = serve_llama(given.llama, file, device)
+    if given.vllm:
+        how = (model, given.vllm, given.vllm_path, given.vllm_flags)
+        found["vLLM"] = serve_vllm(*how)
+        if given.vllm_exact:
+            found["vLLM exact"] = serve_vllm(*how, exact=True)
     return found
 
 
 LATE = 1.5  # times the median: the goal of the latest one percent of tokens
+HIGHER_IS_BETTER = {"tok/s", "%"}
+# What is compared: promise, subject, place, unit, and the name of the figure.
+Row: TypeAlias = tuple[str, str, str, str, str]
 
 
-def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: argparse.Namespace) -> list[Figure]:
-    """Compare the first server, which is ours, with the others. It must be ahead of llama.cpp in each figure."""
-    (_, ours), *others = found.items()
-    made = list[Figure]()
-
-    def add(promise: str, what: str, at: str, unit: str, name: str) -> None:
-        peers = {peer: figures[name] for peer, figures in others}
-        if given.file and promise != "start":
-            promise = "packed"
-        goal = None
-        if "llama.cpp" in peers:
-            goal = Goal(at_least=1, against="llama.cpp") if unit == "tok/s" else Goal(at_most=1, against="llama.cpp")
-        made.append(Figure(promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
-
-    lengths, levels = given.lengths.split(","), given.levels.split(",")
-    for length in lengths:
-        add("cold", "first token", length, "ms", f"first behind {length}, ms")
-    for length in lengths:
-        add("decode", "behind", length, "tok/s", f"then, tok/s ({length})")
-    for what, unit, name in (
+def list_stream_rows(given: argparse.Namespace) -> list[Row]:
+    kinds = (
         (f"streams of {given.prompts} tokens, together", "tok/s", "tok/s"),
         ("next token p50", "ms", "next token p50, ms"),
         ("next token p99", "ms", "p99, ms"),
         ("streams, first token p50", "ms", "first token p50, ms"),
-    ):
-        for level in levels:
-            add("streams", what, level, unit, f"{level}: {name}")
-    late, usual = (ours[f"{levels[-1]}: {name}"] for name in ("p99, ms", "next token p50, ms"))
-    what = f"{subject}, next token p99 over p50"
-    made.append(Figure("streams", what, levels[-1], "x", late / usual, goal=Goal(at_most=LATE)))
-    add("start", "ready, the same command again", "second", "s", "ready again, s")
-    add("memory", "host memory", "served", "MB", "memory, MB")
+    )
+    rows = [
+        ("streams", what, level, unit, f"{level}: {name}")
+        for what, unit, name in kinds
+        for level in given.levels.split(",")
+    ]
+    rows.append(("start", "ready, the same command again", "second", "s", "ready again, s"))
+    rows.append(("memory", "host memory", "served", "MB", "memory, MB"))
+    return rows
+
+
+def list_cold_rows(given: argparse.Namespace) -> list[Row]:
+    lengths = given.lengths.split(",")
+    rows = [("cold", "first token", length, "ms", f"first behind {length}, ms") for length in lengths]
+    return rows + [("decode", "behind", length, "tok/s", f"then, tok/s ({length})") for length in lengths]
+
+
+def list_agents_rows(given: argparse.Namespace) -> list[Row]:
+    sessions = f"{given.sessions} sessions"
+    first, later = "first token of the first turn", "first token of later turns"
+    rows = [
+        ("agents", f"{sessions} that begin together", "whole run", "s", "agents: whole run, s"),
+        ("agents", first, "p50", "s", f"agents: {first} p50, s"),
+        ("agents", "prompt tokens found", sessions, "%", "agents: found, %"),
+    ]
+    return rows + [("agents", later, at, "s", f"agents: {later} {at}, s") for at in ("p50", "p95") if given.turns > 1]
+
+
+def list_restart_rows(given: argparse.Namespace) -> list[Row]:
+    what = "first token after a restart"
+    lengths = given.lengths.split(",")
+    return [("restart", what, length, "ms", f"restart: first behind {length}, after, ms") for length in lengths]
+
+
+ROWS = {"streams": list_stream_rows, "cold": list_cold_rows, "agents": list_agents_rows, "restart": list_restart_rows}
+
+
+def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: argparse.Namespace) -> list[Figure]:
+    """Compare the first server, which is ours, with the others. It must be ahead of every other product's."""
+    (_, ours), *others = found.items()
+    rival = next((peer for peer in ("vLLM", "llama.cpp") if peer in found), None)
+    made = list[Figure]()
+    for part in given.parts.split(","):
+        for promise, what, at, unit, name in ROWS[part](given):
+            goal = None
+            if rival is not None:
+                goal = Goal(at_least=1, against=rival) if unit in HIGHER_IS_BETTER else Goal(at_most=1, against=rival)
+            peers = {peer: figures[name] for peer, figures in others}
+            placed = "packed" if given.file and promise != "start" else promise
+            made.append(Figure(placed, f"{subject}, {what}", at, unit, ours[name], peers, goal))
+    if "streams" in given.parts.split(","):
+        level = given.levels.rpartition(",")[2]
+        late, usual = (ours[f"{level}: {name}"] for name in ("p99, ms", "next token p50, ms"))
+        what = f"{subject}, next token p99 over p50"
+        made.append(Figure("streams", what, level, "x", late / usual, goal=Goal(at_most=LATE)))
     return made
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
+    parser.add_argument("--parts", default="streams,cold", help="of " + ", ".join(PARTS))
     parser.add_argument("--llama", type=Path)
+    parser.add_argument("--vllm", default="", help="the interpreter that starts vLLM, for instance python")
+    parser.add_argument("--vllm-path", default="", help="PYTHONPATH of vLLM, where it is unpacked in folders")
+    parser.add_argument("--vllm-flags", default="", help="further options of its server")
+    parser.add_argument("--vllm-exact", action="store_true", help="it runs batch-invariant as well, as one more server")
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--flags", default="", help="further options of our server")
+    parser.add_argument("--defaults", action="store_true", help="our server chooses its slots and their length")
     parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
@@ -231,27 +252,46 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--temperature", default="0")
     parser.add_argument("--slots", type=int, default=2, help="of the server that is asked the lengths")
+    parser.add_argument("--sessions", type=int, default=16, help="agents that begin together")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--head", type=int, default=8000, help="tokens that all sessions share")
+    parser.add_argument("--tool-results", default="300-2500")
+    parser.add_argument("--agent-answers", default="60-300")
     parser.add_argument("--only-write", action="store_true", help="the weights, and nothing is asked")
     given = parser.parse_args()
+    if unknown := set(given.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
+    if given.vllm and given.file:
+        parser.error("--file: vLLM serves a folder of safetensors, not a GGUF file")
+    return given
+
+
+def main() -> None:
+    given = parse_options()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        asked_ones = servers(given, folder)
+        servers = make_servers(given, folder)
         if given.only_write:
             return
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in asked_ones}
+        versions = {name: server.find_version() for name, server in servers.items() if server.version}
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for _ in range(given.rounds):
-            for name, server in asked_ones.items():
+            for name, server in servers.items():
                 home = Path(scratch) / name
                 home.mkdir(exist_ok=True)
-                rounds[name].append(figures(server, home, given))
-                print(name, {what: round(value, 2) for what, value in rounds[name][-1].items()}, flush=True)
-    found = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
-    first = next(iter(found.values()))
-    print_table("medians", [{"": what, **{name: one[what] for name, one in found.items()}} for what in first])
+                found = dict[str, float]()
+                for part in given.parts.split(","):
+                    found |= MEASURES[part](server, home, given)
+                rounds[name].append(found)
+                print(name, {what: round(value, 2) for what, value in found.items()}, flush=True)
+    medians = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
+    first = next(iter(medians.values()))
+    print_table("medians", [{"": what, **{name: one[what] for name, one in medians.items()}} for what in first])
     subject = given.file.stem if given.file else name_shape(given.shape)
     device = "auto" if given.shape != "demo" else "cpu"
-    publish(given, f"peer-{slug(subject)}", {"rounds": rounds}, make_figures(found, subject, given), device)
+    raw = {"rounds": rounds, "versions": versions}
+    publish(given, f"peer-{slug(subject)}", raw, make_figures(medians, subject, given), device)
 
 
 if __name__ == "__main__":

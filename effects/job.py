@@ -81,6 +81,8 @@ class Report:
     cache: Selection = field(factory=Selection)  # what is kept of it for later
     prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for
     followed_tokens: int = 0  # restored tokens that another request computed while this one waited for them
+    follow_wait_ns: int = 0  # the time of that waiting, as estimated when it began; 0: no time was measured
+    follow_compute_ns: int = 0  # the time to compute these tokens instead, as estimated then
 
 
 def freezes_messages(job: Job) -> bool:

@@ -26,11 +26,12 @@ class PaceSnapshot:
 
 @frozen
 class PaceSteps:
-    """Begin or end the even pace of decode steps, which leaves the device to prompts between two steps."""
+    """Begin, change or end the even pace of decode steps, which leaves the device to prompts between two steps."""
 
     outcomes: ClassVar = ()
     side: ClassVar = Side.DEVICE
     evenly: bool
+    interval_ns: int = 0  # from the end of one step to the end of the next one, at least, while the pace is even
 
 
 @frozen

@@ -153,6 +153,8 @@ class RequestStatus:
     decode_steps: int = 0
     follows: RequestId | None = None  # the request whose rows it waits for, to go on from them
     follows_rows: int = 0  # of these rows
+    follows_wait_ms: float = 0  # until they are there, as estimated when the request began to wait
+    follows_compute_ms: float = 0  # to compute them instead, as estimated then
 
 
 @frozen

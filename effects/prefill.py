@@ -59,7 +59,9 @@ class RunPrefill:
     slot: SlotId
     start: int
     stop: int
-    checkpoint: bool = False  # copy the positional state at `stop` out, to be kept; a failure to do so is not reported
-    place: PlaceId | None = None  # where the device keeps the positional state at `stop`
+    # Copy the positional state that the slot has behind these rows out, to be kept. It stands at the end of their last
+    # block. A failure to do so is not reported.
+    checkpoint: bool = False
+    place: PlaceId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
     held: bool = False  # copy the positional state at `start`, which the slot has already, out first, to be kept

@@ -22,8 +22,9 @@ from states.events import Cancelled, SlotEmptied
 from states.kept_rows import continue_lease
 from states.lookup import ReopenAndServe, reopen_and_serve
 from states.machine import Transition, prepend_effect
-from states.phases import forget_all_rows, make_report, unload_model
+from states.phases import forget_all_rows, unload_model
 from states.recover import LOST_TWICE
+from states.reports import make_report
 from states.request_states import (
     FINISH,
     Compressing,

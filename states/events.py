@@ -14,6 +14,7 @@ from effects.ids import ModelName, PlaceId, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.timer import TimerName
+from states.request_states import Followed
 
 
 @frozen
@@ -39,7 +40,7 @@ class Admitted:
     keep: int  # rows that are kept
     state: int = 0  # rows behind which there is positional state to go on from, where the model has any
     place: PlaceId | None = None  # that has this state; None: the source itself
-    followed: int = 0  # kept rows that the request waited for while another one computed them
+    followed: Followed | None = None  # kept rows that another request computed while this one waited for them
 
 
 @frozen
@@ -104,8 +105,39 @@ class ForRequest:
 
 
 @frozen
+class EffectOutcome:
+    """The outcome of an effect, and the request that awaits it."""
+
+    request: RequestId
+    outcome: Outcome
+
+
+@frozen
+class ForLaunch:
+    """The outcomes that a launch reported at once, each of another request, in the order of its members."""
+
+    outcomes: tuple[EffectOutcome, ...]
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse two outcomes of one request: the second one could not be awaited before the first one is folded."""
+        if len({one.request for one in self.outcomes}) < len(self.outcomes):
+            raise ValueError("two outcomes of one request are two events")
+
+
+@frozen
 class ForEngine:
     event: Common
 
 
-Happened: TypeAlias = ForRequest | ForEngine | ForModel
+Happened: TypeAlias = ForRequest | ForLaunch | ForEngine | ForModel
+
+
+def list_request_events(happened: Happened) -> tuple[tuple[RequestId, Event], ...]:
+    """Return what happened to requests, in order. What happens to the engine or to a model happens to none."""
+    match happened:
+        case ForRequest(request, event):
+            return ((request, event),)
+        case ForLaunch(outcomes):
+            return tuple((one.request, one.outcome) for one in outcomes)
+        case _:
+            return ()

@@ -109,7 +109,10 @@ def price_following(leader: Leader, own_rows: int, context: DecisionContext) -> 
     waiting = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunks * chunk)
     computing = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunk)
     computing += estimate_time(rates, own_rows, leader.rows)
-    return Follow(leader.request, leader.rows, waiting, computing) if 4 * waiting <= 5 * computing else None
+    if 4 * waiting > 5 * computing:
+        return None
+    follow = Follow(leader.request, leader.rows)
+    return evolve(follow, waiting_ns=waiting, computing_ns=computing) if any(rates.prefill) else follow
 
 
 def estimate_time(rates: Rates, start: int, stop: int) -> int:

@@ -95,28 +95,29 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
     prompt = state.prompt
     job = prompt.job
     before = state.answer
-    tokens = event.tokens[: job.max_tokens - len(before.tokens)]
+    said = len(before.tokens)
+    tokens = event.tokens[: job.max_tokens - said]
     stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
     if stops:
         tokens = tokens[: stops[0] + 1]
+    count = len(tokens)
     lease = state.slot_lease
-    slot_lease = SlotLease(lease.slot, lease.valid_rows + len(tokens), lease.restored_rows, lease.tier)
+    slot_lease = SlotLease(lease.slot, lease.valid_rows + count, lease.restored_rows, lease.tier)
     answer = Generated(
         before.tokens + tokens,
         before.decode_steps + event.steps,
         before.proposed + event.proposed,
-        before.accepted + min(event.accepted, len(tokens)),
+        before.accepted + min(event.accepted, count),
     )
     speculation = state.speculation
     if isinstance(speculation, Drafted):
         speculation = Drafted(speculation_control.update_control(speculation.control, event), speculation.reason)
     after = Speculating(slot_lease, prompt, speculation, answer)
-    said = len(before.tokens)
-    heard = prompt.heard_tokens[said : said + len(tokens)] if prompt.heard_tokens else ()
+    heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:
         return fail_untrusted(context, after, ANSWER_DIFFERS)
-    emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
-    ends = bool(stops) or len(answer.tokens) == job.max_tokens
+    emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : count])
+    ends = bool(stops) or said + count == job.max_tokens
     assert not (event.more and (ends or heard)), event
     if ends:
         return finish_stream(context, after, emit, "stop" if stops else "length")

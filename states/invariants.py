@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from effects.decode import RunDecode
-from effects.ids import PROMPTS, RequestId
+from effects.ids import MAIN, PROMPTS, RequestId
 from states.followers import is_leading
 from states.lane import is_blocking
-from states.pacing import Demand, is_awaiting_first_token
+from states.pacing import Demand, choose_step_interval, is_awaiting_first_token
 from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
@@ -131,7 +131,10 @@ def check_pacing(world: World) -> None:
     assert set(pacing.demand.snapshots) == saving, "a snapshot is forgotten"
     backlog = PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
     first_tokens = sum(map(is_awaiting_first_token, world.requests.values()))
-    counted = Demand(bool(world.requests), bool(world.slots.waiting), first_tokens, backlog, pacing.demand.snapshots)
+    main = world.lanes[MAIN].running
+    interval = choose_step_interval(world.settings, world.rates, main) if backlog else 0
+    queued = bool(world.slots.waiting)
+    counted = Demand(bool(world.requests), queued, first_tokens, backlog, pacing.demand.snapshots, interval)
     assert pacing.demand == counted, "the demand is counted wrong"
     gate = pacing.gate
     assert (gate is None) == (not saving), "there is a gate without a snapshot, or a snapshot without a gate"

@@ -38,17 +38,10 @@ from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, UnloadModel
+from states.events import EffectOutcome
 from states.launch_prices import UNIT
 from states.settings import Settings
 from states.speculation_control import NO_PLAN, Plan
-
-
-@frozen
-class EffectOutcome:
-    """The outcome of an effect, and the request that awaits it."""
-
-    request: RequestId
-    outcome: Outcome
 
 
 @frozen
@@ -100,11 +93,14 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
 
     ends_together: the first member that ends stops the launch for all, so it no longer continues alone.
     """
-    leads = is_launch_leader(lane, answer.request) and lane.proposing_launches
+    leads = lane.proposing_launches and is_launch_leader(lane, answer.request)
     further_steps = count_further_steps(answer.outcome) if leads else 0
-    if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
+    if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
         return with_effect_requests(lane, lane.waiting, lane.running, further_steps) if further_steps else lane
-    running = tuple(other for other in lane.running if other.request != answer.request)
+    if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
+        running = lane.running[1:]
+    else:
+        running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, further_steps)
     return evolve(after, continues_alone=False) if after.continues_alone and ends_together else after
 
@@ -153,9 +149,10 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     Only decode steps can, and only where there is no draft: what each member proposes was chosen for the members of
     this launch, so a launch with a draft keeps them to its end.
     """
-    plain = not settings.block and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
+    if settings.block or not (is_blocking(lane) and lane.last_was_decode):
+        return False
     free_rows = settings.batch_rows - len(lane.running)
-    return is_blocking(lane) and lane.last_was_decode and plain and len(lane.waiting) <= free_rows
+    return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
 
 
 def join_waiting(lane: Lane) -> Lane:

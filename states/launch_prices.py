@@ -88,6 +88,11 @@ def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int
     )
 
 
+def find_plain_time(decode: DecodeTimes, span: int, members: int) -> int:
+    """Return the nanoseconds of a plain launch of this many requests; 0: such a launch was not timed."""
+    return next((ns for *key, ns, _ in decode if key == [span, members, 0]), 0)
+
+
 def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[ShapeKey, int]:
     """Return the times of launches near these (span, members), scaled to the machine's present speed.
 

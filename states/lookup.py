@@ -24,9 +24,9 @@ from states.phases import (
     look_up_prefix,
     make_open_slot,
     make_prefill_chunk,
-    make_report_without_slot,
     serve_prompt,
 )
+from states.reports import make_report_without_slot
 from states.request_states import (
     FINISH,
     Done,
@@ -71,9 +71,8 @@ def admit_request(state: Waiting, event: Admitted, context: DecisionContext) -> 
     valid_rows = event.state if context.settings.stateful else event.keep
     tier: Tier = "device" if valid_rows else "none"
     slot_lease = SlotLease(event.slot, valid_rows, valid_rows, tier, event.keep - valid_rows)
-    prompt = evolve(
-        state.prompt, miss_reason="" if valid_rows else "nothing_shared_on_device", followed_rows=event.followed
-    )
+    miss_reason = "" if valid_rows else "nothing_shared_on_device"
+    prompt = evolve(state.prompt, miss_reason=miss_reason, followed=event.followed)
     opening = make_open_slot(context.settings, slot_lease, prompt, event.source, event.place)
     return prepend_effect(opening, look_up_or_continue(context, slot_lease, prompt))
 

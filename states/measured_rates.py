@@ -5,15 +5,14 @@ The world calls this for every outcome of a launch and of the store. Only times 
 
 from __future__ import annotations
 
-from attrs import evolve
-
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control
-from states.lane import EffectOutcome, Lane, count_further_steps, is_launch_leader, is_typical_time
+from states.events import EffectOutcome
+from states.lane import Lane, count_further_steps, is_launch_leader, is_typical_time
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
 from states.request_states import Compressing, Restoring, State
@@ -34,6 +33,9 @@ def learn_from_outcome(
     state: of the request, before the outcome. lane: on which the effect ran, before the outcome.
     """
     match effect, answer.outcome:
+        case RunDecode(propose=propose), Decoded() as decoded:
+            leads = is_launch_leader(lane, answer.request)
+            return learn_from_decode(known_rates, propose, decoded, lane, settings, leads=leads)
         case RunPrefill(), PrefillAdvanced():
             concurrent = isinstance(state, Restoring) and state.loading
             return rates.learn_prefill(known_rates, effect, answer.outcome, settings.chunk, concurrent=concurrent)
@@ -44,11 +46,21 @@ def learn_from_outcome(
             )
         case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
             return rates.record_scoring(known_rates, policy.count_scored_tokens(state.prompt), ns)
-        case RunDecode(propose=propose), Decoded() as decoded:
-            leads = is_launch_leader(lane, answer.request)
-            return learn_from_decode(known_rates, propose, decoded, lane, settings, leads=leads)
         case _:
             return known_rates
+
+
+def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_beside: bool) -> bool:
+    """Does an outcome teach anything about times? answer: of a launch on this lane.
+
+    What shared the device with a launch of another lane took longer than it would take alone. Every member of a plain
+    decode step reports the same time, so the leader teaches as much as all of them; only drafts differ by member.
+
+    is_beside: these are decode steps, and a prompt is computed on the prompt lane.
+    """
+    if lane.shares_device or (is_beside and not settings.block):
+        return False
+    return bool(settings.block) or not isinstance(answer.outcome, Decoded) or is_launch_leader(lane, answer.request)
 
 
 def learn_from_decode(
@@ -59,11 +71,13 @@ def learn_from_decode(
     leads: this is the outcome of the launch's leader. Every member reports the time of the same launch, so only the
     leader's report is learned.
     """
-    if decoded.ns and decoded.proposed == propose and leads and is_typical_time(lane, decoded.ns):
+    if leads and decoded.ns and decoded.proposed == propose and is_typical_time(lane, decoded.ns):
         shape = get_launch_shape(lane.running)
-        known_rates = evolve(
-            known_rates, decode=launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
+        known_rates = known_rates.with_decode_times(
+            launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
         )
-    for _ in range(count_further_steps(decoded) if settings.block and leads else 0):
+    if not settings.block:
+        return known_rates  # the rest is what is learned of a draft
+    for _ in range(count_further_steps(decoded) if leads else 0):
         known_rates = speculation_control.record_launch(known_rates, lane.plan)
     return speculation_control.record_outcome(settings, known_rates, lane.plan, decoded)

@@ -9,7 +9,8 @@ Idea. `Demand` is what the requests want now, as far as background work depends 
 (`follow_transition`, `follow_queues`) and calls `decide_pace` when it has changed or a timer has elapsed. That
 returns the next `Pacing` and the effects that tell executors what has changed. Executors obey and never look:
 
-* `PaceSteps`: while a prompt waits for the prompt lane, decode steps keep an even pace.
+* `PaceSteps`: while a prompt waits for the prompt lane, decode steps keep an even pace, and leave the device to the
+  prompts as far as `Settings.latency_target_ns` allows (`choose_step_interval`).
 * `PaceMemory`: host memory is pinned with pauses while any request is served.
 * `PaceSnapshot`: what the oldest snapshot may do. Snapshots are taken one after the other, in the order in which they
   were asked for, so the others have to wait anyway.
@@ -40,16 +41,21 @@ saver stops behind the run that it copies. The first token comes: 10 ms later th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
 from effects.all import Effect, EffectRequest
-from effects.ids import ENGINE, RequestId
+from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.timer import StartTimer, TimerName
+from states import launch_prices
 from states.events import TimerElapsed
+from states.lane import Lane
+from states.launch_choice import get_decode_effects, get_launch_shape
 from states.machine import IllegalEvent
+from states.rates import Rates
 from states.request_states import (
     Compressing,
     Fetching,
@@ -62,7 +68,7 @@ from states.request_states import (
     State,
     Unparking,
 )
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 
 MS = 1_000_000  # nanoseconds
 DELAYS_NS: dict[TimerName, int] = {
@@ -74,6 +80,8 @@ DELAYS_NS: dict[TimerName, int] = {
     # small as one that is.
     "trim_patience": 15_000 * MS,
 }
+STEP_SHARE = 4  # decode steps take one part in this many of the device while prompts wait, if the target allows it
+INTERVAL_UNIT = 4 * MS
 WITHOUT_TOKENS = frozenset({LookingUp, Restoring, Fetching, Compressing, Releasing, Unparking, Prefilling})
 
 GatePhase: TypeAlias = Literal["giving_way", "settling", "copying"]
@@ -89,6 +97,7 @@ class Demand:
     first_tokens: int = 0  # requests that hold a slot and wait for their first token
     has_prefill_backlog: bool = False  # prompts wait until another one has been computed on the prompt lane
     snapshots: tuple[RequestId, ...] = ()  # requests whose rows are being saved, in the order in which that was asked
+    step_interval_ns: int = 0  # between two decode steps while there is a backlog
 
 
 @frozen
@@ -158,12 +167,23 @@ def follow_transition(demand: Demand, request: RequestId, before: State, after: 
     return demand
 
 
-def follow_queues(demand: Demand, is_serving: bool, is_slot_requested: bool, has_prefill_backlog: bool) -> Demand:
-    """Return the demand with these values: the same object if none has changed, since this runs for every token."""
+def follow_queues(
+    demand: Demand,
+    is_serving: bool,
+    is_slot_requested: bool,
+    lanes: Mapping[LaneId, Lane],
+    context: DecisionContext,
+) -> Demand:
+    """Return the demand after an event: the same object if no queue has changed, since this runs for every step."""
+    has_prefill_backlog = PROMPTS in lanes and bool(lanes[PROMPTS].waiting)
+    step_interval_ns = 0
+    if has_prefill_backlog:
+        step_interval_ns = choose_step_interval(context.settings, context.rates, lanes[MAIN].running)
     if (
         is_serving == demand.is_serving
         and is_slot_requested == demand.is_slot_requested
         and has_prefill_backlog == demand.has_prefill_backlog
+        and step_interval_ns == demand.step_interval_ns
     ):
         return demand
     return evolve(
@@ -171,7 +191,29 @@ def follow_queues(demand: Demand, is_serving: bool, is_slot_requested: bool, has
         is_serving=is_serving,
         is_slot_requested=is_slot_requested,
         has_prefill_backlog=has_prefill_backlog,
+        step_interval_ns=step_interval_ns,
     )
+
+
+def choose_step_interval(settings: Settings, rates: Rates, running: Sequence[EffectRequest]) -> int:
+    """Return the nanoseconds from one decode step to the next one while prompts wait; 0: no more than steps take.
+
+    Each prompt that is read sooner joins the decode steps sooner, and a step of many requests costs little more than
+    one of few. So steps that wait for prompts cost tokens per second nothing, as long as prompts wait. The target says
+    how long an answer may wait for its next token. A step that is quick needs not wait that long: prompts have most of
+    the device already when STEP_SHARE times the step's own time pass. The interval is rounded up to INTERVAL_UNIT, so
+    that it changes seldom.
+
+    running: members of the running launch.
+    """
+    if not settings.latency_target_ns or not get_decode_effects(running):
+        return settings.latency_target_ns
+    shape = get_launch_shape(running)
+    plain_ns = launch_prices.find_plain_time(rates.decode, shape.span, shape.members)
+    if not plain_ns:
+        return settings.latency_target_ns
+    wanted_ns = -(-STEP_SHARE * plain_ns // INTERVAL_UNIT) * INTERVAL_UNIT
+    return min(settings.latency_target_ns, wanted_ns)
 
 
 def decide_pace(
@@ -186,8 +228,9 @@ def decide_pace(
     before = pacing.demand
     timer = 0 if elapsed is None else elapsed.number
     output = PaceOutput(pacing.last_timer)
-    if demand.has_prefill_backlog != before.has_prefill_backlog:
-        output.add(PaceSteps(demand.has_prefill_backlog))
+    pace = (demand.has_prefill_backlog, demand.step_interval_ns)
+    if pace != (before.has_prefill_backlog, before.step_interval_ns):
+        output.add(PaceSteps(*pace))
     if settings.store and demand.is_serving != before.is_serving:
         output.add(PaceMemory(gently=demand.is_serving))
     gate = decide_gate(pacing.gate, demand, timer, output)

@@ -13,6 +13,7 @@ from effects.all import EffectRequest
 from effects.decode import RunDecode
 from effects.ids import RequestId, SlotId
 from states import pages
+from states.lane import Lane, with_effect_requests
 from states.pages import Pages
 from states.request_states import State
 from states.settings import Settings
@@ -50,6 +51,27 @@ def grow_for_decode_step(
     if proposable < 0:
         return slots, None
     return slots, limit_to_rows(effect_request, evolve(effect, propose=proposable), held_rows)
+
+
+def grow_waiting_steps(
+    slots: Slots, lane: Lane, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, Lane, tuple[EffectRequest, ...]]:
+    """Give waiting decode steps the pages that they need. Also returns those for which there are none now."""
+    if not settings.pages:
+        return slots, lane, ()
+    ready = list[EffectRequest]()
+    held = list[EffectRequest]()
+    for effect_request in lane.waiting:
+        slots, grown = grow_for_decode_step(slots, effect_request, requests, settings)
+        if grown is None:
+            held.append(effect_request)
+        else:
+            ready.append(grown)
+    if held:
+        # A step that waits for pages waits until another request ends, and a launch that continues alone would not
+        # stop then. So the others take one step each.
+        ready = [limit_steps(one, 1) for one in ready]
+    return slots, with_effect_requests(lane, tuple(ready), lane.running), tuple(held)
 
 
 def limit_to_rows(effect_request: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:

@@ -40,10 +40,12 @@ def can_all_finish(running: Sequence[tuple[Pages, int]], total: int) -> bool:
     """Can all running requests get what they claim, one after the other? running: what each holds, and its claim.
 
     The request that wants fewest more is tried first: if that one cannot go on, no other can. A page comes free with
-    the last request that has it.
+    the last request that has it. As a rule there are free pages for all claims at once, and then no order matters.
     """
+    free_count = total - len(collect_pages(held for held, _ in running))
+    if sum(max(0, claim - len(held)) for held, claim in running) <= free_count:
+        return True
     holders = Counter(page for held, _ in running for page in held)
-    free_count = total - len(holders)
     for held, claim in sorted(running, key=lambda one: one[1] - len(one[0])):
         if claim - len(held) > free_count:
             return False
@@ -52,9 +54,14 @@ def can_all_finish(running: Sequence[tuple[Pages, int]], total: int) -> bool:
     return True
 
 
+def collect_pages(held: Iterable[Pages]) -> set[PageId]:
+    """Return every page that any of these slots has. There may be thousands, and this runs for each page given out."""
+    return set[PageId]().union(*held)
+
+
 def find_free_pages(held: Iterable[Pages], total: int, count: int) -> Pages | None:
     """Return the first `count` pages that no slot has; None: there are fewer."""
-    taken = {page for pages in held for page in pages}
+    taken = collect_pages(held)
     if count > total - len(taken):
         return None
     spare = (PageId(number) for number in range(total) if number not in taken)
@@ -63,8 +70,8 @@ def find_free_pages(held: Iterable[Pages], total: int, count: int) -> Pages | No
 
 def count_use(busy: Iterable[Pages], idle: Iterable[Pages], total: int) -> dict[str, int]:
     """Count the pages that requests hold, those that only idle slots have, and those that are free."""
-    running = {page for pages in busy for page in pages}
-    warm = {page for pages in idle for page in pages} - running
+    running = collect_pages(busy)
+    warm = collect_pages(idle) - running
     return {"busy": len(running), "idle": len(warm), "free": total - len(running) - len(warm)}
 
 

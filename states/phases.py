@@ -13,10 +13,8 @@ from typing import TypeAlias
 
 from attrs import evolve
 
-from effects.compression import Compressed
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, ModelName, PlaceId, SlotId, StoreFailed
-from effects.job import Report
 from effects.lookup import FindPrefix
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
@@ -25,6 +23,7 @@ from effects.stream import CloseStream, EmitTokens, Finish
 from states import policy, scope
 from states.kept_rows import find_own_state
 from states.machine import Transition, prepend_effect
+from states.reports import make_report
 from states.request_states import (
     Done,
     Drafted,
@@ -159,20 +158,20 @@ def start_prefill(
 def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """Return the effect that computes the next rows of `[valid_rows, target)`.
 
-    It is one chunk, or several at once where the settings allow it, and it ends where positional state is kept. When
-    it is several, a last chunk that would be too narrow for the prompt lane is left to the next effect.
+    It is one chunk, or several at once where the settings allow it. It ends within the block behind a row at which
+    positional state is kept. A last chunk that would be too narrow for the prompt lane is left to the next effect.
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
     row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
     stop = min(start + row_limit, target)
-    narrow_rows = (stop - start) % settings.chunk
-    if stop - start > settings.chunk and narrow_rows <= settings.beside_rows:
-        stop -= narrow_rows
     mark = scope.find_next_mark(settings, slot_lease, prompt)
-    if mark is not None and mark.at <= stop:
-        return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
-    return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
+    if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
+        stop = mark.at
+    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.beside_rows:
+        stop -= (stop - start) % settings.chunk
+    keeps = mark is not None and mark.beyond_device and mark.at == scope.find_state_row(settings, stop)
+    return RunPrefill(slot_lease.slot, start, stop, checkpoint=keeps, logprobs=logprobs)
 
 
 def make_decode_step(
@@ -297,54 +296,3 @@ def keep_rows_after_failed_load(slot_lease: SlotLease, event: StoreFailed) -> Sl
 
 def forget_all_rows(left: RequestRemainder) -> RequestRemainder:
     return evolve(left, slot_lease=SlotLease(left.slot_lease.slot))
-
-
-# --- reports ---
-
-
-def make_report(context: DecisionContext, state: Open) -> Report:
-    """Return the report that the client gets if the request ends now."""
-    slot_lease = state.slot_lease
-    prompt = state.prompt
-    answer = state.answer if isinstance(state, Speculating) else NOTHING
-    return Report(
-        prompt_tokens=len(prompt.tokens),
-        restored_tokens=slot_lease.restored_rows,
-        followed_tokens=min(prompt.followed_rows, slot_lease.restored_rows),
-        tier=slot_lease.tier,
-        miss=prompt.miss_reason,
-        completion_tokens=max(len(answer.tokens), len(prompt.heard_tokens or ())),
-        decode_steps=answer.decode_steps,
-        proposed=answer.proposed,
-        accepted=answer.accepted,
-        speculation=explain_no_proposals(context, state),
-        compression=report_compression(context, state),
-        cache=scope.select_rows_to_keep(context.settings, get_remainder(state)),
-        prompt_logprobs=prompt.logprobs,
-    )
-
-
-def report_compression(context: DecisionContext, state: Open) -> Compressed | None:
-    """Return what was left out of the prompt, or why nothing was; None: compression is off."""
-    prompt = state.prompt
-    job = prompt.job
-    if job.compression.mode == "off" or prompt.compression is not None:
-        return prompt.compression
-    if prompt.compression_tried:
-        why_not = "" if len(prompt.tokens) < len(job.prompt) else "not_shorter"
-        return Compressed(len(job.prompt), why_not, keep=job.compression.keep)
-    decision = policy.decide_compression(context, prompt, prompt.prefill_rows - state.slot_lease.restored_rows)
-    return Compressed(len(job.prompt), "not_reached" if decision.go else decision.reason)
-
-
-def make_report_without_slot(prompt: Prompt) -> Report:
-    """Return the report of a request that holds no slot, whose rows could be reported."""
-    return Report(len(prompt.tokens), completion_tokens=len(prompt.heard_tokens or ()))
-
-
-def explain_no_proposals(context: DecisionContext, state: Open) -> str:
-    """Return why nothing, nothing more, or no tree is proposed; empty: all that was asked for is, or may yet be."""
-    if isinstance(state, Prefilling | Speculating):
-        return state.speculation.reason or ("no_trees" if context.settings.no_trees else "")
-    decision = policy.decide_speculation(context, state.prompt.job)
-    return "" if decision.go else decision.reason

@@ -21,7 +21,8 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
 from states.machine import Transition
-from states.phases import forget_all_rows, make_report, make_report_without_slot, unload_model
+from states.phases import forget_all_rows, unload_model
+from states.reports import make_report, make_report_without_slot
 from states.request_states import (
     FINISH,
     Draining,

@@ -30,10 +30,10 @@ from states.phases import (
     end_without_lease,
     keep_rows_after_failed_load,
     keep_trusted_rows,
-    make_report,
     release_model,
     unload_model,
 )
+from states.reports import make_report
 from states.request_states import (
     FINISH,
     Compressing,

@@ -57,6 +57,15 @@ class SlotLease:
 
 
 @frozen
+class Followed:
+    """Rows that a request waited for while another one computed them, and the price at which it chose to wait."""
+
+    rows: int
+    waiting_ns: int = 0  # until they are there, as estimated when the request began to follow; 0: no time was measured
+    computing_ns: int = 0  # that the request would have taken to compute them itself
+
+
+@frozen
 class Prompt:
     """The tokens that are served of a job's prompt, and what is known of its rows elsewhere."""
 
@@ -67,7 +76,7 @@ class Prompt:
     shared_tokens: int = 0  # that the job's prompt has in common with the most similar recent prompt
     stored_rows: int = 0  # that host memory or disk are known to have; 0 after one could not be restored
     miss_reason: str = ""  # why no rows, or no more rows, were restored
-    followed_rows: int = 0  # rows that the request waited for while another one computed them
+    followed: Followed | None = None  # rows that another request computed while this one waited for them
     awaited_rows: Tokens = ()  # rows that other requests wait for, to go on from them; in no order
     logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
     heard_tokens: Tokens | None = (

@@ -92,6 +92,15 @@ class CheckpointMark:
     beyond_device: bool  # it is kept in host memory or on disk as well, as the scope says
 
 
+def find_state_row(settings: Settings, rows: int) -> int:
+    """Return the row behind which a slot with this many computed rows has its positional state.
+
+    That is the end of its last block. Where decoded rows are not kept, blocks may be longer than the distance at which
+    the model keeps states, and only a prefill that stops at the end of a block has the state there.
+    """
+    return round_down_to_block(settings, rows) if settings.keep_decoded else rows
+
+
 def find_next_mark(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> CheckpointMark | None:
     """Return the next mark after the valid rows; None: there is none.
 

@@ -31,6 +31,7 @@ class Settings:
     store: bool = False  # blocks are kept in host memory or on disk
     min_tokens: int = 0  # shorter sequences are not kept beyond the device
     stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well
+    settles_apart: bool = False  # a forward with decode steps may move a prompt's state by any number of blocks
     state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
     interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: it keeps them only where it ends
@@ -41,6 +42,9 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
     drafter: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one
+    # Nanoseconds from one token of an answer to the next one that are acceptable while prompts wait; 0: prompts get no
+    # more of the device than steps leave them.
+    latency_target_ns: int = 0
     span: int = 1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
     experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
     expert_places: int = 0  # experts that the device has at once
@@ -59,6 +63,7 @@ class Settings:
                 self.drafter_lane,
                 self.state_places,
                 self.state_tokens,
+                self.latency_target_ns,
             ),
             *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
         )

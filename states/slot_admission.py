@@ -29,7 +29,7 @@ from effects.job import Job
 from states import checkpoints, followers, pages, policy
 from states.events import Admitted
 from states.pages import Pages
-from states.request_states import State, Waiting
+from states.request_states import Followed, State, Waiting
 from states.sequences import count_continuable_rows, round_down_to_block
 from states.settings import DecisionContext, Settings
 from states.slots import (
@@ -153,7 +153,9 @@ def give_slot(
         places = checkpoints.hand_over(places, SlotId(target), shared[target], heirs)
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
-    followed = min(keep, follow.rows) if follow is not None and slots.slots[source].holder == follow.leader else 0
+    followed: Followed | None = None
+    if keep and follow is not None and slots.slots[source].holder == follow.leader:
+        followed = Followed(min(keep, follow.rows), follow.waiting_ns, follow.computing_ns)
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place, followed)
     slots = replace_slot(leave_queue(slots, request), target, taken)
     return evolve(slots, places=places), (request, admitted)

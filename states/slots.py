@@ -54,8 +54,8 @@ class Follow:
 
     leader: RequestId
     rows: int  # of its prompt that the waiting request goes on from
-    waiting_ns: int = 0  # until they are there, as estimated when the request began to follow
-    computing_ns: int = 0  # that the request would have taken to compute them itself
+    waiting_ns: int = 0  # as in `Followed`
+    computing_ns: int = 0
     ended: bool = False  # the leader has the rows, or leads no more
 
 
@@ -179,31 +179,38 @@ def complete_open_slot(slots: Slots, opening: OpenSlot) -> tuple[Slots, OpenSlot
 
 
 def assign_checkpoint_place(
-    slots: Slots, effect_request: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
-) -> tuple[Slots, tuple[EffectRequest, ...]]:
-    """Choose a place for the positional state at the end of a chunk that is about to be launched.
+    slots: Slots,
+    effect_request: EffectRequest,
+    requests: Mapping[RequestId, State],
+    settings: Settings,
+) -> tuple[Slots, EffectRequest]:
+    """Choose a place for the positional state that a chunk leaves which is about to be launched.
 
-    The place stays empty until the chunk is computed. None is assigned where the chunk does not end at a position that
-    is kept, or where every checkpoint that is kept is worth more. None is assigned either where a place has that state
-    already, which happens when rows are computed again because another prompt is served than before.
+    The place stays empty until the chunk is computed. None is assigned where that state is not one that is kept, or
+    where every checkpoint that is kept is worth more. None is assigned either where a place has that state already,
+    which happens when rows are computed again because another prompt is served than before.
     """
     effect = effect_request.effect
     state = requests[effect_request.request]
     assert isinstance(effect, RunPrefill), effect_request
     mark = scope.find_next_mark(settings, state.slot_lease, state.prompt) if isinstance(state, Prefilling) else None
-    if mark is None or mark.at != effect.stop:
-        return slots, (effect_request,)
+    if mark is None or mark.at != scope.find_state_row(settings, effect.stop):
+        return slots, effect_request
     if any((place.slot, place.at) == (effect.slot, mark.at) for place in slots.places):
-        return slots, (effect_request,)
+        return slots, effect_request
     place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.turn)
     if place is None:
-        return slots, (effect_request,)
+        return slots, effect_request
     emptied = checkpoints.replace_place(slots.places, place, checkpoints.EMPTY)
-    return evolve(slots, places=emptied), (evolve(effect_request, effect=evolve(effect, place=place)),)
+    return evolve(slots, places=emptied), evolve(effect_request, effect=evolve(effect, place=place))
 
 
 def record_checkpoint(
-    slots: Slots, effect_request: EffectRequest, outcome: Outcome, requests: Mapping[RequestId, State]
+    slots: Slots,
+    effect_request: EffectRequest,
+    outcome: Outcome,
+    requests: Mapping[RequestId, State],
+    settings: Settings,
 ) -> Slots:
     """Note that a place has the state behind the rows of a chunk, once they are computed.
 
@@ -217,7 +224,7 @@ def record_checkpoint(
         return slots
     if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.rows_lost)):
         return slots
-    checkpoint = StateCheckpoint(effect.slot, outcome.stop, slots.turn)
+    checkpoint = StateCheckpoint(effect.slot, scope.find_state_row(settings, outcome.stop), slots.turn)
     return evolve(slots, places=checkpoints.replace_place(slots.places, effect.place, checkpoint))
 
 

@@ -10,7 +10,8 @@ out, in order. Inside, a `Fold` lets one event play out to its end:
 
 1. An outcome is first taken off its lane, and times are learned from it (`acknowledge`).
 2. The request's transition is looked up in `states/table.py` and made (`react`). The effects that it asks for go to the
-   queue of a lane, or directly to the output (`route_effect`).
+   queue of a lane, or directly to the output (`route_effect`). The outcomes that a launch reported at once are one
+   event (`ForLaunch`), and go through these two steps one after the other (`take_outcomes`).
 3. When no derived event is pending, free lanes launch what waits for them (`launch_lanes`). This may answer an effect
    at once, which is one more pending event.
 4. When still nothing is pending, the next waiting request is admitted to a free slot (`admit_waiting`). That is an
@@ -40,20 +41,23 @@ from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, pacing, page_growth, policy, rates, residency, slot_admission, slots, speculation_control
+from states import experts, pacing, policy, rates, residency, slot_admission, slots, speculation_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
 from states.events import (
     Admitted,
     Cancelled,
     Derived,
+    EffectOutcome,
     Event,
     ExpertsUsed,
     External,
     ForEngine,
+    ForLaunch,
     ForModel,
     ForRequest,
     Happened,
@@ -65,27 +69,22 @@ from states.events import (
 )
 from states.experts import Residents
 from states.followers import note_awaited_rows
-from states.lane import EffectOutcome, Lane
+from states.lane import Lane
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
-from states.measured_rates import learn_from_outcome
+from states.measured_rates import learn_from_outcome, teaches_times
 from states.pacing import Pacing
+from states.page_growth import grow_waiting_steps, mark_short_of_pages
 from states.rates import Rates
-from states.request_states import (
-    Done,
-    New,
-    Recovering,
-    Restoring,
-    State,
-    Waiting,
-    Yielding,
-)
+from states.request_states import Done, New, Recovering, Restoring, State, Waiting, Yielding
 from states.residency import Models, Residence
 from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
 
 Output: TypeAlias = EffectRequest | Launch
+NEW = New()
+STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)  # no lane has their effects
 
 
 @frozen
@@ -126,9 +125,12 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
         case ForRequest(request, Submitted()) if fold.is_queue_full():
             fold.play_event(request, Rejected(len(fold.slots.waiting)))
         case ForRequest(request, event):
-            if not isinstance(event, External | Derived):
-                fold.acknowledge(EffectOutcome(request, event))
-            fold.play_event(request, event)
+            if isinstance(event, External | Derived):
+                fold.play_event(request, event)
+            else:
+                fold.take_outcomes((EffectOutcome(request, event),))
+        case ForLaunch(outcomes):
+            fold.take_outcomes(outcomes)
         case ForEngine(SlotsLost(slot_ids)):
             fold.lose_slots(slot_ids)
         case ForEngine(ExpertsUsed(counts)):
@@ -171,21 +173,36 @@ class Fold:
         admits = free_count > following and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
         return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
-    def acknowledge(self, answer: EffectOutcome) -> None:
-        """Take an outcome off its lane and learn from it. Outcomes of the store are on no lane."""
-        for number, lane in self.lanes.items():
-            for effect_request in lane.running:
-                if effect_request.request == answer.request and type(answer.outcome) in effect_request.effect.outcomes:
-                    self.models = residency.record_move(self.models, effect_request, answer.outcome)
-                    self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
-                    # A prefill that shared the device with decode steps took longer than it would take alone.
-                    self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
-                    ends_together = bool(self.settings.block)
-                    self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
-                    return
-        if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
-            raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
-        self.learn_times(None, answer, Lane())
+    def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
+        """Take outcomes of different requests in order. Lanes launch and slots are given once all are taken."""
+        awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
+        for answer in outcomes:
+            number, effect_request = awaited.get(answer.request, (MAIN, None))
+            if effect_request is not None and type(answer.outcome) in effect_request.effect.outcomes:
+                self.acknowledge(answer, number, effect_request)
+            elif isinstance(answer.outcome, STORE_OUTCOMES):
+                self.learn_times(None, answer, Lane())
+            else:
+                raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
+            self.react(answer.request, answer.outcome)
+        self.process_pending()
+
+    def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
+        """Take an outcome off its lane and learn from it."""
+        lane = self.lanes[number]
+        match effect_request.effect:
+            case LoadModel() | UnloadModel():
+                self.models = residency.record_move(self.models, effect_request, answer.outcome)
+            case RunPrefill():
+                self.slots = slots.record_checkpoint(
+                    self.slots, effect_request, answer.outcome, self.requests, self.settings
+                )
+            case _:
+                pass
+        is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
+        if teaches_times(answer, lane, self.settings, is_beside=is_beside):
+            self.learn_times(effect_request.effect, answer, lane)
+        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
@@ -214,16 +231,18 @@ class Fold:
 
     def process_pending(self) -> None:
         """Process events until none is pending. Lanes launch and slots are given only while none is."""
-        while self.pending:
-            self.react(*self.pending.popleft())
-            if not self.pending:
-                self.launch_lanes()
+        while True:
+            while self.pending:
+                self.react(*self.pending.popleft())
+            self.launch_lanes()
             if not self.pending:
                 self.admit_waiting()
+            if not self.pending:
+                return
 
     def react(self, request: RequestId, event: Event) -> None:
         """Make the request's transition, update what the requests share, and route the effects."""
-        before = self.requests.get(request, New())
+        before = self.requests.get(request, NEW)
         transition = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(transition.state, "computing", False):
             is_loaded = isinstance(transition.state, Restoring)
@@ -248,8 +267,8 @@ class Fold:
 
     def update_pace(self, elapsed: TimerElapsed | None) -> None:
         """Decide the pace of background work again if what it rests on has changed."""
-        has_prefill_backlog = PROMPTS in self.lanes and bool(self.lanes[PROMPTS].waiting)
-        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), has_prefill_backlog)
+        context = DecisionContext(self.settings, self.rates)
+        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), self.lanes, context)
         if demand is not self.pacing.demand or elapsed is not None:
             self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)
             self.outputs += effects
@@ -272,7 +291,7 @@ class Fold:
 
     def launch_lanes(self) -> None:
         """Launch on free lanes, and let waiting effects join or stop launches that continue alone."""
-        for number in self.lanes:
+        for number in [number for number, lane in self.lanes.items() if lane.waiting]:
             while not self.pending and lane_queue.can_launch(self.lanes[number]) and self.launch_on_lane(number):
                 pass
             if lane_queue.can_join(self.lanes[number], self.settings):
@@ -283,15 +302,15 @@ class Fold:
 
     def launch_on_lane(self, number: LaneId) -> bool:
         """Choose what a free lane does, and put it out. False: it has nothing to do."""
-        ready, held = self.grow_pages(self.lanes[number])
+        self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         lane, self.models, chosen = choose_launch(ready, self.models, self.settings, self.requests, self.rates)
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(launched):
-                if self.settings.state_places and isinstance(launched[0].effect, RunPrefill):
-                    self.slots, launched = slots.assign_checkpoint_place(
-                        self.slots, launched[0], self.requests, self.settings
-                    )
+                if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
+                    given = self.slots, launched[-1], self.requests, self.settings
+                    self.slots, prefill = slots.assign_checkpoint_place(*given)
+                    launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
                 if self.settings.block and lane.last_was_decode:
                     self.rates = speculation_control.record_launch(self.rates, lane.plan)
@@ -308,35 +327,17 @@ class Fold:
 
     def join_launch(self, number: LaneId) -> None:
         """Let waiting decode steps join the running launch. None joins while one of them waits for pages."""
-        ready, held = self.grow_pages(self.lanes[number])
+        self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
         self.lanes[number] = lane_queue.join_waiting(ready)
         self.outputs.append(Launch(ready.waiting, number, joins=True))
 
-    def grow_pages(self, lane: Lane) -> tuple[Lane, tuple[EffectRequest, ...]]:
-        """Give waiting decode steps the pages that they need. Also returns those for which there are none now."""
-        if not self.settings.pages:
-            return lane, ()
-        ready = list[EffectRequest]()
-        held = list[EffectRequest]()
-        for effect_request in lane.waiting:
-            self.slots, grown = page_growth.grow_for_decode_step(
-                self.slots, effect_request, self.requests, self.settings
-            )
-            if grown is None:
-                held.append(effect_request)
-            else:
-                ready.append(grown)
-        if held:
-            # A step that waits for pages waits until another request ends, and a launch that continues alone would not
-            # stop then. So the others take one step each.
-            ready = [page_growth.limit_steps(one, 1) for one in ready]
-        return lane_queue.with_effect_requests(lane, tuple(ready), lane.running), tuple(held)
-
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""
+        if not self.slots.waiting:
+            return
         before = self.slots.follows
         context = DecisionContext(self.settings, self.rates)
         self.slots, admission = slot_admission.admit_next(self.slots, self.requests, context)
@@ -346,4 +347,4 @@ class Fold:
         if admission is not None:
             self.pending.append(admission)
         elif self.settings.pages:
-            self.slots = page_growth.mark_short_of_pages(self.slots, self.requests, self.settings)
+            self.slots = mark_short_of_pages(self.slots, self.requests, self.settings)

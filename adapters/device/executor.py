@@ -124,8 +124,8 @@ class DeviceExecutor:
             )
 
     def pace_steps(self, _: RequestId, effect: PaceSteps) -> None:
-        """Begin or end the even pace of decode steps. It holds from the next step that is launched."""
-        self.decoding.overlapped.set_pace(evenly=effect.evenly)
+        """Begin, change or end the even pace of decode steps. It holds from the next step that is launched."""
+        self.decoding.overlapped.set_pace(evenly=effect.evenly, interval_ns=effect.interval_ns)
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Open the slot in its turn. If that fails, every later effect on the slot for this request fails and says why.
@@ -278,8 +278,11 @@ class DeviceExecutor:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
+            [(request, effect)] = [(ask.request, ask.effect) for ask in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)
+            if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
+                self._checkpoints.keep_after_chunk(request, effect, piece.state)
         # If the piece went with the decode steps, its outcome is there already.
         outcomes = (*outcomes, *(self._carry_out_one(ask, steps) for ask in asks[len(outcomes) :]))
         self._report_used_experts()

@@ -167,9 +167,11 @@ class BlockIndex:
 
         A hit makes an entry young again, and nothing more. An agent's sequence is found at every turn, and never again
         when the agent is done. Counting hits cost 2 % of the hits on agents' logs (benchmarks.agent_logs).
+
+        An entry without bytes counts as one byte: a simulated checkpoint has none if its size is unknown.
         """
         age = self.turn - entry.last_turn
-        return entry.origin == self.origin, entry.saved_tokens / (entry.size * (1 + age))
+        return entry.origin == self.origin, entry.saved_tokens / (max(1, entry.size) * (1 + age))
 
     def make_room(self, size: int, parent: bytes = b"") -> list[Entry]:
         """Evict until `size` more bytes fit. Only leaves without leases are evicted, and never the run that holds

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Protocol, TypeAlias, cast
 
@@ -29,7 +29,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.models.decoder.host_copy import copy
-from adapters.models.decoder.shard import NamedTensors, PositionalStates, ReadableRows
+from adapters.models.decoder.shard import NamedTensors, PositionalStates, ReadableRows, ShardSpec
 from adapters.process_memory import map_pages
 from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
 from adapters.transfer.strided_copy import copy_box
@@ -63,6 +63,9 @@ class TargetPart(Protocol):
 
     @property
     def states(self) -> PositionalStates: ...
+
+    @property
+    def spec(self) -> ShardSpec: ...
 
 
 @define(eq=False)
@@ -184,28 +187,58 @@ def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMove
 
 @define(eq=False)
 class StateMover:
-    """Copies the positional state of a slot, on the lane. In a buffer the tensors of `specs` lie end to end."""
+    """Copies the positional state of a slot. In a buffer the tensors of `specs` lie end to end.
 
-    parts: Sequence[PositionalStates]
+    A state is large, and the lane must not wait for its way to host memory or back. So a state that leaves is copied on
+    its device first (`export`), and any thread brings this copy to the buffer (`write`). A state that comes is brought
+    to its device by any thread (`stage`), and the lane copies it into the slot (`copy_in`).
+    """
+
+    parts: Sequence[TargetPart]
     specs: Sequence[TensorSpec]
 
     def locate_state(self, rows: int) -> int:
         """Return where the state of a slot with this many rows stands: some parts keep it at multiples only."""
-        return rows - max((rows % part.block for part in self.parts if part.specs), default=0)
+        return rows - max((rows % part.states.block for part in self._stateful), default=0)
 
-    def copy_in(self, slot: int, data: Tensor, at: int) -> None:
-        """Write a state that stands at row `at` into the slot. Raises ValueError or RuntimeError where that fails."""
-        state = view_tensors(self.specs, data)
-        for part in self.parts:
-            if part.specs:
-                part.import_(slot, {spec.name: state[spec.name] for spec in part.specs}, at)
+    @property
+    def _stateful(self) -> list[TargetPart]:
+        return [part for part in self.parts if part.states.specs]
 
-    def copy_out(self, slot: int, data: Tensor) -> None:
+    def export(self, slot: int) -> NamedTensors:
+        """Return copies of the slot's state where the parts make them. Called on the lane."""
+        return {name: tensor for part in self._stateful for name, tensor in part.states.export(slot).items()}
+
+    def write(self, state: NamedTensors, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
+        """Copy an exported state into `data` (uint8), on any thread; it is there when this returns."""
         into = view_tensors(self.specs, data)
-        for part in self.parts:
-            if part.specs:
-                for name, tensor in part.export(slot).items():
-                    into[name].copy_(tensor)
+        for device in {tensor.device for tensor in state.values()}:
+            here = [name for name, tensor in state.items() if tensor.device == device]
+            with borrow_stream(device, after) if device.type == "cuda" else nullcontext():
+                for name in here:
+                    into[name].copy_(state[name], non_blocking=True)
+
+    def stage(self, data: Tensor) -> NamedTensors:
+        """Return the state that lies in `data`, brought to the GPUs that need it. Called on any thread.
+
+        Raises torch.OutOfMemoryError. Then `view` serves as well, but the lane has to wait for the copies.
+        """
+        staged = dict(self.view(data))
+        for part in self._stateful:
+            device = part.spec.device
+            if part.rows.is_addressable and device.type == "cuda":
+                with borrow_stream(device):
+                    staged |= {spec.name: staged[spec.name].to(device, non_blocking=True) for spec in part.states.specs}
+        return staged
+
+    def view(self, data: Tensor) -> NamedTensors:
+        """Return the state that lies in `data`, where it is."""
+        return view_tensors(self.specs, data)
+
+    def copy_in(self, slot: int, state: NamedTensors, at: int) -> None:
+        """Write a state that stands at row `at`, on the lane. Raises ValueError or RuntimeError where that fails."""
+        for part in self._stateful:
+            part.states.import_(slot, {spec.name: state[spec.name] for spec in part.states.specs}, at)
 
 
 def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:

@@ -13,7 +13,8 @@ How a restore works (`Restorer.restore`):
    (`fence.py`). What is read earlier than that waits in memory and is copied afterwards (`_copy_moves`).
 4. Parts that are addressable from here are written by COPY_THREADS threads for each GPU. The others are sent their runs
    on the lane, in pieces of PIECE_BYTES, because the lane owns the connection to them.
-5. On the lane (`_commit`): import the positional state, if there is one, and only then count the rows as held.
+5. A thread brings the positional state to the device, if there is one (`_stage_states`).
+6. On the lane (`_commit`): copy that state into the slot, and only then count the rows as held.
 
 Invariants: the slot belongs to the request while a restore is in flight, and no step reads rows that have not been
 acknowledged; so threads may write them. Only the lane changes what the slot is known to hold. The lease is released
@@ -33,10 +34,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
 import anyio
+import torch
 from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
@@ -119,6 +122,7 @@ class Restorer:
         ready = now.collect_ready()
         if now.failure is not None and lease.states:
             return now.failure  # rows alone do not continue a sequence that has positional state
+        await self._stage_states(now)
         failure = await self.lane.run(partial(self._commit, request, now, ready))
         stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
         if failure is not None or (stop == effect.start and not lease.states):
@@ -232,6 +236,14 @@ class Restorer:
         now.copy_queued(near)
         return copies
 
+    async def _stage_states(self, now: Restore) -> None:
+        """Bring checkpoints to the device, so that the lane only copies them there. Without memory it copies more."""
+        for move in now.moves:
+            if move.kind == "state" and move.buffer is not None:
+                with suppress(torch.OutOfMemoryError):
+                    staging = partial(self.state.stage, move.buffer.data)
+                    move.staged = await asyncio.get_running_loop().run_in_executor(self.workers, staging)
+
     def _commit(self, request: RequestId, now: Restore, ready: list[RunMove]) -> StoreFailed | None:
         """Say that the slot holds what has come, its state first. Called on the lane."""
         state = self.fences.find_slot(now.effect.slot, request)
@@ -259,7 +271,8 @@ class Restorer:
         if rows < start:
             return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
         try:
-            self.state.copy_in(slot, move.buffer.data, move.part.stop)
+            staged = self.state.view(move.buffer.data) if move.staged is None else move.staged
+            self.state.copy_in(slot, staged, move.part.stop)
         except (ValueError, RuntimeError, RowsLost) as error:
             # Some of the old state may be overwritten, so nothing can go on from it.
             state.valid = 0

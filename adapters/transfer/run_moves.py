@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from attrs import define
 
+from adapters.models.decoder.shard import NamedTensors
 from adapters.store.files.file_format import Kind
 from adapters.store.lease import Lease, LeasedPart
 from adapters.store.slab_memory import Buffer
@@ -35,7 +36,7 @@ class RunMove:
     """One entry's rows on their way into the slot.
 
     missing_movers: those that have not copied or sent it yet, one for each part. buffer: its content while it is in
-    memory; that of a checkpoint stays until the end of the restore.
+    memory; that of a checkpoint stays until the end of the restore. staged: a checkpoint on its device.
     """
 
     part: LeasedPart
@@ -43,6 +44,7 @@ class RunMove:
     missing_movers: list[RowMover]
     buffer: Buffer | None = None
     failure: StoreFailed | None = None
+    staged: NamedTensors | None = None
 
     @property
     def kind(self) -> Kind:

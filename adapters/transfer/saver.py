@@ -5,8 +5,9 @@ takes as long as some decode steps, the lane computes for other requests meanwhi
 
 How a snapshot is taken (`Saver.save`):
 
-1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. Save the positional state
-   if a checkpoint was asked for. Record a mark behind everything that each GPU has been given.
+1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. If a checkpoint was asked
+   for, copy the positional state on its device; another thread brings the copy to host memory (`save_checkpoint`).
+   Record a mark behind everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
    other into memory of the store. Copies on a GPU come behind the marks. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,13 +40,14 @@ from attrs import define, field, frozen
 
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import is_out_of_memory
+from adapters.models.decoder.shard import NamedTensors
 from adapters.store.files.file_format import Run
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import DeviceMarks, RowMover, StateMover, record_marks
 from adapters.transfer.fence import SlotFinder
-from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
+from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed, Tokens
 from effects.pacing import PaceSnapshot
 from effects.ports import RowsLost
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -54,6 +57,9 @@ log = logging.getLogger("rekindle.store")
 
 # For one snapshot. 32k tokens of an 8B model take a tenth of it, and the slot waits as long.
 MAX_SNAPSHOT_NS = 2_000_000_000
+# Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms, and a
+# prefill that leaves one takes far longer. So the lane does not wait for the third.
+MOST_COPIES = 2
 AT_ONCE = PaceSnapshot(may_copy=True)
 
 
@@ -108,7 +114,10 @@ class Saver:
     catch_up: Callable[[int], object] = lambda _: None
     clock_ns: Callable[[], int] = time.monotonic_ns
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
+    state_worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-state"))
     _gates: dict[RequestId, PaceGate] = field(init=False, factory=dict[RequestId, PaceGate])
+    _copies: threading.Semaphore = field(init=False, factory=lambda: threading.Semaphore(MOST_COPIES))
+    _coming: set[tuple[Tokens, str]] = field(init=False, factory=set)  # checkpoints on their way to host memory
 
     # --- called on the event loop ---
 
@@ -131,7 +140,10 @@ class Saver:
             if isinstance(found, StoreFailed):
                 return found
             copying = partial(self._copy_missing_runs, effect, found, gate)
-            rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, copying)
+            loop = asyncio.get_running_loop()
+            rows, saved = await loop.run_in_executor(self.worker, copying)
+            # The checkpoints of this request are kept once all that were begun before this are.
+            await loop.run_in_executor(self.state_worker, lambda: None)
         finally:
             del self._gates[request]
             gate.set_pace(AT_ONCE)  # if this was cancelled, the thread must not wait for an engine that has gone
@@ -139,8 +151,9 @@ class Saver:
         return SnapshotSaved(rows, saved)
 
     def close(self) -> None:
-        """Wait for the snapshots that are being taken."""
+        """Wait for the snapshots and checkpoints that are being taken."""
         self.worker.shutdown()
+        self.state_worker.shutdown()
 
     # --- called on the lane ---
 
@@ -160,9 +173,10 @@ class Saver:
         return SlotSnapshot(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
-        """Keep the slot's positional state if it stands behind rows `[0, at)`.
+        """Begin to keep the slot's positional state if it stands behind rows `[0, at)`.
 
-        Return False if it does not or cannot be kept.
+        The state is copied on its device; a thread brings the copy to host memory. Return False if the slot has no such
+        state, or if its device has no memory for the copy.
         """
         state = self.find_slot(slot, request)
         layout = self.store.layout
@@ -172,19 +186,42 @@ class Saver:
             where = request, slot, state.valid, at
             log.warning("request %d: slot %d has %d rows, but no checkpoint at %d", *where, extra={"request": request})
             return False
-        tokens = tuple(state.tokens[:at])
-        if not self.store.lacks_checkpoint(tokens, state.salt):
+        key = tuple(state.tokens[:at]), state.salt
+        if key in self._coming or not self.store.lacks_checkpoint(*key):
             return True
+        self._copies.acquire()
         try:
-            buffer = self.store.memory.allocate(layout.compute_size("state", 0))
-            self.state.copy_out(slot, buffer.data)
+            exported = self.state.export(slot)
+            marks = record_marks(self.lane.devices)
         except Exception as error:
+            self._copies.release()
             if not is_out_of_memory(error):
                 raise
-            about = {"request": request}
-            log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error, extra=about)
+            self._warn_of_lost_checkpoint(request, at, error)
             return False
-        return self.store.keep_checkpoint(tokens, buffer, state.salt)
+        self._coming.add(key)
+        self.state_worker.submit(self._keep_checkpoint, request, key, exported, marks)
+        return True
+
+    def _warn_of_lost_checkpoint(self, request: RequestId, at: int, error: Exception) -> None:
+        log.warning("request %d: the checkpoint at %d is lost: %s", request, at, error, extra={"request": request})
+
+    # --- called on the thread of checkpoints ---
+
+    def _keep_checkpoint(
+        self, request: RequestId, key: tuple[Tokens, str], exported: NamedTensors, marks: DeviceMarks
+    ) -> None:
+        """Bring a copy of a state to host memory and give it to the store. A failure costs the checkpoint only."""
+        tokens, salt = key
+        try:
+            buffer = self.store.memory.allocate(self.store.layout.compute_size("state", 0))
+            self.state.write(exported, buffer.data, marks)
+            self.store.keep_checkpoint(tokens, buffer, salt)
+        except Exception as error:  # noqa: BLE001 - without it, rows are computed again
+            self._warn_of_lost_checkpoint(request, len(tokens), error)
+        finally:
+            self._coming.discard(key)
+            self._copies.release()
 
     # --- called on a thread of its own ---
 

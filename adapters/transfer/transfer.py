@@ -48,6 +48,6 @@ def create_transfer(
     layout = store.layout
     rows = create_movers([part.rows for part in target], layout.rows)
     drafts = () if draft is None or layout.draft is None else create_movers((draft,), layout.draft.rows)
-    state = StateMover([part.states for part in target], layout.state)
+    state = StateMover(target, layout.state)
     restorer = Restorer(store, lane, Fences(lane, serving), rows, drafts, state)
     return Transfer(store, Lookup(store), restorer, Saver(store, lane, serving, rows, drafts, state, catch_up))

@@ -18,10 +18,10 @@ from anyio.abc import TaskGroup
 from attrs import define, field, frozen
 
 from effects.all import EffectRequest, Launch, Outcome
-from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
+from effects.ids import DeviceFailed, FailureKind, LaneId, RequestId, StoreFailed
 from effects.ports import LaunchFailed, NotifyEffect, PerformEffect, RequestOutcome, RowsLost, SubmitLaunch
 from effects.timer import StartTimer
-from states.events import ForEngine, ForRequest, Happened, SlotsLost, TimerElapsed
+from states.events import EffectOutcome, ForEngine, ForLaunch, ForRequest, Happened, SlotsLost, TimerElapsed
 from states.world import Output, World, advance
 
 log = logging.getLogger("rekindle.engine")
@@ -179,11 +179,8 @@ class EventLoop:
 
         An outcome that the effect cannot have finds no transition, and the fold raises that as the bug that it is.
         """
-        for happened in (
-            launch_failure_events(outcomes)
-            if isinstance(outcomes, LaunchFailed)
-            else (ForRequest(*one) for one in outcomes)
-        ):
+        events = launch_failure_events(outcomes) if isinstance(outcomes, LaunchFailed) else group_outcomes(outcomes)
+        for happened in events:
             self.post_if_open(happened)
 
     async def run_timer(self, timer: StartTimer) -> None:
@@ -227,6 +224,28 @@ class EventLoop:
             self.post(happened)
         except anyio.ClosedResourceError:
             log.debug("an event came after the engine closed: %s", happened)
+
+
+def group_outcomes(outcomes: Sequence[RequestOutcome]) -> Iterator[Happened]:
+    """Yield outcomes of a launch as events, in order. Those of different requests that follow each other are one."""
+    group = list[RequestOutcome]()
+    requests = set[RequestId]()
+    for one in outcomes:
+        if one[0] in requests:
+            yield make_launch_event(group)
+            group = []
+            requests = set()
+        requests.add(one[0])
+        group.append(one)
+    if group:
+        yield make_launch_event(group)
+
+
+def make_launch_event(outcomes: Sequence[RequestOutcome]) -> Happened:
+    """Return the event of outcomes that come at once. A single one is the event of its request."""
+    if len(outcomes) == 1:
+        return ForRequest(*outcomes[0])
+    return ForLaunch(tuple([EffectOutcome(*one) for one in outcomes]))
 
 
 def launch_failure_events(failed: LaunchFailed) -> Iterator[Happened]:

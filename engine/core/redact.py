@@ -12,11 +12,12 @@ from hashlib import blake2b
 
 from attrs import define, evolve, field
 
+from effects.all import Outcome
 from effects.decode import Decoded
 from effects.ids import RequestId, Tokens
 from effects.pflash import PromptCompressed
 from engine.core.event_loop import Envelope
-from states.events import Event, ForEngine, ForModel, ForRequest, Submitted
+from states.events import Cancelled, Derived, Event, ForEngine, ForLaunch, ForModel, ForRequest, Submitted
 from states.request_states import Held, Speculating, get_remainder
 from states.world import Output, World, advance
 
@@ -42,6 +43,9 @@ class Redactor:
         match envelope.happened:
             case ForRequest(request, event):
                 envelope = evolve(envelope, happened=ForRequest(request, self.redact_event(request, event)))
+            case ForLaunch(outcomes):
+                redacted = tuple(evolve(one, outcome=self.redact_outcome(one.request, one.outcome)) for one in outcomes)
+                envelope = evolve(envelope, happened=ForLaunch(redacted))
             case ForEngine() | ForModel():
                 pass
         self.world, outs = advance(self.world, envelope.happened)
@@ -51,16 +55,23 @@ class Redactor:
 
     def redact_event(self, request: RequestId, event: Event) -> Event:
         """Return the event without tokens, names, biases and probabilities that could tell its text."""
-        match event:
-            case Submitted(job):
-                sampling = evolve(job.sampling, logit_bias=(), grammar=None)
-                # names are digests of text, by which a reader who guesses the text could recognise it
-                parts = tuple(evolve(part, name="") for part in job.compression.parts)
-                compression = evolve(job.compression, parts=parts)
-                prompt = self.redact_prompt(request, job.prompt)
-                return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
+        if isinstance(event, Derived | Cancelled):
+            return event
+        if not isinstance(event, Submitted):
+            return self.redact_outcome(request, event)
+        job = event.job
+        sampling = evolve(job.sampling, logit_bias=(), grammar=None)
+        # names are digests of text, by which a reader who guesses the text could recognise it
+        parts = tuple(evolve(part, name="") for part in job.compression.parts)
+        compression = evolve(job.compression, parts=parts)
+        prompt = self.redact_prompt(request, job.prompt)
+        return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
+
+    def redact_outcome(self, request: RequestId, outcome: Outcome) -> Outcome:
+        """Return the outcome without tokens and probabilities."""
+        match outcome:
             case PromptCompressed(prompt, _) if prompt:
-                return evolve(event, prompt=self.redact_prompt(request, prompt))
+                return evolve(outcome, prompt=self.redact_prompt(request, prompt))
             case Decoded(tokens):
                 state = self.world.requests.get(request)
                 stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
@@ -68,9 +79,9 @@ class Redactor:
                     self._digests[request].latest = self._digests[
                         request
                     ].prompt_end  # its first, or its first once more
-                return evolve(event, tokens=self.redact_tokens(request, tokens, stops), logprobs=())
+                return evolve(outcome, tokens=self.redact_tokens(request, tokens, stops), logprobs=())
             case _:
-                return event
+                return outcome
 
     def redact_prompt(self, request: RequestId, tokens: Tokens) -> Tokens:
         """Return the digests of a prompt, which begins the sequence of its request."""

@@ -75,12 +75,12 @@ class RequestMeter:
         model.
         """
         self._now_ns = envelope.at_ns
+        earlier = before.requests
         for request, state in after.requests.items():
-            if before.requests.get(request) is not state or type(state) in BEHIND:
+            if type(earlier.get(request)) is not type(state) or type(state) in BEHIND:
                 self.enter_stage(request, stage_of(state, after))
-        for request in before.requests:
-            if request not in after.requests:
-                self.enter_stage(request, None)
+        for request in earlier.keys() - after.requests.keys():
+            self.enter_stage(request, None)
 
     def enter_stage(self, request: RequestId, stage: Stage | None) -> None:
         """End the current stage of a request and begin another. stage: None when the request has left the world."""

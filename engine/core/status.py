@@ -54,6 +54,19 @@ def kv_pages(world: World) -> dict[str, int]:
     return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short_of_pages)}
 
 
+def describe_pace(world: World) -> dict[str, Any]:
+    """Return what /props shows of the pace of decode steps: the latency target, and what steps keep now.
+
+    is_even: prompts wait, so steps keep an even pace. interval_ms: from one step to the next one, at least.
+    """
+    demand = world.pacing.demand
+    return {
+        "latency_target_ms": world.settings.latency_target_ns / 1e6,
+        "is_even": demand.has_prefill_backlog,
+        "interval_ms": demand.step_interval_ns / 1e6,
+    }
+
+
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
     """Return the status of live requests, up to MOST_RUNNING: first those that have a slot, then those that wait."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
@@ -80,7 +93,13 @@ def request_status(
         waiting = RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
         if follow is None or follow.ended:
             return waiting
-        return evolve(waiting, follows=follow.leader, follows_rows=follow.rows)
+        return evolve(
+            waiting,
+            follows=follow.leader,
+            follows_rows=follow.rows,
+            follows_wait_ms=follow.waiting_ns / 1e6,
+            follows_compute_ms=follow.computing_ns / 1e6,
+        )
     assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
     left = request_states.get_remainder(state)
     answer = state.answer if isinstance(state, request_states.Speculating) else request_states.Generated()

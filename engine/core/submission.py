@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from asyncio import Future, get_running_loop
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,7 +21,7 @@ from engine.core.cache_misses import explain_miss
 from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
-from engine.core.status import RequestHistory, kv_pages, list_running, show_rates, slot_status
+from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, show_rates, slot_status
 from engine.settings.live_figures import LiveFigures
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
@@ -45,12 +47,15 @@ class EngineTicket:
 
     def put(self, message: Message) -> None:
         assert not self._closed, "the stream is closed already"
-        if isinstance(message, ReportProgress):
-            if self._is_answering or message.done < self._done:
-                return  # the prompt is computed again, which the client does not see
-            self._done = message.done
-        self._is_answering = self._is_answering or isinstance(message, EmitTokens)
-        self._closed = isinstance(message, Closed)
+        match message:
+            case EmitTokens():
+                self._is_answering = True
+            case ReportProgress(done):
+                if self._is_answering or done < self._done:
+                    return  # the prompt is computed again, which the client does not see
+                self._done = done
+            case Closed():
+                self._closed = True
         self._messages.append(message)
         self._listener()
 
@@ -66,14 +71,20 @@ class EngineTicket:
                 yield message
                 if isinstance(message, Closed):
                     return
-            news = anyio.Event()
-            self.set_listener(news.set)
-            await news.wait()
+            news = get_running_loop().create_future()
+            self.set_listener(partial(set_news, news))
+            await news
 
     def cancel(self, reason: CancelReason) -> None:
         if not (self._cancelled or self._closed):
             self._cancelled = True
             self._cancel(self.request, reason)
+
+
+def set_news(news: Future[None]) -> None:
+    """Wake the reader of a stream, unless it is awake already or has gone."""
+    if not news.done():
+        news.set_result(None)
 
 
 @define
@@ -159,6 +170,7 @@ class Submissions:
                 **live.build_json(),
                 "kv_pages": kv_pages(world),
                 "rates_ns": show_rates(world.rates),
+                "decode_pace": describe_pace(world),
                 "runtime": {
                     "draft_residency": residency.describe_residency(
                         world.models, world.settings, count_model_bytes(live)

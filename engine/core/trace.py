@@ -30,7 +30,7 @@ from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
 from adapters.watched_thread import WatchedThread
-from effects.all import Effect, EffectRequest, Launch
+from effects.all import Effect, EffectRequest, Launch, Outcome
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
 from states.events import Common, Event, Happened
@@ -39,12 +39,13 @@ from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 21
+VERSION = 22
 DIGEST_EVERY = 64  # events
 # Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
 LINE_LIMIT = 32 << 20
-# Lists and objects in one line. A launch of 64 decode steps with 20 alternatives each has some 1,500.
-MOST_PARTS = 1 << 14
+# Lists and objects in one line. What 64 requests have of 16 steps at once, with 20 alternatives for each token, has
+# some 23,000: an event loop that falls behind takes several steps as one event.
+MOST_PARTS = 1 << 16
 # Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, which
 # is 32 MiB, without the prompts, which the requests share. One in DIGEST_EVERY brings its world along, which is mostly
 # the tokens of the slots, a MiB where they are long: 256 MiB in all. A disk slower than that ends the trace.
@@ -96,7 +97,14 @@ def converter() -> Converter:
     # It does not list everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, structure_literal)
-    for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
+    for union in (
+        Outcome,
+        Event,
+        Common,
+        Happened,
+        Effect,
+        Record,
+    ):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
 

@@ -14,8 +14,13 @@ SLOT_COUNTS = (4, 2, 1)
 MANY_SLOT_COUNTS = (16, 8)
 # Slots take little if they take at most a quarter of it, since memory that slots keep is lost to other programs.
 LITTLE = 4
-# The same if slots share pages. Then slots cost only what their sequences take.
-POOLED_SLOT_COUNTS = (16, 8, 4, 2, 1)
+# The same if slots share pages. Then slots cost little more than what their sequences take.
+POOLED_SLOT_COUNTS = (64, 32, 16, 8, 4, 2, 1)
+# More than this many slots are chosen only where the pool has SHORT_CONTEXT tokens for each, and where what each slot
+# has for itself takes little: its positional state, and its rows of a draft. Requests of fewer tokens in more slots
+# would wait for pages instead of slots.
+POOLED_SLOTS = 16
+SHORT_CONTEXT = 4096
 # Tokens of an agent's session. More slots of this length are worth more than longer ones.
 LONG_CONTEXT = 32768
 LEAST = 1024
@@ -97,23 +102,29 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
     is memory for the whole context of every slot, each slot gets rows of its own: attention over pages takes a fifth to
     a third longer.
     """
-    whole = Fit(slots or POOLED_SLOT_COUNTS[0], context or limit)
-    if not memory and has_room(needs, whole.slots, whole.context):
-        return whole
     tried = [
         find_longest_context(needs, limit, count, context, memory)
         for count in ((slots,) if slots else POOLED_SLOT_COUNTS)
     ]
+    if not slots:
+        tried = [one for one in tried if one.slots <= POOLED_SLOTS or fills_slots(needs, one)]
     enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
     if best and best[0].context:
-        return best[0]
+        whole = Fit(best[0].slots, context or limit)
+        return whole if not memory and has_room(needs, whole.slots, whole.context) else best[0]
     least = Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
-    found = count_pages(needs, slots or POOLED_SLOT_COUNTS[0], least.context, memory) if memory else 0
+    found = count_pages(needs, slots or POOLED_SLOTS, least.context, memory) if memory else 0
     # The pool that was requested limits how long sequences can be.
     if found:
-        return Fit(slots or POOLED_SLOT_COUNTS[0], min(least.context, found * PAGE), pages=found)
+        return Fit(slots or POOLED_SLOTS, min(least.context, found * PAGE), pages=found)
     return evolve(least, pages=-(-least.context // PAGE))
+
+
+def fills_slots(needs: Sequence[DeviceNeed], fit: Fit) -> bool:
+    """Return whether a pool has enough tokens for each of its slots, and its slots have little for themselves."""
+    own = evolve(fit, pages=1)
+    return fit.rows >= fit.slots * min(fit.context, SHORT_CONTEXT) and all(need.spares_memory(own) for need in needs)
 
 
 def find_longest_context(needs: Sequence[DeviceNeed], limit: int, slots: int, context: int, memory: int) -> Fit:

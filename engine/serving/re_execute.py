@@ -38,7 +38,7 @@ from engine.settings.config_file import parse_values
 from engine.settings.options import Options
 from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError
-from states.events import ForRequest
+from states.events import Event, list_request_events
 from states.world import Output
 
 EXECUTED = (RunPrefill, RunDecode)
@@ -84,14 +84,13 @@ class LineLookahead:
             line = self._next[seen]
             seen = seen + 1
             size = size + line.size
-            match line.record:
-                case Envelope(happened=ForRequest(request, Decoded() | DeviceFailed() as outcome)) if (
-                    request in missing
-                ):
+            events = list_request_events(line.record.happened) if isinstance(line.record, Envelope) else ()
+            for request, outcome in events:
+                if request in missing and isinstance(outcome, Decoded | DeviceFailed):
                     missing.remove(request)
                     found[request] = outcome.tokens if isinstance(outcome, Decoded) else ()
-                case _ if size > AHEAD:
-                    raise BadTrace(f"line {line.number}: no outcome yet of {format_record(launch)}")
+            if missing and size > AHEAD:
+                raise BadTrace(f"line {line.number}: no outcome yet of {format_record(launch)}")
         return found
 
 
@@ -168,8 +167,13 @@ class TraceExecution:
 
     async def compare(self, number: int, envelope: Envelope) -> None:
         """Compare a recorded event with what was executed. Raises ReplayDiffers."""
-        match envelope.happened:
-            case ForRequest(request, Decoded() as recorded):
+        for request, event in list_request_events(envelope.happened):
+            await self.compare_event(number, envelope, request, event)
+
+    async def compare_event(self, number: int, envelope: Envelope, request: RequestId, event: Event) -> None:
+        """Compare what happened to one request. envelope: the recorded event, for the message."""
+        match event:
+            case Decoded() as recorded:
                 actual = await self.next_step(request, recorded) or self.outcomes.pop(request, None)
                 if not isinstance(actual, Decoded) or (actual.tokens, actual.logprobs) != (
                     recorded.tokens,
@@ -177,16 +181,16 @@ class TraceExecution:
                 ):
                     raise build_difference(number, envelope, actual)
                 self.tokens += len(recorded.tokens)
-            case ForRequest(_, PrefillAdvanced(more=True)):
+            case PrefillAdvanced(more=True):
                 pass  # the last word of that prefill says all of it
-            case ForRequest(request, PrefillAdvanced(stop)):
+            case PrefillAdvanced(stop):
                 actual = self.outcomes.pop(request, None)
                 if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:
                     raise build_difference(number, envelope, actual)
-            case ForRequest(request, BlocksRestored(start, stop)):
+            case BlocksRestored(start, stop):
                 self.waiting_rows[request] = (start, stop)
                 await self.compute_loaded(number, request)
-            case ForRequest(request, DeviceFailed()):
+            case DeviceFailed():
                 self.outcomes.pop(request, None)
                 self.pending_steps.pop(request, None)
             case _:

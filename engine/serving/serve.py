@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -257,13 +259,28 @@ def freeze_collected() -> None:
     gc.freeze()
 
 
-async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: float = 1) -> None:
+async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread]) -> None:
     """Wait for the stop event. Raises UserError if a thread has died that the server cannot work without."""
-    while not stop.is_set():
-        if dead := [thread for thread in threads if thread.is_dead]:
-            raise UserError(f"the thread {dead[0].name} died ({dead[0].trouble}); see the log above")
-        with anyio.move_on_after(every_s):
-            await stop.wait()
+    loop = asyncio.get_running_loop()
+    death = anyio.Event()
+
+    def report_death() -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it the waiting
+            loop.call_soon_threadsafe(death.set)
+
+    for thread in threads:
+        thread.call_on_death(report_death)
+    async with anyio.create_task_group() as waiting:
+
+        async def wait_for_first(event: anyio.Event) -> None:
+            await event.wait()
+            waiting.cancel_scope.cancel()
+
+        waiting.start_soon(wait_for_first, stop)
+        waiting.start_soon(wait_for_first, death)
+    if not stop.is_set():
+        dead = next(thread for thread in threads if thread.is_dead)
+        raise UserError(f"the thread {dead.name} died ({dead.trouble}); see the log above")
 
 
 async def close_connections(serving: RunningServer, deadline: float) -> bool:

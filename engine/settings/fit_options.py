@@ -37,7 +37,7 @@ class FitOptions:
     """Maximum tokens of prompt and answer together. 0: what fits."""
 
     slots: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
-    """Sequences at once. 0: 16, or fewer if memory is short."""
+    """Sequences at once. 0: as many as memory allows, 64 at most."""
 
     @property
     def serve_options(self) -> Options:

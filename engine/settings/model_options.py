@@ -164,9 +164,15 @@ class RuntimeOptions:
     quicker."""
 
     slots: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
-    """Sequences that the device holds at once: running requests, and prompts that stay warm. 0: 16 on CUDA devices. On
-    a CPU also 16, or 8, if these take at most a quarter of the memory; otherwise four or fewer (`rekindle models` shows
-    the number)."""
+    """Sequences that the device holds at once: running requests, and prompts that stay warm. 0: what memory allows. On
+    CUDA devices, whose slots share memory, these are 64 or 32 if there is memory for 4096 tokens in each, otherwise 16
+    or fewer. On a CPU they are 16 or 8 if these take at most a quarter of the memory, otherwise four or fewer.
+    `rekindle models` shows the number."""
+
+    latency_target: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1000))] = 40
+    """Milliseconds from one token of an answer to the next one that are acceptable while prompts of other requests
+    wait. More: prompts are read sooner, and all requests together get more tokens per second. Less: answers go on more
+    quickly meanwhile. 0: decode steps are never held back."""
 
     kv_memory: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1 << 30))] = 0
     """MiB for the keys and values of all sequences, which use it in pages of 256 tokens. 0: enough for --slots times

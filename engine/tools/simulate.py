@@ -99,8 +99,17 @@ def build_served_settings(recorded: Settings | None) -> Settings:
     if recorded is None:
         return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
     plain = Settings()
-    kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "mixed_rows", "min_tokens")
-    state = ("interval", "cold_max", "state_places")
+    kept = (
+        "slots",
+        "chunk",
+        "block_size",
+        "keep_decoded",
+        "batch_rows",
+        "mixed_rows",
+        "min_tokens",
+        "latency_target_ns",
+    )
+    state = ("interval", "cold_max", "state_places", "settles_apart")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 

@@ -82,6 +82,7 @@ class NoStates:
     specs: tuple[TensorSpec, ...] = ()
     block: int = 64
     places: int = 0
+    settles_apart: bool = True
 
 
 @define(eq=False)

@@ -110,20 +110,20 @@ def a_disconnect_while_a_neighbour_decodes() -> str:
 
 
 def a_prompt_in_pieces_beside_its_neighbours() -> str:
-    """A decodes while the rows of B's prompt come with its steps; C's, which is shorter, go first."""
+    """A decodes while the rows of B's prompt come with its steps; C's, which is shorter, go first, twice as many."""
     story = Teller(evolve(PLAIN, slots=3, mixed_rows=16))
     story.tell(A, Submitted(Job((1, 2), 6)), PrefillAdvanced(1))
     story.tell(B, Submitted(Job(tuple(range(90)), 2)))
     outs = story.tell(A, Decoded((50,)))
     assert launched(outs)[1] == EffectRequest(B, RunPrefill(SlotId(1), 0, 15))
-    story.tell(C, Submitted(Job(tuple(range(100, 120)), 1)))
+    story.tell(C, Submitted(Job(tuple(range(100, 139)), 1)))
     story.tell(A, Decoded((51,)))
     outs = story.tell(B, PrefillAdvanced(15))
-    assert launched(outs)[1] == EffectRequest(C, RunPrefill(SlotId(2), 0, 15))
+    assert launched(outs)[1] == EffectRequest(C, RunPrefill(SlotId(2), 0, 31))
     story.tell(A, Decoded((52,)))
-    story.tell(C, PrefillAdvanced(15))
+    story.tell(C, PrefillAdvanced(31))
     story.tell(A, Decoded((53,)))
-    outs = story.tell(C, PrefillAdvanced(19))
+    outs = story.tell(C, PrefillAdvanced(38))
     assert launched(outs)[2] == EffectRequest(B, RunPrefill(SlotId(1), 15, 29))
     story.tell(A, Decoded((54,)))
     story.tell(C, Decoded((70,)))

@@ -28,11 +28,11 @@ from adapters.models.kernels.cpu.native.draw import pick_rows
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
+from adapters.models.kernels.delta_interface import CHUNK, DeltaShape, DeltaWeights
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
 from tests.models.kernels.test_packed import LAYOUTS, random_matrix

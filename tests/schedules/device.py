@@ -378,14 +378,19 @@ class Device:
             self.forget(slot, stop)
         if failed is None:
             slot.done = stop
-            if effect.checkpoint and stop == effect.stop:
-                self.keep_state(slot, stop)
-            if effect.place is not None and stop == effect.stop:
-                assert stop == self.live(slot), "a place for a state that is not there"
-                self.places[effect.place] = tuple(slot.tokens[:stop])
+            self.keep_after(slot, effect, stop)
             return PrefillAdvanced(stop, ns=self.rng.choice((0, 30, 500)))
         self.spoil(slot, start, failed)
         return failed
+
+    def keep_after(self, slot: DeviceSlot, effect: RunPrefill, stop: int) -> None:
+        """The state that the chunk has left, which stands at the end of its last block."""
+        at = self.live(slot)
+        if effect.checkpoint and stop == effect.stop:
+            self.keep_state(slot, at)
+        if effect.place is not None and stop == effect.stop:
+            assert at, "a place for no state"
+            self.places[effect.place] = tuple(slot.tokens[:at])
 
     def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position

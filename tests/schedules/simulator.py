@@ -9,7 +9,7 @@ from itertools import pairwise
 from attrs import define, evolve, field
 
 from adapters.device.lane.running_batch import merge_steps
-from effects.all import EffectRequest, Launch
+from effects.all import EffectRequest, Launch, Outcome
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, StoreFailed, Tokens
@@ -23,7 +23,18 @@ from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from effects.timer import StartTimer
-from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted, TimerElapsed
+from states.events import (
+    Cancelled,
+    EffectOutcome,
+    Event,
+    ForEngine,
+    ForLaunch,
+    ForRequest,
+    Happened,
+    SlotsLost,
+    Submitted,
+    TimerElapsed,
+)
 from states.invariants import check_world
 from states.kept_rows import make_prompt
 from states.rates import Rates
@@ -52,6 +63,7 @@ RESIDENCIES = (
     Resolved("persistent", "keep", "keep"),
 )
 SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
+OF_LAUNCHES = (Decoded, PrefillAdvanced, DeviceFailed)
 OF_STORE = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)
 MINUTE_PASSES = 0.03  # between two steps
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
@@ -198,7 +210,7 @@ class Simulator:
         self.trim_timers: list[TimerElapsed] = []  # there is nearly always one: they are over less often
         self.minutes = random.Random(seed)  # of these, so that they change nothing of what else happens
         self.may_copy: dict[RequestId, bool] = {}  # snapshots: the last that their saver was told
-        self.paces = False  # decode steps keep an even pace
+        self.pace_of_steps = PaceSteps(evenly=False)
         self.history: list[tuple[Happened, tuple[Output, ...]]] = []
 
     def some_settings(self) -> Settings:
@@ -237,6 +249,7 @@ class Simulator:
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
             span=1 if chunk <= beside_rows else rng.choice((1, 1, 3)),
+            latency_target_ns=rng.choice((0, 150, 10**9)),
             rates=rng.choice((Rates(), Rates(prefill=(50,), loads={"host": 10, "disk": 90}, decode=decode_steps))),
         )
 
@@ -342,25 +355,43 @@ class Simulator:
         self.happen(ForEngine(SlotsLost(tuple(map(SlotId, gone)))))
 
     def deliver(self) -> None:
+        """Deliver an answer, or several of launches at once, which are one event then."""
         request, outcome = self.answered(self.rng.randrange(len(self.answers)))
+        together = {request: outcome}
+        while isinstance(outcome, OF_LAUNCHES) and self.rng.random() < 0.5:
+            others = [
+                at
+                for at, (whose, what) in enumerate(self.answers)
+                if whose not in together and isinstance(what, OF_LAUNCHES)
+            ]
+            if not others:
+                break
+            request, outcome = self.answered(self.rng.choice(others))
+            together[request] = outcome
+        for request, outcome in together.items():
+            self.note_answer(request, outcome)
+        if len(together) == 1:
+            self.feed(request, outcome)
+        else:
+            self.happen(ForLaunch(tuple(EffectOutcome(*one) for one in together.items())))
+
+    def note_answer(self, request: RequestId, outcome: Outcome) -> None:
         if ends(outcome):
             for members in self.launched.values():
                 members.discard(request)
         state = self.world.requests.get(request)
         if isinstance(state, Speculating) and isinstance(outcome, Decoded):
             self.clients[request].count(outcome, taken(outcome.tokens, state))
-        self.feed(request, outcome)
 
     def answered(self, index: int) -> Answer:
         """One of the answers. What a launch brings comes in order; plain steps, and chunks, come one by one, or several
         at once.
         """
         request, outcome = self.answers[index]
-        of_launches = (Decoded, PrefillAdvanced, DeviceFailed)
-        if not isinstance(outcome, of_launches):
+        if not isinstance(outcome, OF_LAUNCHES):
             return self.answers.pop(index)
         its = [
-            at for at, (whose, what) in enumerate(self.answers) if whose == request and isinstance(what, of_launches)
+            at for at, (whose, what) in enumerate(self.answers) if whose == request and isinstance(what, OF_LAUNCHES)
         ]
         count = self.rng.choice((1, 1, 2, 9))
         some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
@@ -417,8 +448,9 @@ class Simulator:
             case Launch(asks, lane, joins):
                 assert joins or not self.launched.get(lane), "two launches at once"
                 self.launched[lane] = self.launched.get(lane, set()) | {ask.request for ask in asks}
-                if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
-                    self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
+                prefill = asks[-1].effect  # behind decode steps, if there are any
+                if isinstance(prefill, RunPrefill) and prefill.place is not None:
+                    self.places[prefill.place] = self.clients[asks[-1].request].job.salt
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
@@ -453,10 +485,11 @@ class Simulator:
         match out:
             case EffectRequest(request, PaceSnapshot(may_copy)):
                 self.may_copy |= {request: may_copy} if request in self.may_copy else {}
-            case EffectRequest(_, PaceSteps(evenly)):
-                assert evenly != self.paces, "steps have that pace already"
+            case EffectRequest(_, PaceSteps(evenly, interval_ns) as pace):
+                assert pace != self.pace_of_steps, "steps have that pace already"
                 assert PROMPTS in self.world.lanes
-                self.paces = evenly
+                assert interval_ns <= (self.settings.latency_target_ns if evenly else 0)
+                self.pace_of_steps = pace
             case EffectRequest(_, PaceMemory(gently)):
                 assert self.settings.store
                 assert gently == bool(self.world.requests)
@@ -494,7 +527,7 @@ class Simulator:
     def check_the_end(self) -> None:
         world, device = self.world, self.device
         assert not world.requests, "a request outlived its end"
-        assert not self.paces, "steps are held back for no prompt"
+        assert not self.pace_of_steps.evenly, "steps are held back for no prompt"
         assert not world.slots.waiting
         assert all(lane.waiting == lane.running == () for lane in world.lanes.values())
         assert not self.store.leases, "a lease was never released"

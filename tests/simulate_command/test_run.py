@@ -262,3 +262,15 @@ def frozen_session(turns: int) -> Session:
             ),
         ),
     )
+
+
+def test_sessions_that_begin_together_compute_their_head_once() -> None:
+    """As they are logged: all at one moment. The other two wait for the head that the first one computes."""
+    head = make_tokens("head", 64)
+    together = [Session(name, (Agent((request(0, head, make_tokens(name, 24)),)),)) for name in "abc"]
+    figures = run(together, slots=3).compute_figures()
+    assert figures.followed_tokens == figures.restored_tokens == 2 * 64
+    later = [Session(name, (Agent((request(at, head, make_tokens(name, 24)),)),)) for at, name in enumerate("abc")]
+    apart = run([attrs.evolve(one, absolute=True) for one in later], slots=3).compute_figures()
+    assert (apart.followed_tokens, apart.restored_tokens) == (0, 2 * 64)
+    assert run(together, None, slots=3).compute_figures().followed_tokens == 0, "without a cache nothing is shared"

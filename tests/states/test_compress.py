@@ -18,8 +18,8 @@ from effects.scope import Scope
 from effects.stream import CloseStream
 from states import compress, lookup, policy
 from states.events import Admitted, Cancelled, ForRequest, SlotEmptied, Submitted
-from states.phases import make_report
 from states.rates import Rates
+from states.reports import make_report
 from states.request_states import (
     Compressing,
     Done,

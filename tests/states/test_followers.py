@@ -8,13 +8,24 @@ from attrs import evolve
 from effects.all import Effect, EffectRequest
 from effects.compression import Compression
 from effects.ids import DeviceFailed, PlaceId, RequestId, SlotId, Tokens
+from effects.lookup import PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import CloseStream
 from states import followers
 from states.events import Cancelled, Event, ForEngine, ForRequest, SlotsLost, Submitted
 from states.invariants import check_world
 from states.rates import Rates
-from states.request_states import Compressing, LookingUp, Prefilling, Restoring, Speculating, State, Waiting
+from states.request_states import (
+    Compressing,
+    Fetching,
+    Followed,
+    LookingUp,
+    Prefilling,
+    Restoring,
+    Speculating,
+    State,
+    Waiting,
+)
 from states.settings import DecisionContext, Settings
 from states.slots import Follow, Slot
 from states.world import Output, World, advance, make_world
@@ -173,17 +184,38 @@ def test_the_head_is_computed_once() -> None:
     assert (request, opening.source, opening.keep) == (TWO, SlotId(0), 16)
     state = world.requests[TWO]
     assert isinstance(state, Prefilling)
-    assert (state.slot_lease.valid_rows, state.prompt.followed_rows) == (16, 16)
+    assert (state.slot_lease.valid_rows, state.prompt.followed) == (16, Followed(16))
     assert others == [], "request 3 has more in common with request 2, which is computing it now"
     assert world.slots.follows[THREE].leader == TWO
 
 
-def test_a_report_says_what_was_waited_for() -> None:
+@pytest.mark.parametrize("slots", [4, 10])
+def test_ten_that_begin_together_compute_their_head_once(slots: int) -> None:
+    """Whoever finds no slot waits for one, and finds the head there as well."""
+    ids = [RequestId(number) for number in range(1, 11)]
+    events = [submitted(request, (*HEAD, *[50 + request] * 5)) for request in ids]
+    world, _ = after(evolve(ROOMY, slots=slots), *events)
+    leaders = {follow.leader for follow in world.slots.follows.values()}
+    assert (leaders, len(world.slots.follows)) == ({ONE}, slots - 1)
+    world, outs = after(evolve(ROOMY, slots=slots), *events, (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
+    opened = [(request, effect.keep) for request, effect in effects_of(outs, OpenSlot) if isinstance(effect, OpenSlot)]
+    assert opened == [(request, 16) for request in ids[1:slots]]
+    world, outs = advance(world, ForRequest(TWO, GONE))
+    check_world(world)
+    opened = [(request, effect.keep) for request, effect in effects_of(outs, OpenSlot) if isinstance(effect, OpenSlot)]
+    assert opened == ([(ids[slots], 16)] if slots < 10 else [])
+
+
+@pytest.mark.parametrize("rates", [Rates(), Rates(prefill=(10,))], ids=["unknown", "measured"])
+def test_a_report_says_what_was_waited_for_and_at_what_price(rates: Rates) -> None:
     steps = (*START[:2], (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)), (TWO, GONE))
-    _, outs = after(ROOMY, *steps)
+    _, outs = after(evolve(ROOMY, rates=rates), *steps)
     ((request, closing),) = effects_of(outs, CloseStream)
     assert isinstance(closing, CloseStream)
-    assert (request, closing.report.restored_tokens, closing.report.followed_tokens) == (TWO, 16, 16)
+    report = closing.report
+    assert (request, report.restored_tokens, report.followed_tokens) == (TWO, 16, 16)
+    price = (160, 80 + 160) if rates.prefill else (0, 0)
+    assert (report.follow_wait_ns, report.follow_compute_ns) == price
 
 
 @pytest.mark.parametrize("end", [GONE, DeviceFailed("broken", "")])
@@ -202,6 +234,31 @@ def test_a_leader_that_loses_its_rows_leads_no_more() -> None:
     world, outs = advance(world, ForEngine(SlotsLost((SlotId(0),))))
     check_world(world)
     assert [request for request, _ in effects_of(outs, OpenSlot)] == [TWO]
+
+
+def test_a_prompt_of_another_salt_is_computed_at_once() -> None:
+    world, _ = after(ROOMY, START[0], (TWO, Submitted(a_job(prompt=SECOND, salt="b"))))
+    assert isinstance(world.requests[TWO], Prefilling)
+    assert not world.slots.follows
+
+
+def test_a_leader_that_is_compressed_against_expectation_leads_no_more() -> None:
+    """Computing its prompt turns out to be slower than scoring it, while the store is searched for it."""
+    settings = evolve(ROOMY, store=True, drafter=1000, rates=Rates(prefill=(10,), drafter=20))
+    perhaps, never = Compression("auto", threshold=4), Compression("off")
+    other = a_job(prompt=(9, *SECOND[1:]), compression=never)
+    events = (
+        (THREE, Submitted(other)),
+        (THREE, PrefixMissed("")),
+        (ONE, Submitted(a_job(prompt=FIRST, compression=perhaps))),
+        (TWO, Submitted(a_job(prompt=SECOND, compression=never))),
+    )
+    world, _ = after(settings, *events)
+    assert world.slots.follows[TWO].leader == ONE
+    world, _ = after(settings, *events, (THREE, PrefillAdvanced(8, ns=8_000)), (ONE, PrefixMissed("")))
+    assert isinstance(world.requests[ONE], Fetching)
+    assert isinstance(world.requests[TWO], LookingUp), "it goes on by itself"
+    assert not world.slots.follows
 
 
 def test_a_follower_that_leaves_is_forgotten() -> None:

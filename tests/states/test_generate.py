@@ -16,7 +16,7 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate
 from states import speculation_control as control
 from states.machine import Transition
-from states.phases import explain_no_proposals, make_report
+from states.reports import explain_no_proposals, make_report
 from states.request_states import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.scope import select_rows_to_keep
 from tests.states.builders import (

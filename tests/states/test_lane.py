@@ -14,7 +14,8 @@ from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, launch_choice, launch_prices
 from states import speculation_control as control
-from states.lane import EffectOutcome, Lane
+from states.events import EffectOutcome
+from states.lane import Lane
 from states.rates import Rates
 from states.request_states import Drafted, Generated, Prefilling, SlotLease, Speculating, State, Undrafted
 from states.residency import Models, Residence
@@ -81,6 +82,28 @@ def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> Non
     assert one == EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
 
 
+@pytest.mark.parametrize(
+    ("target", "rates", "changes", "rows"),
+    [
+        (0, Rates(prefill=(10,)), {}, 256),
+        (2000, Rates(), {}, 256),  # nothing is known
+        (3000, Rates(prefill=(10,)), {}, 256),
+        (2000, Rates(prefill=(10,)), {}, 128),
+        (2000, Rates(prefill=(10,), decode=((0, 1, 0, 900, 0),)), {}, 64),
+        (1, Rates(prefill=(10,)), {}, 64),  # a part in four of a chunk at least
+        (1, Rates(prefill=(10,)), {"block_size": 128}, 128),
+        (1, Rates(prefill=(10,)), {"keep_decoded": False, "block_size": 256}, 256),  # bits depend on the chunk
+    ],
+)
+def test_a_prefill_between_decode_steps_is_as_short_as_the_latency_target_asks(
+    target: int, rates: Rates, changes: Any, rows: int
+) -> None:
+    settings = evolve(evolve(PLAIN, chunk=256, block_size=64, latency_target_ns=target), **changes)
+    lane_ = Lane((a_decode(ONE), a_prompt(TWO, 0, 1000)), last_was_decode=True)
+    chosen = launch_choice.choose_launch(lane_, NOBODY, settings, {}, rates)[2]
+    assert chosen == Launch((a_prompt(TWO, 0, rows),))
+
+
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
     assert launched(chunk(2), chunk(1), unpark(3), models={"draft": Residence("parked")}) == (chunk(2),)
 
@@ -117,6 +140,27 @@ def test_most_of_a_mixed_forward_is_the_prompts(decoding: int, rows: int) -> Non
     assert chosen == Launch((*company, a_prompt(1, 0, rows - len(company))))
 
 
+def test_a_prompt_with_positional_state_gives_a_mixed_forward_a_block_at_most() -> None:
+    company = [a_decode(number) for number in range(2, 9)]
+    stateful = evolve(MIXED, stateful=True, block_size=32)
+    assert choose(a_prompt(1, 0, 64), *company, settings=stateful)[2] == Launch((*company, a_prompt(1, 0, 32)))
+
+
+def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
+    """So fewer steps of those who decode delay the first tokens. 64 rows, a chunk, are the most."""
+    prompts = (a_prompt(1, 0, 64), a_prompt(2, 0, 64))
+    wide, widest = a_prompt(1, 0, 2 * MIXED.mixed_rows - 1), a_prompt(1, 0, MIXED.chunk - 1)
+    assert choose(*prompts, a_decode(3), settings=MIXED)[2] == Launch((a_decode(3), wide))
+    almost_all = evolve(MIXED, mixed_rows=48)
+    assert choose(*prompts, a_decode(3), settings=almost_all)[2] == Launch((a_decode(3), widest))
+    usual = a_prompt(1, 0, MIXED.mixed_rows - 1)
+    apart = evolve(MIXED, stateful=True, settles_apart=True)
+    assert choose(*prompts, a_decode(3), settings=apart)[2] == Launch((a_decode(3), usual)), "a GPU's is wide enough"
+    away = {"draft": Residence("parked")}
+    chosen = choose(prompts[0], unpark(4), a_decode(3), models=away, settings=MIXED)[2]
+    assert chosen == Launch((a_decode(3), usual)), "a model that comes and goes is no prompt"
+
+
 def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> None:
     assert choose(a_prompt(1, 60, 63), a_decode(2), settings=MIXED)[2] == Launch((a_decode(2), a_prompt(1, 60, 63)))
 
@@ -125,12 +169,12 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ("asked", "settings"),
     [
         (a_prompt(1, 0, 8), evolve(MIXED, mixed_rows=0)),
-        (a_prompt(1, 0, 8), evolve(MIXED, stateful=True)),
+        (a_prompt(1, 0, 8, held=True), evolve(MIXED, stateful=True)),
         (a_prompt(1, 0, 8), evolve(MIXED, chunk=4, batch_rows=4)),  # a forward is full of decode steps
         (a_prompt(1, 0, 8, logprobs=0), MIXED),
         (unpark(1), MIXED),
     ],
-    ids=["turned off", "stateful", "narrow", "logprobs", "no prompt"],
+    ids=["turned off", "a state to keep first", "narrow", "logprobs", "no prompt"],
 )
 def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectRequest, settings: Any) -> None:
     company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}

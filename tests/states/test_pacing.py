@@ -11,17 +11,18 @@ import pytest
 from attrs import define, evolve, field
 
 from effects.all import EffectRequest
-from effects.decode import Decoded
-from effects.ids import ENGINE, RequestId
+from effects.decode import Decoded, RunDecode
+from effects.ids import ENGINE, RequestId, SlotId
 from effects.lookup import PrefixMissed
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.prefill import PrefillAdvanced
+from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.snapshot import SnapshotSaved
 from effects.timer import StartTimer, TimerName
 from states.events import Cancelled, Event, ForEngine, ForRequest, Submitted, TimerElapsed
 from states.invariants import check_world
 from states.machine import IllegalEvent
-from states.pacing import DELAYS_NS, MS, Demand, Pacing, SnapshotGate, Trimming, decide_pace
+from states.pacing import DELAYS_NS, MS, Demand, Pacing, SnapshotGate, Trimming, choose_step_interval, decide_pace
+from states.rates import Rates
 from states.settings import Settings
 from states.world import advance, make_world
 from tests.states.builders import ONE, PLAIN, STORE, TWO, a_job, is_of_pace
@@ -122,6 +123,40 @@ def test_the_next_snapshot_begins_with_a_gate_of_its_own() -> None:
 def test_steps_keep_an_even_pace_while_a_prompt_waits_for_another_one(backlog: bool) -> None:
     before, now = Demand(has_prefill_backlog=not backlog), Demand(has_prefill_backlog=backlog)
     assert decide_pace(paced(before), now, PLAIN)[1] == (EffectRequest(ENGINE, PaceSteps(evenly=backlog)),)
+    assert decide_pace(paced(now), now, PLAIN)[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "members", "step_ms", "interval_ms"),
+    [
+        (0, 64, 9, 0),  # steps are never held back
+        (40, 64, 0, 40),  # nothing is known of such a launch
+        (40, 64, 9, 36),  # prompts have three quarters of the device already
+        (40, 1, 4, 16),
+        (40, 1, 4.2, 20),
+        (40, 64, 11, 40),  # the target is what an answer may wait
+        (1000, 64, 11, 44),
+    ],
+)
+def test_steps_leave_prompts_most_of_the_device_as_far_as_the_latency_target_allows(
+    target_ms: int, members: int, step_ms: float, interval_ms: int
+) -> None:
+    settings = evolve(PLAIN, latency_target_ns=target_ms * MS)
+    times = ((0, members, 0, int(step_ms * MS), 0),) if step_ms else ()
+    running = [EffectRequest(RequestId(number), RunDecode(SlotId(0), 100, 1)) for number in range(1, members + 1)]
+    assert choose_step_interval(settings, Rates(decode=times), running) == interval_ms * MS
+
+
+def test_a_launch_without_decode_steps_says_nothing_about_how_long_a_step_takes() -> None:
+    settings = evolve(PLAIN, latency_target_ns=40 * MS)
+    assert choose_step_interval(settings, Rates(), [EffectRequest(ONE, RunPrefill(SlotId(0), 0, 9))]) == 40 * MS
+    assert choose_step_interval(settings, Rates(), []) == 40 * MS
+
+
+def test_another_interval_is_told_and_the_same_one_is_not() -> None:
+    before = Demand(has_prefill_backlog=True, step_interval_ns=16 * MS)
+    now = evolve(before, step_interval_ns=20 * MS)
+    assert decide_pace(paced(before), now, PLAIN)[1] == (EffectRequest(ENGINE, PaceSteps(True, 20 * MS)),)
     assert decide_pace(paced(now), now, PLAIN)[1] == ()
 
 

@@ -158,7 +158,7 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
     flat = some(STATEFUL, valid=16)
     stop, ask = a(Prefilling, flat), EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
     before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 8, 1), StateCheckpoint(HERE, 4, 9)))
-    after, (launched,) = slots.assign_checkpoint_place(before, ask, {ONE: stop}, STATEFUL)
+    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: stop}, STATEFUL)
     assert launched == EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, place=PlaceId(0)))
     assert after.places == (EMPTY, StateCheckpoint(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
     for state, fills in (
@@ -166,16 +166,26 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
         (a(Draining, flat, 1), True),  # cancelled meanwhile: the rows are there all the same
         (Draining(flat.remainder, 1, rows_lost=True), False),
     ):
-        now = slots.record_checkpoint(after, launched, PrefillAdvanced(20), {ONE: state})
+        now = slots.record_checkpoint(after, launched, PrefillAdvanced(20), {ONE: state}, STATEFUL)
         assert now.places[0] == (StateCheckpoint(HERE, 20, 9) if fills else EMPTY)
-    assert slots.record_checkpoint(after, launched, DeviceFailed("out_of_memory", ""), {ONE: stop}) == after
+    assert slots.record_checkpoint(after, launched, DeviceFailed("out_of_memory", ""), {ONE: stop}, STATEFUL) == after
     elsewhere = EffectRequest(ONE, RunPrefill(HERE, 12, 16))
     assert slots.assign_checkpoint_place(
         before, elsewhere, {ONE: a(Prefilling, some(STATEFUL, valid=12))}, STATEFUL
     ) == (
         before,
-        (elsewhere,),
+        elsewhere,
     )
+
+
+def test_a_chunk_keeps_the_state_that_the_slot_has_within_it() -> None:
+    """The slot has the state at the end of its last block until it has another block."""
+    flat = some(STATEFUL, valid=16)
+    ask = EffectRequest(ONE, RunPrefill(HERE, 16, 22, checkpoint=True))
+    before = evolve(a_house(Slot((), ONE)), places=(EMPTY,))
+    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, flat)}, STATEFUL)
+    now = slots.record_checkpoint(after, launched, PrefillAdvanced(22), {ONE: a(Prefilling, flat)}, STATEFUL)
+    assert now.places == (StateCheckpoint(HERE, 20, 9),)
 
 
 def test_a_state_that_is_computed_again_is_kept_once() -> None:
@@ -184,5 +194,5 @@ def test_a_state_that_is_computed_again_is_kept_once() -> None:
     ask = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
     assert slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (
         before,
-        (ask,),
+        ask,
     )

@@ -15,9 +15,9 @@ from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import launch_choice, residency
-from states.events import Cancelled, Event, ForRequest, Submitted
+from states.events import Cancelled, EffectOutcome, Event, ForRequest, Submitted
 from states.invariants import check_world
-from states.lane import EffectOutcome, Lane
+from states.lane import Lane
 from states.rates import Rates
 from states.residency import (
     IDLE_PLACE,

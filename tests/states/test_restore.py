@@ -14,7 +14,7 @@ from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
 from states.machine import Transition
-from states.phases import make_report
+from states.reports import make_report
 from states.request_states import Done, Draining, Fetching, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
 from tests.states.builders import (
     EVERYTHING,

@@ -20,13 +20,14 @@ from states.request_states import Undrafted
 from states.scope import (
     CheckpointMark,
     find_next_mark,
+    find_state_row,
     has_passed_mark,
     select_rows_to_keep,
     should_keep_held_state,
 )
 from states.sequences import count_common_tokens, count_continuable_rows
 from states.settings import Settings
-from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
+from tests.states.builders import HERE, PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 
 FULL, AUTO = Scope("full"), Scope("auto", 30)
 LONG = evolve(STORE, min_tokens=9)
@@ -135,16 +136,25 @@ def stateful(scope: Scope = FULL, length: int = 100, boundaries: tuple[int, ...]
 
 
 def marks(settings: Settings, flat: Flat) -> list[int]:
-    """All positions at which prefill stops to keep the state beyond the device, if every chunk succeeds."""
+    """All positions whose state prefill keeps beyond the device, if every chunk succeeds."""
     found = []
     target = len(flat.prompt) - 1
     while flat.valid < target:
         part = make_prefill_chunk(settings, *flat.early, target)
         assert flat.valid == part.start < part.stop <= target
         assert part.stop - part.start <= settings.chunk
-        found += [part.stop] if part.checkpoint else []
+        found += [find_state_row(settings, part.stop)] if part.checkpoint else []
         flat = evolve(flat, valid=part.stop)
     return found
+
+
+def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
+    """The slot has the state at 96 until it has row 100, so a chunk that ends at 99 leaves it."""
+    settings, flat = stateful()
+    assert make_prefill_chunk(settings, *evolve(flat, valid=92).early, 99) == RunPrefill(HERE, 92, 99, checkpoint=True)
+    whole_blocks = evolve(settings, keep_decoded=False)
+    found = make_prefill_chunk(whole_blocks, *evolve(flat, valid=92).early, 99)
+    assert found == RunPrefill(HERE, 92, 96, checkpoint=True), "a state is where a prefill has stopped"
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,15 @@ def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
     assert index.make_room(50) == [large]
 
 
+def test_an_entry_without_bytes_has_a_score_and_goes_last() -> None:
+    """As a checkpoint of a model has whose states take no bytes: a simulation that was not told their size."""
+    index = BlockIndex(100, BLOCK_SIZE)
+    index.add(entry(index, (1, 2), size=0))
+    index.add(entry(index, (3, 4), size=60))
+    (gone,) = index.make_room(60)
+    assert gone.size == 60
+
+
 def test_a_block_is_kept_once() -> None:
     index = BlockIndex(100, BLOCK_SIZE)
     assert index.add(entry(index, (1, 2, 3, 4)))

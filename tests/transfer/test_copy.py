@@ -16,7 +16,7 @@ from adapters.store.slab_memory import SlabMemory
 from adapters.transfer.copy_rows import NO_MARKS, RowMover, StateMover, create_movers, record_marks
 from adapters.transfer.strided_copy import Box, BoxSide, copy_box, make_box_side
 from effects.ids import PAGE
-from tests.device.fake_shard import NoStates
+from tests.device.fake_shard import FakeShard
 from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
@@ -197,17 +197,17 @@ def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
 
 
 def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> None:
-    plain, hybrid = NoStates(), RecurrentShard(2, 64, (8,))
+    plain, hybrid = FakeShard(), RecurrentShard(2, 64, (8,))
     for slot, tokens in enumerate(([3, 1, 4, 1, 5], [9, 2, 6])):
         hybrid.forward(Step((Segment(slot, 0, len(tokens)),), 8, rows_only=True), torch.tensor(tokens))
     layout = Layout("ab" * 16, 8, hybrid.rows.spec, state=hybrid.states.specs)
     mover, buffer = (
-        StateMover((plain, hybrid.states), layout.state),
+        StateMover((plain, hybrid), layout.state),
         SlabMemory().allocate(layout.compute_size("state", 0)),
     )
-    mover.copy_out(0, buffer.data)
+    mover.write(mover.export(0), buffer.data)
     before = hybrid.states.export(1)
-    mover.copy_in(1, buffer.data)
+    mover.copy_in(1, mover.stage(buffer.data))
     after, truth = hybrid.states.export(1), hybrid.states.export(0)
     assert all(torch.equal(after[name], truth[name]) for name in truth)
     assert not any(torch.equal(before[name], truth[name]) for name in truth)

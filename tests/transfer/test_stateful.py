@@ -25,11 +25,12 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
+from adapters.transfer.copy_rows import StateMover
 from adapters.transfer.saver import AT_ONCE
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
+from effects.ids import DeviceFailed, LeaseId, PlaceId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -448,6 +449,52 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
     for request, at in ((1, 8), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
     assert not bench.store.memory_tier.index.entries
+
+
+async def test_a_prompt_beside_decode_steps_has_the_answer_and_the_checkpoints_of_one_alone(
+    bench: StatefulBench,
+) -> None:
+    """Both requests: the one that decodes meanwhile, and the one whose prompt comes in blocks behind its steps."""
+    other = PROMPT[::-1]
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    bench.open(2, 1, other)
+    found, position, last = list[Decoded](), END, PROMPT[-1]
+    for start in range(0, END, BLOCK_SIZE):
+        stop = min(start + BLOCK_SIZE, END)
+        step = EffectRequest(RequestId(1), RunDecode(SlotId(0), position, last))
+        piece = RunPrefill(SlotId(1), start, stop, checkpoint=stop == 32, place=PlaceId(0) if stop == 40 else None)
+        decoded, advanced = await bench.executor.perform(Launch((step, EffectRequest(RequestId(2), piece))))
+        assert isinstance(decoded, Decoded)
+        assert advanced == PrefillAdvanced(stop)
+        found.append(evolve(decoded, ns=0))
+        position, last = position + 1, decoded.tokens[0]
+    assert found[:8] == await bench.cold()
+    assert await bench.decode(2, 1, other) == await bench.cold(other)
+    assert isinstance(await bench.one(2, SaveSnapshot(SlotId(1), other[:72])), SnapshotSaved)
+    assert await bench.restored(3, 2, other[:40]) == rows(32)
+    assert await bench.goes_on(3, 2, 32, other[:40]) == await bench.cold(other[:40])
+
+
+async def test_the_lane_goes_on_while_a_checkpoint_is_on_its_way_to_host_memory(
+    bench: StatefulBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = StateMover.write
+
+    def write_late(mover: StateMover, *given: object) -> None:
+        assert may_write.wait(10)
+        write(mover, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StateMover, "write", write_late)
+    bench.open(1, 0)
+    await bench.prefill(1, 0, checkpoints=(32,))  # its later chunks move the state of the slot
+    assert bench.store.lacks_checkpoint(PROMPT[:32])
+    may_write.set()
+    assert isinstance(await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:72])), SnapshotSaved)
+    assert not bench.store.lacks_checkpoint(PROMPT[:32]), "an answered snapshot has its checkpoints"
+    assert await bench.restored(2, 1, PROMPT[:40]) == rows(32)
+    assert await bench.goes_on(2, 1, 32, PROMPT[:40]) == await bench.cold(PROMPT[:40])
 
 
 async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(

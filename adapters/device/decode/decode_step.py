@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
-from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -167,14 +167,14 @@ class DecodeRunner:
 
     # --- one step ---
 
-    def _step_natively(self, ask: EffectRequest) -> Outcome | None:
+    def _step_natively(self, native: NativeDecodeStep, ask: EffectRequest) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
         state = self.find_ready_slot(ask.request, effect)
-        if self.native is None or effect.checkpoint or isinstance(state, DeviceFailed):
+        if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        taken = self.native.step(effect.slot, state, effect.propose, self.proposer)
+        taken = native.step(effect.slot, state, effect.propose, self.proposer)
         if taken is None:
             return None
         if not taken.tokens:
@@ -182,7 +182,7 @@ class DecodeRunner:
         state.commit(taken.tokens)
         if not taken.followed and self.proposer is not None:
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
-            self.follow(step, self.native.forward_of(step.bucket), (1,), (state,))
+            self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started_ns, taken.accepted)
 
     def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
@@ -191,8 +191,10 @@ class DecodeRunner:
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
         missing where the piece was not computed: no request was left to decode.
         """
-        if piece is None and len(asks) == 1 and (outcome := self._step_natively(asks[0])) is not None:
-            return (outcome,)
+        if self.native is not None and piece is None and len(asks) == 1:
+            outcome = self._step_natively(self.native, asks[0])
+            if outcome is not None:
+                return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
         taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `asks`, state, most proposals
         for index, ask in enumerate(asks):
@@ -207,6 +209,8 @@ class DecodeRunner:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
         is_settling = False
+        if piece is not None:
+            piece.state.rows_ahead = 0  # they are overwritten
         try:
             members = make_members(self.proposer, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)
@@ -215,19 +219,37 @@ class DecodeRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if piece is not None:
-                if not is_settling:
-                    # The decode steps alone may find the memory that they did not find together with the piece.
-                    return (*self.step(asks), out_of_memory_failure(error))
-                outcomes.append(self.fail_half_settled(piece.slot, error))
-            for slot, (index, _, _) in taken.items():
-                outcomes[index] = self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
-            return tuple(outcomes)
+            failures = self._fail_step(taken, error, piece, is_settling=is_settling)
+            if failures is None:
+                # The decode steps alone may find the memory that they did not find together with the piece.
+                return (*self.step(asks), out_of_memory_failure(error))
+            for index, failure in failures.items():
+                outcomes[index] = failure
+            return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         for member, found in zip(members, verified.found, strict=True):
             outcomes[member.index] = decode_outcome(member, found, took_ns)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
+
+    def _fail_step(
+        self,
+        taken: Mapping[int, tuple[int, SlotState, int]],
+        error: Exception,
+        piece: PromptPiece | None,
+        *,
+        is_settling: bool,
+    ) -> dict[int, DeviceFailed] | None:
+        """Return the failure of each decode step for which memory was missing, by its index.
+
+        Return None if nothing was changed yet and the steps can be taken again without the piece.
+        """
+        if piece is not None and not is_settling and not (self.shard.states.specs and piece.rows > UNSETTLED):
+            return None
+        return {
+            index: self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
+            for slot, (index, _, _) in taken.items()
+        }
 
     def find_ready_slot(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
         """Return the slot's state if this decode step can be taken there now, else the failure that says why not."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from attrs import define, field
@@ -40,12 +40,11 @@ from torch import Tensor
 
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
-from adapters.device.lane.running_batch import RunningBatch, with_more_to_come
-from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, start_picking
+from adapters.device.lane.running_batch import RunningBatch
+from adapters.device.sampling.sampler import Draw, Pick, Picked, Picking, Sampler, start_picking
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
-from adapters.device.speculation.proposal_tree import chain
+from adapters.device.speculation.acceptance import describe_failed_pick
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
@@ -68,7 +67,8 @@ class BatchMember:
     """
 
     request: RequestId
-    member: StepMember
+    slot: int
+    state: SlotState
     steps_left: int
     has_ended: bool = False
 
@@ -101,7 +101,7 @@ class OverlappedDecode:
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
-    _is_paced: bool = field(init=False, default=False)
+    _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
     _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
@@ -109,9 +109,12 @@ class OverlappedDecode:
     def __attrs_post_init__(self) -> None:
         self._pacer = build_step_pacer(self.shard.spec.device)
 
-    def set_pace(self, *, evenly: bool) -> None:
-        """Begin or end the even pace of steps. Called on the event loop; it holds from the next step on."""
-        self._is_paced = evenly
+    def set_pace(self, *, evenly: bool, interval_ns: int = 0) -> None:
+        """Begin, change or end the even pace of steps. Called on the event loop; it holds from the next step on.
+
+        interval_ns: as in `StepPacer.beat`.
+        """
+        self._pace_ns = interval_ns if evenly else None
 
     def can_run(self, asks: Sequence[EffectRequest]) -> bool:
         """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
@@ -137,7 +140,7 @@ class OverlappedDecode:
         All steps before the one in flight have been read, so only that one counts. Copies that openings launched are
         not covered.
         """
-        return self._in_flight is not None and all(row.member.slot != slot for row in self._in_flight.rows)
+        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.rows)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
         started_ns = time.perf_counter_ns()
@@ -149,18 +152,12 @@ class OverlappedDecode:
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
-            outcomes = self._commit_picks(running, picked, read_ns - started_ns)
-            started_ns = read_ns
             launched_again = set() if following is None else set(staying)
-            for row, outcome in outcomes:
-                row.has_ended = row not in launched_again or not continues_answer(row.member, outcome)
+            outcomes = self._commit_picks(running, picked, launched_again, read_ns - started_ns)
+            started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.rows)
-            reported = list[tuple[RequestId, Outcome]]()
-            for row, outcome in outcomes:
-                is_last = row.has_ended or not isinstance(outcome, Decoded)
-                reported.append((row.request, outcome if is_last else with_more_to_come(outcome)))  # type: ignore[arg-type]
-            batch.report_outcomes(reported)
+            batch.report_outcomes(outcomes)
             self._in_flight = following
             running = following
 
@@ -175,8 +172,7 @@ class OverlappedDecode:
                 continue
             self.checkpoints.keep_before_step(ask.request, effect)
             steps_left = min(effect.steps, self.shard.spec.capacity - effect.position)
-            member = StepMember(0, effect.slot, state, chain((effect.token,)))
-            members.append(BatchMember(ask.request, member, steps_left))
+            members.append(BatchMember(ask.request, effect.slot, state, steps_left))
         return members
 
     def _may_continue(self, row: BatchMember) -> bool:
@@ -208,7 +204,8 @@ class OverlappedDecode:
         tokens = running.picking.tokens
         try:
             if len(staying) < len(running.rows):
-                indices = [index for index, row in enumerate(running.rows) if row in staying]
+                places = set(staying)
+                indices = [index for index, row in enumerate(running.rows) if row in places]
                 tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
@@ -234,18 +231,18 @@ class OverlappedDecode:
         """
         offsets = [int(index < unread) for index in range(len(rows))]
         segments = tuple(
-            Segment(row.member.slot, row.member.state.valid + offset, 1)
-            for row, offset in zip(rows, offsets, strict=True)
+            Segment(row.slot, row.state.valid + offset, 1) for row, offset in zip(rows, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, tokens)
         logits = self.shard.logits(step, forward.hidden)
-        if unread and self._is_paced:
-            self._pacer.beat()
+        pace_ns = self._pace_ns
+        if unread and pace_ns is not None:
+            self._pacer.beat(pace_ns)
         else:
             self._pacer.stop()
         picking = None
-        if all(row.member.state.sampler.picks_independently for row in rows[:unread]):
+        if all(row.state.sampler.picks_independently for row in rows[:unread]):
             picking = self._start_picking(logits, rows, offsets)
         return InFlightStep(rows, step, forward, logits, picking)
 
@@ -256,7 +253,7 @@ class OverlappedDecode:
         """
         draws = list[Draw]()
         for row, offset in zip(rows, offsets or [0] * len(rows), strict=True):
-            state = row.member.state
+            state = row.state
             sampler = self._find_default_sampler(state.sampler) if row.has_ended else state.sampler
             draws.append(Draw(sampler, state.valid + offset + 1))
         return start_picking(logits, draws)
@@ -271,31 +268,32 @@ class OverlappedDecode:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
         kept = [int(not row.has_ended) for row in running.rows]
         self.shard.commit(running.step, kept)
-        self.follow(running.step, running.forward, kept, [row.member.state for row in running.rows])
+        self.follow(running.step, running.forward, kept, [row.state for row in running.rows])
 
     def _commit_picks(
-        self, running: InFlightStep, picked: Sequence[Picked], took_ns: int
-    ) -> list[tuple[BatchMember, Decoded | DeviceFailed]]:
-        """Append what was picked to the answers that had not ended, and return the outcomes.
+        self, running: InFlightStep, picked: Sequence[Picked], launched_again: Set[BatchMember], took_ns: int
+    ) -> list[tuple[RequestId, Outcome]]:
+        """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.
 
-        took_ns: since the step before was read, so it includes the wait for the device.
+        launched_again: those that have a row in the next step. took_ns: since the step before was read, so it includes
+        the wait for the device.
         """
-        outcomes = list[tuple[BatchMember, Decoded | DeviceFailed]]()
-        for index, row in enumerate(running.rows):
+        outcomes = list[tuple[RequestId, Outcome]]()
+        for row, one in zip(running.rows, picked, strict=True):
             if row.has_ended:
                 continue
-            found = accept_proposals(row.member, picked.__getitem__, index)
-            if isinstance(found, Acceptance):
-                row.member.state.commit(found.tokens)
-            outcomes.append((row, decode_outcome(row.member, found, took_ns)))
+            if not isinstance(one, Pick):
+                row.has_ended = True
+                outcomes.append((row.request, describe_failed_pick(row.slot, one)))
+                continue
+            tokens = (one.token,)
+            logprobs = () if one.logprob is None else (one.logprob,)
+            row.state.commit(tokens)
+            row.has_ended = row not in launched_again or one.token in row.state.stops
+            outcomes.append((row.request, Decoded(tokens, 0, logprobs, took_ns, accepted=0, more=not row.has_ended)))
         return outcomes
 
 
 def last_tokens(rows: Sequence[BatchMember]) -> Tensor:
     """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
-    return torch.tensor([row.member.state.tokens[-1] for row in rows], dtype=torch.int64)
-
-
-def continues_answer(member: StepMember, outcome: Decoded | DeviceFailed) -> bool:
-    """Does the answer go on behind this outcome, as far as its last token decides that?"""
-    return isinstance(outcome, Decoded) and outcome.tokens[-1] not in member.state.stops
+    return torch.tensor([row.state.tokens[-1] for row in rows], dtype=torch.int64)

@@ -41,6 +41,8 @@ from effects.ids import DeviceFailed, RequestId
 from effects.ports import DeliverOutcomes, LaunchFailed, RequestOutcome, SubmitLaunch
 from effects.prefill import PrefillAdvanced
 
+REPEATED = (Decoded, PrefillAdvanced)  # outcomes that a launch may have several of for one request
+
 
 @define(eq=False)
 class OutcomeQueue:
@@ -69,7 +71,8 @@ class OutcomeQueue:
         """Take all outcomes, merged. Called on the event loop."""
         # Cleared first: a step that is put while this looks is either taken now, or wakes the event loop again.
         self._is_reader_woken = False
-        return tuple(merge_steps([self._steps.popleft() for _ in range(len(self._steps))]))
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        return tuple(steps[0] if len(steps) == 1 else merge_steps(steps))
 
 
 @define(eq=False)
@@ -207,7 +210,7 @@ def with_more_to_come(outcome: Decoded) -> Decoded:
 
 def has_more_to_come(outcome: Outcome) -> bool:
     """Do more outcomes of this launch follow for the request?"""
-    return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
+    return isinstance(outcome, REPEATED) and outcome.more
 
 
 def combine_outcomes(earlier: Outcome, later: Outcome) -> Outcome:

@@ -114,6 +114,7 @@ class DeadEnd:
 
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
+NOTHING: list[float] = []  # what was weighed of a row whose log-probabilities nobody asked for
 TOGETHER = 4  # rows that a host picks from at once, where their tokens may be asked for one after the other
 
 
@@ -169,15 +170,10 @@ class Picking:
             self._arrived.synchronize()
         values = self._told.tolist()
         width = 2 + 2 * self.most
-        wanted = set(self.wanted)
         more = iter(values[3 * len(self.rows) :])
+        weighed = {index: list(islice(more, width)) for index in self.wanted}
         return [
-            _read(
-                row,
-                values[3 * index : 3 * index + 3],
-                list(islice(more, width)) if index in wanted else [],
-                self.ends.get(index),
-            )
+            _read(row, values[3 * index : 3 * index + 3], weighed.get(index, NOTHING), self.ends.get(index))
             for index, row in enumerate(self.rows)
         ]
 

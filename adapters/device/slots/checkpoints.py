@@ -56,12 +56,13 @@ class StateCheckpoints:
                 self.shard.states.copy(source, effect.slot)
 
     def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
-        """Keep the state behind a prefill chunk, where the effect asks for it."""
+        """Keep the state that a prefill chunk leaves, where the effect asks for it."""
+        at = self.latest_kept_row(effect.stop)
         if effect.place is not None:
-            self._places[effect.place] = state.tokens[: effect.stop]
+            self._places[effect.place] = state.tokens[:at]
             self.shard.states.keep(effect.slot, effect.place)
         if effect.checkpoint and self.keep_beyond_device is not None:
-            self.keep_beyond_device(request, effect.slot, effect.stop)
+            self.keep_beyond_device(request, effect.slot, at)
 
     def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
         """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""

@@ -71,6 +71,8 @@ class RowWatch:
 
     def check_launch(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
         """Compare a window of rows of each slot of a launch. Raises RowsLost for all of these slots."""
+        if not self._on:
+            return
         found = dict(self._list_watched(slots, asks))
         for slot, state in found.items():
             self._sums[slot] = self._sums.get(slot, _no_sums())[: state.valid]
@@ -81,12 +83,14 @@ class RowWatch:
 
     def learn_new_rows(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
         """Add checksums of the rows that a launch has made valid."""
+        if not self._on:
+            return
         for slot, state in self._list_watched(slots, asks):
             self._learn_rows(slot, state.valid)
 
     def _list_watched(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> Iterator[tuple[int, SlotState]]:
         """Yield the slots of a launch that still serve its requests, with their states."""
-        for ask in asks if self._on else ():
+        for ask in asks:
             effect = ask.effect
             if not isinstance(effect, RunPrefill | RunDecode):
                 continue

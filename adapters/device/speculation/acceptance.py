@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Picked
+from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, Pick, Picked
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
 from effects.decode import Decoded, Logprob
@@ -27,6 +27,8 @@ class StepMember:
         """The draws of its rows: each picks the token after one that is fed, given the proposals that lead there."""
         first = self.state.valid + 1
         sampler = self.state.sampler
+        if len(self.tree.tokens) == 1:
+            return [Draw(sampler, first)]
         return [Draw(sampler, first + len(path), path) for path in self.tree.paths()]
 
 
@@ -49,6 +51,11 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
     The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
     past a token that ends the answer. first: the row of node 0 in the step.
     """
+    if len(member.tree.tokens) == 1:
+        picked = picked_at(first)
+        if isinstance(picked, Pick):
+            return Acceptance((0,), (picked.token,), () if picked.logprob is None else (picked.logprob,), 0)
+        return describe_failed_pick(member.slot, picked)
     node = 0
     path = [0]
     tokens: list[int] = []
@@ -57,8 +64,7 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
         picked = picked_at(first + node)
         if not isinstance(picked, Pick):
             if not tokens:
-                kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
-                return DeviceFailed(kind, f"slot {member.slot}: {picked.detail}")
+                return describe_failed_pick(member.slot, picked)
             return Acceptance(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))
         tokens.append(picked.token)
         if picked.logprob is not None:
@@ -68,6 +74,12 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
             return Acceptance(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
         node = child
         path.append(node)
+
+
+def describe_failed_pick(slot: int, picked: NotFinite | DeadEnd) -> DeviceFailed:
+    """Return the failure of a step in whose slot no token could be picked."""
+    kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
+    return DeviceFailed(kind, f"slot {slot}: {picked.detail}")
 
 
 def decode_outcome(member: StepMember, agreed: Acceptance | DeviceFailed, ns: int) -> Decoded | DeviceFailed:

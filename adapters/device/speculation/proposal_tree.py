@@ -39,6 +39,8 @@ class Tree:
 
     def chain_segments(self, slot: int, start: int) -> list[Segment]:
         """Return its pieces that are chains, as segments of the slot, with node 0 at row `start`."""
+        if len(self.tokens) == 1:
+            return [Segment(slot, start, 1)]
         found: list[Segment] = []
         first = 0
         for node, parent in enumerate((*self.parents[1:], -1), 1):

@@ -106,6 +106,8 @@ def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, An
             if ended.planned_job.requests_scope and kept and not options.disk
             else report.cache.reason,
             "followed": report.followed_tokens,
+            "follow_wait_ms": round(report.follow_wait_ns / 1e6, 3),
+            "follow_compute_ms": round(report.follow_compute_ns / 1e6, 3),
             "miss": cache_misses.describe_miss(ended),
         },
         "stabilized": list(ended.planned_job.stabilize_rules),

@@ -36,6 +36,8 @@ LEAST_SPARE = 4
 MOST_SPARE = 64
 BATCH = 32  # connections accepted together: each takes some 0.1 ms, its request 0.5 ms or more
 LEAST_AGE_S = 0.05  # a connection is not closed before its client could act: 80,000 newcomers a second in 4,000 places
+# The pause where no descriptor is free, or every connection is too young to be closed. No event tells when that ends:
+# other parts of this process, and other processes, open and close files as well, and the listener stays readable.
 PAUSE_S = 0.02
 # Refused connections that stay open until as many follow. Closed at once, they might be reset before they read.
 MAX_REFUSED_OPEN = 4

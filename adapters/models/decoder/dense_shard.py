@@ -134,7 +134,7 @@ class DenseShard:
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
             buffers.batch.before = self.states.start(step)
-            buffers.batch.settles = step.rows_only
+            buffers.batch.settle(step)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare_step(buffers.batch)
             if step.branches:
@@ -143,7 +143,9 @@ class DenseShard:
             # Only the model's last layer may stop early, and only if its result is not needed. A narrow step does not
             # stop early on CUDA: recording a second graph at the start would cost more time than it could save.
             early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
-            name = "rows" if early else "settled" if step.rows_only and self.states.specs else "layers"
+            name = "rows" if early else "layers"
+            if self.states.specs and not early:
+                name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
             with self.states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward

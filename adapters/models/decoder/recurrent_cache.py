@@ -10,8 +10,8 @@ from attrs import astuple, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.delta_interface import CHUNK, TAPS, UNSETTLED, DeltaKernels, DeltaShape, DeltaState
-from adapters.models.kernels.step import Step
+from adapters.models.kernels.delta_interface import CHUNK, TAPS, DeltaKernels, DeltaShape, DeltaState
+from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec, dtype_name, torch_dtype
 
 _NOTHING = nullcontext()
@@ -66,6 +66,10 @@ class RecurrentCache:
         self._kept = [Standing(0)] * places
 
     @property
+    def settles_apart(self) -> bool:
+        return self._kernels is not None and self._kernels.settles_apart
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
 
@@ -82,7 +86,7 @@ class RecurrentCache:
             raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
         bases = tuple(self._base(segment.slot, segment.start) for segment in step.segments)
         for segment in step.segments:
-            if segment.count > UNSETTLED and not step.rows_only:
+            if segment.count > UNSETTLED and not step.rows_only and not self.settles_apart:
                 rows = f"{segment.count} rows of slot {segment.slot}"
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
         for segment, base in zip(step.segments, bases, strict=True):
@@ -107,41 +111,43 @@ class RecurrentCache:
         return base
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context for a forward. A step of rows only moves the states as it runs.
+        """Return a context for a forward. Segments that settle move their states as it runs.
 
-        If the forward raises, the states are put back; otherwise all of its rows are settled.
+        If the forward raises, the states are put back; otherwise all rows of these segments are settled.
         """
-        return self._settling(step) if step.rows_only and self.layers else _NOTHING
+        return self._settling(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context that puts the states back if a step of rows only fails in it, here or in a later shard."""
-        return self._restoring(step) if step.rows_only and self.layers else _NOTHING
+        """Return a context that puts back what was settled if the step fails in it, here or in a later shard."""
+        return self._restoring(step) if self.layers and any(map(step.settles, step.segments)) else _NOTHING
 
     @contextmanager
     def _settling(self, step: Step) -> Iterator[None]:
         with self._restoring(step):
             yield
-        for one in step.segments:
+        for one in filter(step.settles, step.segments):
             stop = one.start + one.count
             self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
-        bases = [self._base(one.slot, one.start) for one in step.segments]
-        saved = [
-            (tensor[one.slot], tensor[one.slot].clone())
-            for one, base in zip(step.segments, bases, strict=True)
+        segments = [*filter(step.settles, step.segments)]
+        bases = [self._base(one.slot, one.start) for one in segments]
+        places = [
+            tensor[one.slot]
+            for one, base in zip(segments, bases, strict=True)
             if one.start
             for layer in self.layers
             for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
             if len(tensor)
         ]
+        saved = [torch.empty_like(place) for place in places]
+        copy_together(saved, places)
         try:
             yield
         except BaseException:
-            for place, before in saved:
-                place.copy_(before)
-            for one, base in zip(step.segments, bases, strict=True):
+            copy_together(places, saved)
+            for one, base in zip(segments, bases, strict=True):
                 self._standing[one.slot] = Standing(base, one.start - base)
             raise
 
@@ -149,6 +155,8 @@ class RecurrentCache:
         if self._kernels is None or not self.layers:
             return
         for segment, keep in zip(step.segments, kept, strict=True):
+            if step.settles(segment):
+                continue
             base = self._base(segment.slot, segment.start)
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
             if rows >= CHUNK:
@@ -161,10 +169,8 @@ class RecurrentCache:
 
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
-        for layer in self.layers:
-            for tensor in astuple(layer, recurse=False):
-                if len(tensor):
-                    tensor[target].copy_(tensor[source])
+        tensors = [tensor for layer in self.layers for tensor in astuple(layer, recurse=False) if len(tensor)]
+        copy_together([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])
         self._standing[target] = self._standing[source]
 
     def keep(self, slot: int, place: int) -> None:
@@ -181,26 +187,27 @@ class RecurrentCache:
         return self.slots + place
 
     def _move(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer.memory[target].copy_(layer.memory[source])
-            layer.conv[target].copy_(layer.conv[source])
+        copy_together(self._tensors(target), self._tensors(source))
 
     def _tensors(self, slot: int) -> list[Tensor]:
         """Return the tensors of a slot's state in the order of `specs`."""
         return [tensor[slot] for layer in self.layers for tensor in (layer.conv, layer.memory)]
 
     def export(self, slot: int) -> NamedTensors:
-        """Return copies of the slot's state on the host."""
-        return {
-            spec.name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-            for spec, tensor in zip(self.specs, self._tensors(slot), strict=True)
-        }
+        """Return copies of the slot's state on its device."""
+        own = self._tensors(slot)
+        copies = [torch.empty_like(tensor) for tensor in own]
+        copy_together(copies, own)
+        return {spec.name: tensor for spec, tensor in zip(self.specs, copies, strict=True)}
 
     def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         """Write a state that `export` returned, of the first `at` rows. Raises ValueError for one that cannot be."""
         check_state(self.specs, state, at)
-        for spec, place in zip(self.specs, self._tensors(slot), strict=True):
-            place.copy_(state[spec.name])
+        given = [state[spec.name] for spec in self.specs]
+        copy_together(self._tensors(slot), given)
+        for tensor in given:
+            if tensor.is_cuda:  # it may have been made on another stream, which must not use its memory again too soon
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._standing[slot] = Standing(at)
 
     def close(self) -> None:
@@ -220,3 +227,14 @@ def check_state(specs: Sequence[TensorSpec], state: NamedTensors, at: int) -> No
         dtype = torch_dtype(spec.dtype)
         if tensor.shape != spec.shape or tensor.dtype != dtype:
             raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into the target of the same number. On one device, tensors of a dtype share few launches."""
+    groups = dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]]()
+    for target, source in zip(targets, sources, strict=True):
+        left, right = groups.setdefault((source.dtype, source.device), ([], []))
+        left.append(target)
+        right.append(source)
+    for left, right in groups.values():
+        torch._foreach_copy_(left, right)

@@ -182,18 +182,27 @@ class PositionalStates(Protocol):
     @property
     def places(self) -> int: ...
 
+    @property
+    def settles_apart(self) -> bool:
+        """May a step that decodes have more than 64 rows of another slot, which are settled at once?"""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
         ...
 
     def export(self, slot: int) -> NamedTensors:
-        """Return the slot's state on the host: the one at the last multiple of `block` in its settled rows."""
+        """Return copies of the slot's state: the one at the last multiple of `block` in its settled rows.
+
+        On a GPU of this process the copies are on that GPU, behind everything that its stream was given. The host does
+        not wait for them. The states of other shards are in host memory.
+        """
         ...
 
     def import_(self, slot: int, state: NamedTensors, at: int) -> None:
-        """Write a state that `export` returned, which stands at row `at`.
+        """Write a state that `export` returned, in host memory or on the device of the slot, where it is quicker.
 
-        ValueError for another name, shape or dtype, or a row at which no state stands.
+        It stands at row `at`. ValueError for another name, shape or dtype, or a row at which no state stands.
         """
         ...
 
@@ -236,8 +245,9 @@ class Shard(Protocol):
         attention never reads beyond a row's own position.
 
         A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
-        if it had never run. A shard with recurrent layers refuses trees by name, since each node would need a state of
-        its own. It also refuses more than 64 rows of a slot in a step that is not settled at once.
+        if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step. A shard
+        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.settles_apart`).
+        It also refuses trees, since each node would need a state of its own.
 
         If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.
         """

@@ -72,6 +72,10 @@ class SplitStates:
         self.block = (*self.parts, self.default)[0].block
         self.places = min((part.places for part in self.parts), default=0)
 
+    @property
+    def settles_apart(self) -> bool:
+        return all(part.settles_apart for part in self.parts)
+
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:
             part.copy(source, target)

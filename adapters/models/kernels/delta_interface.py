@@ -25,12 +25,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.models.kernels.step import UNSETTLED
 from adapters.models.kernels.step_batch import StateBatch
 
 CHUNK = 64  # a state stands at a multiple of this many rows
 # Rows that are kept behind a state: those of its chunk, and those that one step may compute past the chunk's end.
 RING = 2 * CHUNK
-UNSETTLED = CHUNK  # rows of one slot in a step that may be rolled back: 63 + 64 fit into the ring
+assert UNSETTLED <= RING - CHUNK, "what may be rolled back must fit into the rings, behind 63 rows"
 BLOCK = 16  # rows of a block of the factor, which is inverted as a whole
 TAPS = 4
 
@@ -159,11 +160,17 @@ class DeltaKernels(Protocol):
     """The operations of recurrent layers, and the gate of attention's output, on one device.
 
     A batch's slots have their states at `batch.bases`, and the rows from there up to a segment's start are in the
-    rings. A step that may be rolled back (`not batch.settles`) has at most 64 rows of a slot. It writes them into the
-    rings and leaves memory and conv as they are. A step that settles may have any number of rows. It moves memory and
-    conv to the last multiple of 64 at or below its end, and writes at least the rows from there on. Padded rows write
-    nothing. Rows of inputs may be columns of a wider tensor, so their stride is not their width.
+    rings. A segment that may be rolled back has at most 64 rows. It writes them into the rings and leaves memory and
+    conv as they are. A segment that settles may have any number of rows. It moves memory and conv to the last multiple
+    of 64 at or below its end, and writes at least the rows from there on. All segments settle if `batch.settles`.
+    Kernels that settle apart also take batches in which some do (`batch.mixed`). Padded rows write nothing. Rows of
+    inputs may be columns of a wider tensor, so their stride is not their width.
     """
+
+    @property
+    def settles_apart(self) -> bool:
+        """May some segments of a step settle while others may be rolled back?"""
+        ...
 
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device

@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 _slot = attrgetter("slot")
+UNSETTLED = 64  # rows of one slot that a step may roll back in recurrent layers
 
 
 @frozen
@@ -50,6 +51,13 @@ class Step:
     def parts(self) -> tuple[tuple[Segment, ...], ...]:
         """The segments of each slot, in order."""
         return tuple([tuple(part) for _, part in groupby(self.segments, _slot)])
+
+    def settles(self, segment: Segment) -> bool:
+        """Do all rows of this segment stay, so that recurrent layers move their state as the step runs?
+
+        In a step that decodes, that is so for the rows of a prompt that go with it, if they are many.
+        """
+        return self.rows_only or segment.count > UNSETTLED
 
     @property
     def branches(self) -> bool:

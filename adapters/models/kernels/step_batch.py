@@ -187,24 +187,33 @@ class BlockBatch(Batch):
 
 @define(eq=False)
 class StateBatch(Batch):
-    """A batch for layers with recurrent state. Two more columns:
+    """A batch for layers with recurrent state. Three more columns:
 
-        bases  position of the slot's state, a multiple of 64 that is at most 63 below the segment's start.
-        counts rows of the segment, at its first row; 0 elsewhere and in padded rows.
+        bases   position of the slot's state, a multiple of 64 that is at most 63 below the segment's start.
+        counts  rows of the segment, at its first row; 0 elsewhere and in padded rows.
+        settled 1 in rows of a segment that settles (`Step.settles`), else 0.
 
-    before holds bases on the host, one for each segment. settles: no row of the step is rolled back. Both are set
-    before `load`; a graph may rely on `settles`.
+    before holds bases on the host, one for each segment, and is set before `load`. settles: no row of the step is
+    rolled back. mixed: some segments settle, and others may be rolled back. A graph may rely on both, which `settle`
+    sets before `load`.
     """
 
-    _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0))
+    _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0, 0))
     bases: Tensor = field(init=False)
     counts: Tensor = field(init=False)
+    settled: Tensor = field(init=False)
     before: tuple[int, ...] = field(init=False, default=())
     settles: bool = field(init=False, default=False)
+    mixed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        self.bases, self.counts = self.table[4:].unbind(0)
+        self.bases, self.counts, self.settled = self.table[4:].unbind(0)
+
+    def settle(self, step: Step) -> None:
+        """Note which segments of the step settle."""
+        self.settles = step.rows_only
+        self.mixed = not step.rows_only and any(map(step.settles, step.segments))
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
         """Write the columns without Python lists, because prompts come this way."""
@@ -215,11 +224,14 @@ class StateBatch(Batch):
         columns[3] = self.before[0]
         columns[4] = 0
         columns[4, 0] = segment.count
+        columns[5] = self.settles or step.settles(segment)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         bases = list[int]()
         counts = list[int]()
+        settled = list[int]()
         for segment, base in zip(step.segments, self.before, strict=True):
             bases += [base] * segment.count
             counts += [segment.count, *[0] * (segment.count - 1)]
-        return *super()._columns(step), bases, counts
+            settled += [int(self.settles or step.settles(segment))] * segment.count
+        return *super()._columns(step), bases, counts, settled

@@ -71,6 +71,8 @@ class StateBench:
                     self._compare(bucket, Settled(whole.hidden[:rows], found.state), found, count)
             if bucket not in self.broken:
                 self._check_batch(bucket, whole, start)
+            if bucket not in self.broken and bucket >= 2 * BLOCK_SIZE and self.shard.states.settles_apart:
+                self._check_mixed(bucket, whole, start)
         return 1
 
     def compute(self, slot: int, start: int, bucket: int, rows: int, count: int) -> Settled:
@@ -131,6 +133,28 @@ class StateBench:
         self.checks += 1
         if not same_bits(hidden, whole.hidden[: 3 * count]):
             self.broken[bucket] = f"bucket {bucket}: rows of a recurrent layer differ next to those of other slots"
+
+    def _check_mixed(self, bucket: int, whole: Settled, start: int) -> None:
+        """Check rows of a prompt that settle in a step with single rows of two slots that may be rolled back."""
+        count = min(bucket - 2, len(whole.hidden))
+        firsts = {0: start + 5, 2: start + BLOCK_SIZE + 6}
+        if count <= BLOCK_SIZE + 6:
+            return
+        alone = self.compute(1, start, bucket, count, count)
+        for slot in range(3):
+            if start:
+                self._chunk_before(slot)
+            if slot in firsts:
+                before = Segment(slot, start, firsts[slot] - start)
+                self._forward(Step((before,), self.chunk, rows_only=True))
+        segments = Segment(0, firsts[0], 1), Segment(1, start, count), Segment(2, firsts[2], 1)
+        step = Step(segments, bucket)
+        hidden = self._forward(step)[: step.rows].clone()
+        self.shard.commit(step, [0, count, 0])
+        rows = [firsts[0] - start, *range(count), firsts[2] - start]
+        self._compare(
+            bucket, Settled(whole.hidden[rows], alone.state), Settled(hidden, self.shard.states.export(1)), count
+        )
 
     def _take_fingerprint(self, whole: Settled) -> None:
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=8)

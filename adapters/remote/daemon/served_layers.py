@@ -241,7 +241,7 @@ class ServedLayers:
 
     def export_state(self, asked: OneSlot, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
-        return answer_exported(self.shard.states.export(asked.slot))
+        return answer_exported({name: state.cpu() for name, state in self.shard.states.export(asked.slot).items()})
 
     def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> OpAnswer:
         self._slot(asked.slot)

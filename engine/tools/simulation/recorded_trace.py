@@ -19,7 +19,7 @@ from engine.core.event_loop import Envelope
 from engine.core.trace import BadTrace, Record, read_trace
 from engine.tools.simulation.logs.logged_requests import MOST_REQUESTS, Agent, BadLog, Request, Session
 from engine.tools.simulation.simulated_costs import Costs, MeasuredCosts
-from states.events import ForRequest, Submitted
+from states.events import ForRequest, Submitted, list_request_events
 from states.settings import Settings
 
 
@@ -55,8 +55,9 @@ class Collector:
             case Envelope(_, at_ns, ForRequest(request, Submitted(job))):
                 self.add_job(request, job)
                 self.jobs[request] = (at_ns, job)
-            case Envelope(_, _, ForRequest(request, event)):
-                self.add_event(request, event)
+            case Envelope(_, _, happened):
+                for request, event in list_request_events(happened):
+                    self.add_event(request, event)
             case EffectRequest(request, EmitTokens(tokens)):
                 self.answers.setdefault(request, []).extend(tokens)
             case EffectRequest(request, CloseStream()):

@@ -180,6 +180,7 @@ class Simulation:
             infinite_share=compute_share(infinite, prompts),
             of_infinite=compute_share(hits, infinite),
             restored_tokens=sum(count.restored for count in counts),
+            followed_tokens=sum(count.followed for count in counts),
             served_tokens=sum(count.served for count in counts),
             whole_hits=sum(count.is_whole_hit for count in counts),
             selected_mean=compute_share(sum(selected), len(selected)),

@@ -148,7 +148,7 @@ class Process:
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
                 self.run_after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
-                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
+                self.copy_kept_states(chunk)
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
@@ -187,6 +187,11 @@ class Process:
             self.on_prefilled(request, piece, 0)
 
         self.run_after(took, answer_all)
+        self.copy_kept_states(piece)
+
+    def copy_kept_states(self, chunk: RunPrefill) -> None:
+        """Let the lane copy the state that a chunk leaves to where it is kept."""
+        self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
 
     def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
         """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
@@ -229,7 +234,7 @@ class Process:
 
     def on_prefilled(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
         if chunk.checkpoint:
-            self.checkpoint(request, chunk.stop)
+            self.checkpoint(request, round_down_to_block(self.settings, chunk.stop))
         self.feed(request, PrefillAdvanced(chunk.stop, took))
 
     def checkpoint(self, request: RequestId, at: int) -> None:
@@ -313,6 +318,7 @@ class Process:
         assert closing.finish == "length", closing
         count = live.count
         count.restored = report.restored_tokens
+        count.followed = report.followed_tokens
         count.tier = report.tier
         count.closed = self.clock.now
         count.served = report.prompt_tokens

@@ -17,6 +17,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("  of prompt tokens", lambda one: format_percent(one.hit_share)),
     ("  of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
     ("not computed again", lambda one: f"{one.restored_tokens:,}"),
+    ("  awaited meanwhile", lambda one: f"{one.followed_tokens:,}"),
     ("served once compressed", lambda one: f"{one.served_tokens:,}"),
     ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
     ("  last", lambda one: f"{one.selected_last:,}"),

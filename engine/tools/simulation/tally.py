@@ -22,6 +22,7 @@ class RequestTally:
     found: int = 0  # usable tokens that the device and the store had together
     restored: int = 0  # tokens that were restored
     served: int = 0  # prompt tokens after compression
+    followed: int = 0  # tokens of these that another request computed while this one waited for them
     tier: str = "none"
     selected: int = 0  # tokens that the scope selects; 0: none, or too few to be kept
     needed: int = 0  # those of them that can be found: whole blocks without the last token
@@ -107,6 +108,7 @@ class Figures:
     infinite_share: float
     of_infinite: float
     restored_tokens: int
+    followed_tokens: int
     served_tokens: int
     whole_hits: int
     selected_mean: float

@@ -11,7 +11,7 @@ from effects.ids import LaneId, RequestId, Side
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
 from engine.tools.timeline.columns import MixedColumns, compute_steps
-from states.events import ForModel, ForRequest, Submitted
+from states.events import ForLaunch, ForModel, ForRequest, Submitted
 from states.world import Output, World
 
 # The most events of one page. A million events with their effects take some 16 MiB of the page, compressed, and some
@@ -106,7 +106,7 @@ class Timeline:
     def add_event(self, envelope: Envelope, number: int) -> None:
         row = NO_ROW
         happened = envelope.happened
-        event = happened if isinstance(happened, ForModel) else happened.event
+        event = happened if isinstance(happened, ForLaunch | ForModel) else happened.event
         if isinstance(happened, ForRequest):
             request = happened.request
             if isinstance(event, Submitted):

@@ -291,14 +291,14 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
 
     def launched(self, step, inputs):
         heard.append("step")
-        on_fake.executor.pace_steps(ENGINE, PaceSteps(heard.count("step") in (3, 4)))
+        on_fake.executor.pace_steps(ENGINE, PaceSteps(heard.count("step") in (3, 4), interval_ns=heard.count("step")))
         return forward(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", launched)
-    monkeypatch.setattr(NoStepPacer, "beat", lambda _: heard.append("even"))
+    monkeypatch.setattr(NoStepPacer, "beat", lambda _, interval_ns: heard.append(f"even {interval_ns}"))
     monkeypatch.setattr(NoStepPacer, "stop", lambda _: heard.append("at once"))
     await went(on_fake, *clients, steps=6)
-    assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
+    assert heard == [*["step", "at once"] * 2, "step", "even 3", "step", "even 4", *["step", "at once"] * 2]
     assert [client.answer for client in clients] == [client.answer[:6] for client in expected]
 
 

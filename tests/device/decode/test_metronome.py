@@ -47,3 +47,19 @@ def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
         assert newest > CYCLES / 4, "in which it slept"
     metronome.stop()
     assert step(1)[1:] == [4 * LATE - 1, *late], "of what began at no known time nothing is kept"
+
+
+@pytest.mark.cuda
+def test_a_step_is_over_no_sooner_than_the_interval_that_was_asked_for():
+    from adapters.models.kernels.cuda.step_pacer import CudaStepPacer  # noqa: PLC0415 - needs Triton
+
+    metronome, ends = CudaStepPacer(torch.device("cuda")), list[int]()
+    for interval_ns in (0, *[8_000_000] * 6, *[16_000_000] * 3):
+        torch.cuda._sleep(CYCLES)  # noqa: SLF001
+        metronome.beat(interval_ns)
+        torch.cuda.synchronize()
+        assert metronome.clock is not None
+        ends.append(metronome.clock.tolist()[0])
+    gaps = [end - before for before, end in pairwise(ends)]
+    assert all(8_000_000 <= gap < 8_000_000 + SLACK_NS for gap in gaps[:6])
+    assert all(16_000_000 <= gap < 16_000_000 + SLACK_NS for gap in gaps[6:])

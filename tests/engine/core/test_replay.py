@@ -260,7 +260,7 @@ def enveloped(event: str, more: str = "") -> str:
         (enveloped("null"), "line 2"),
         ('{"seq":"0","at_ns":[],"happened":null,"is":"Envelope"}', "line 2"),
         ("[" * 100_000, "line 2"),
-        ("[" + "[]," * 100_000 + "0]", "more than 16384 lists and objects"),
+        ("[" + "[]," * 100_000 + "0]", "more than 65536 lists and objects"),
         ('{"is":"Digest","seq":1e999,"world":""}', "line 2"),
         ('{"is":"Digest","seq":NaN,"world":""}', "line 2"),
     ],

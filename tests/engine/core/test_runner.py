@@ -407,6 +407,13 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
     assert closed.stages_ms["Prefilling"] == 8.0
 
 
+async def test_the_pace_of_decode_steps_can_be_seen() -> None:
+    settings = evolve(SETTINGS, latency_target_ns=40_000_000)
+    async with engine(settings) as running:
+        told = running.door.status().props["decode_pace"]
+    assert told == {"latency_target_ms": 40, "is_even": False, "interval_ms": 0}
+
+
 async def test_where_the_draft_is_can_be_seen() -> None:
     async with engine() as plain:
         assert plain.door.status().props["runtime"] == {

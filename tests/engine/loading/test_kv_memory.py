@@ -39,8 +39,14 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gib", "asked", "fit"),
     [
-        (120, {}, Fit(16, LIMIT)),  # whole slots
-        (80, {}, Fit(16, LIMIT, pages=1841)),
+        (400, {}, Fit(64, LIMIT)),  # whole slots
+        (120, {"slots": 16}, Fit(16, LIMIT)),
+        (120, {}, Fit(64, LIMIT, pages=2979)),
+        (80, {}, Fit(64, LIMIT, pages=1841)),
+        (52, {}, Fit(64, LIMIT, pages=1045)),
+        (51, {}, Fit(32, LIMIT, pages=1016)),  # 64 slots would have fewer than 4,096 tokens each
+        (33.5, {}, Fit(32, LIMIT, pages=518)),
+        (33, {}, Fit(16, LIMIT, pages=504)),
         (22, {}, Fit(16, LIMIT, pages=191)),
         (18, {}, Fit(16, 16384, pages=78)),
         (22, {"slots": 3, "context": 1000}, Fit(3, 1000)),
@@ -52,6 +58,29 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_pool_is_what_is_left_or_what_was_asked_for(gib: float, asked: dict[str, int], fit: Fit) -> None:
     assert fit_page_pool([DeviceNeed("cuda:0", int(gib * GIB), FIXED, ROW)], LIMIT, **asked) == fit
+
+
+@pytest.mark.parametrize(
+    ("state_mib", "draft_kib", "slots"),
+    [
+        (147, 0, 64),  # 9.2 GiB of states, of 66 GiB
+        (300, 0, 32),
+        (600, 0, 16),
+        (0, 6, 64),
+        (0, 12, 32),
+        (0, 30, 16),
+    ],
+)
+def test_many_slots_have_little_for_themselves(state_mib: int, draft_kib: int, slots: int) -> None:
+    need = DeviceNeed("cuda:0", 120 * GIB, 54 * GIB, (48 + draft_kib) * KIB, state_mib << 20, own=draft_kib * KIB)
+    found = fit_page_pool([need], 32768)
+    assert found.slots == slots
+    assert need.compute_taken(found) <= need.available
+
+
+def test_a_draft_that_takes_much_leaves_whole_slots_where_they_fit() -> None:
+    need = DeviceNeed("cuda:0", 120 * GIB, FIXED, ROW, own=40 * KIB)
+    assert fit_page_pool([need], LIMIT) == Fit(16, LIMIT)
 
 
 def test_what_a_draft_keeps_is_charged_for_every_slot() -> None:

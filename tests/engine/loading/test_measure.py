@@ -13,6 +13,7 @@ from attrs import evolve
 
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import SPAN
+from adapters.sequence_layout import TensorSpec
 from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -21,6 +22,7 @@ from engine.loading.calibrate_compute import (
     RateShape,
     build_rates_key,
     choose_concurrent_rows,
+    choose_mixed_rows,
     choose_prefill_span,
     do_rates_agree,
     from_json,
@@ -30,7 +32,7 @@ from engine.loading.calibrate_compute import (
 from engine.loading.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache
 from states.rates import Rates
-from tests.device.fake_shard import FakeShard, make_fake_shard
+from tests.device.fake_shard import FakeShard, NoStates, make_fake_shard
 from tests.models.recurrent_shard import RecurrentShard
 
 TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000, 0), (0, 1, 4, 8_000, 0), (0, 1, 16, 9_000, 0)))
@@ -214,6 +216,27 @@ WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
 )
 def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, rows) -> None:  # type: ignore[no-untyped-def]
     assert choose_concurrent_rows(plan, shard, buckets, drafted=drafted) == rows
+
+
+def stateful(*, settles_apart: bool) -> FakeShard:
+    specs = (TensorSpec("layers.0.memory", "F32", (1,)),)
+    return FakeShard(states=NoStates(specs, settles_apart=settles_apart))
+
+
+@pytest.mark.parametrize(
+    ("devices", "shard", "rows"),
+    [
+        ({"cpu"}, FakeShard(), 64),
+        ({"cpu"}, stateful(settles_apart=False), 64),
+        ({"cuda"}, FakeShard(), 0),  # prompts have a stream of their own
+        ({"cuda"}, stateful(settles_apart=True), 512),
+        ({"cuda"}, stateful(settles_apart=False), 0),
+        ({"cuda", "cpu"}, stateful(settles_apart=True), 0),
+    ],
+    ids=["a CPU", "a hybrid on a CPU", "a GPU", "a hybrid on a GPU", "a hybrid in other processes", "both"],
+)
+def test_where_prompts_go_with_decode_steps(devices, shard, rows) -> None:  # type: ignore[no-untyped-def]
+    assert choose_mixed_rows(devices, Pipeline((shard,))) == rows
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,16 @@ async def test_every_effect_has_an_executor(tmp_path: Path) -> None:
 
 
 async def test_decode_steps_hear_whether_prompts_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[bool]()
-    monkeypatch.setattr(OverlappedDecode, "set_pace", lambda _, *, evenly: told.append(evenly))
+    told = list[tuple[bool, int]]()
+    monkeypatch.setattr(
+        OverlappedDecode, "set_pace", lambda _, *, evenly, interval_ns: told.append((evenly, interval_ns))
+    )
     executor = drive(FakeShard()).executor
     settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, beside_rows=8)
     async with run_engine(settings, executor) as running, create_task_group() as tasks:
-        running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=True)), tasks)
+        running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=True, interval_ns=7)), tasks)
         running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=False)), tasks)
-    assert told == [True, False]
+    assert told == [(True, 7), (False, 0)]
     assert executor.close()
 
 

@@ -80,6 +80,26 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
         await wait_for_stop(anyio.Event(), (lane.thread,))
 
 
+async def test_a_server_hears_of_a_dying_thread_at_once_and_otherwise_stops_when_it_is_told() -> None:
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait()
+        raise ValueError("later")
+
+    dying, healthy = WatchedThread("worker", work), WatchedThread("other", lambda: None)
+    dying.start()
+    stop = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_for_stop, stop, (dying, healthy))
+        await anyio.wait_all_tasks_blocked()
+        stop.set()
+    threading.Timer(0.1, go.set).start()
+    with pytest.raises(UserError, match="the thread worker died"), anyio.fail_after(10):
+        await wait_for_stop(anyio.Event(), (dying, healthy))
+    dying.join(10)
+
+
 def fed(recorder: Recorder, count: int) -> None:
     world = make_world(Settings())
     for seq in range(count):

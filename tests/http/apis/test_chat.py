@@ -425,6 +425,8 @@ async def test_the_answer_tells_how_much_was_kept_and_why(site: Site) -> None:
         "kept",
         "reason",
         "followed",
+        "follow_wait_ms",
+        "follow_compute_ms",
         "miss",
     }
 

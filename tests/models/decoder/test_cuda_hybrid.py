@@ -11,6 +11,7 @@ from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
 from adapters.models.families.qwen3_next import Qwen3NextConfig
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits
@@ -117,6 +118,24 @@ def test_states_taken_out_and_put_back_go_on_as_if_they_had_never_left(whole):
     shard.states.copy(1, 2)
     shard.rows.copy(1, 2, LENGTH)
     assert same_sequence(shard, 0, 2)
+
+
+@pytest.mark.parametrize("count", [65, 100, 200])
+def test_rows_of_a_prompt_beside_decode_rows_have_the_bits_of_a_prefill(whole, count):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:64], CHUNKS, slot=1)
+    for _ in range(2):  # eagerly, then as a graph
+        computed(shard, tokens[:100], CHUNKS, slot=2)
+        segments = Segment(2, 100, 1), Segment(1, 64, count)
+        step = Step(segments, 512)
+        fed = torch.cat([tokens[one.start : one.start + one.count] for one in segments])
+        hidden = shard.forward(step, fed).hidden[: step.rows].clone()
+        shard.commit(step, [1, count])
+        assert same_bits(hidden[:1], expected[100:101])
+        assert same_bits(hidden[1:], expected[64 : 64 + count])
+        assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=1, start=64 + count), expected[64 + count :])
+        assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=2, start=101), expected[101:])
+        computed(shard, tokens[:64], CHUNKS, slot=1)
 
 
 @pytest.mark.parametrize("own", [SMALL, WIDE], ids=["small", "27B's heads"])

@@ -37,3 +37,25 @@ def test_wide_steps_are_told_as_narrow_ones_are(kind: str, rows: int, given: str
     assert torch.equal(one.table, other.table)
     assert one.tokens.tolist() == [*([0] * rows if tokens is None else numbers), *[0] * (BUCKET - rows)]
     assert one.positions.tolist() == [*range(77, 77 + rows), *[-1] * (BUCKET - rows)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows_only", "settled", "mixed"),
+    [
+        ((1, 1), False, [0, 0], False),
+        ((1, 64), False, [0] * 65, False),
+        ((1, 65), False, [0] + [1] * 65, True),
+        ((1, 65), True, [1] * 66, False),
+    ],
+    ids=str,
+)
+def test_rows_of_a_prompt_settle_if_they_are_too_many_to_be_rolled_back(
+    counts: tuple[int, ...], rows_only: bool, settled: list[int], mixed: bool
+) -> None:
+    batch = StateBatch(BUCKET, CPU)
+    batch.before = (0,) * len(counts)
+    step = Step(tuple(Segment(slot, 0, count) for slot, count in enumerate(counts)), BUCKET, rows_only=rows_only)
+    batch.settle(step)
+    batch.load(step, None)
+    assert batch.settled.tolist() == [*settled, *[0] * (BUCKET - len(settled))]
+    assert (batch.settles, batch.mixed) == (rows_only, mixed)

@@ -48,6 +48,8 @@ class CpuDelta:
         self._taps = TransposedTaps()
         self._buffers: dict[DeltaShape, RowBuffers] = {}
 
+    settles_apart = False
+
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adapters.models.kernels.cuda.attention import launch_options
 from adapters.models.kernels.delta_interface import (
+    BLOCK,
     CHUNK,
     RING,
     TAPS,
@@ -25,6 +26,7 @@ from adapters.models.kernels.delta_interface import (
     DeltaWeights,
     make_raw_state,
 )
+from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.kernels.triton import delta, delta_rows
 from adapters.models.kernels.triton_launch import launch
@@ -33,6 +35,8 @@ SIZES = (16, 32, 64, 128)
 FIELDS = 8  # numbers of a chunk in the plan
 TILE = 64  # values of a head in one program
 AT_ONCE = 8  # heads of a program that works on single rows
+NONE, ALL, SOME = range(3)  # segments of a step that settle
+CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
 # Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
 
@@ -63,6 +67,7 @@ class CudaDelta:
     device: torch.device
     pdl: bool | None
     running: str = ""
+    settles_apart: bool = field(init=False, default=True)
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name
@@ -83,10 +88,11 @@ class CudaDelta:
         """Convolve in the model's dtype. Query and key heads are divided by their length already."""
         shape = weights.shape
         out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+        rows = CONVOLVED_ROWS if len(mixed) > NARROW and len(mixed) % CONVOLVED_ROWS == 0 else 1
         programs = triton.cdiv(2 * shape.key_heads, AT_ONCE) + triton.cdiv(shape.value_heads, AT_ONCE)
         launch(
             delta_rows.convolve,
-            (len(mixed), programs),
+            (len(mixed) // rows, programs),
             mixed,
             weights.taps,
             state.inputs,
@@ -95,14 +101,16 @@ class CudaDelta:
             batch.slots,
             batch.positions,
             batch.bases,
+            batch.settled,
             out,
             mixed.stride(0),
             AT_ONCE=AT_ONCE,
-            SETTLES=batch.settles,
+            ROWS=rows,
+            ROLLS=not batch.settles,
             **_head_constants(shape),
             **self._options(4),
         )
-        if batch.settles:
+        if batch.settles or batch.mixed:
             self._keep_rows(mixed, state.inputs, state.conv, batch)
         return out
 
@@ -110,8 +118,9 @@ class CudaDelta:
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
         plan = self._step_chunks(batch, len(state.inputs))
-        out = self._run(convolved, gates, weights, state, plan, settles=batch.settles)
-        if batch.settles:
+        settles = SOME if batch.mixed else ALL if batch.settles else NONE
+        out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles)
+        if batch.settles or batch.mixed:
             self._keep_rows(convolved[:, weights.shape.keys :], state.keys, None, batch)
         return out
 
@@ -121,16 +130,18 @@ class CudaDelta:
         gates: Tensor,
         weights: DeltaWeights,
         state: DeltaState,
-        plan: ChunkPlan,
-        *,
-        settles: bool,
+        planned: tuple[ChunkPlan, Tensor],
+        settles: int,
     ) -> Tensor:
+        """Launch both kernels. planned: the chunks, and by row of the step whether its segment settles."""
+        plan, settled = planned
         shape = weights.shape
         limit = len(plan.chunks)
         segments = len(plan.runs) - 1
         inputs, parts = PIECES[convolved.dtype]
         scratch = self._scratch(limit, shape, parts)
-        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts}
+        read = CHUNK if settles == ALL else BLOCK
+        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts, "READ": read}
         scale = shape.key_size**-0.5
         wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
         launch(
@@ -158,6 +169,7 @@ class CudaDelta:
             (segments + 1, shape.value_heads * (shape.value_size // tile)),
             plan.chunks,
             plan.runs,
+            settled,
             convolved,
             state.keys,
             state.decays,
@@ -185,6 +197,7 @@ class CudaDelta:
             (len(plan.runs) - 1, triton.cdiv(width, block)),
             plan.chunks,
             plan.runs,
+            batch.settled,
             rows,
             ring,
             ring if edge is None else edge,
@@ -197,10 +210,12 @@ class CudaDelta:
 
     def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
         """Run a settled step of no rows over a whole chunk that is in the rings."""
-        plan = ChunkPlan(
-            torch.tensor([[0, 0, slot, base, CHUNK, 0, 0, 0]], dtype=torch.int32, device=self.device),
-            torch.tensor([[0, 1], [0, 0]], dtype=torch.int32, device=self.device),
-        )
+        # In pinned memory, so that the host does not wait for earlier steps. Nothing is new, so no row settles.
+        numbers = torch.tensor([0, 0, slot, base, CHUNK, 0, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
+        if self.device.type == "cuda":
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        plan = ChunkPlan(numbers[:FIELDS].view(1, FIELDS), numbers[FIELDS:].view(2, 2))
+        unsettled = torch.zeros(1, dtype=torch.int64, device=self.device)
         last = base % RING + CHUNK
         for state in states:
             _, heads, key_size, value_size = state.memory.shape
@@ -208,7 +223,7 @@ class CudaDelta:
             shape = DeltaShape(keys, heads, key_size, value_size)
             nothing = state.keys.new_empty(0, shape.channels)
             unread = DeltaWeights(shape, state.decays, state.decays, state.decays)  # by rows that are not new
-            self._run(nothing, nothing, unread, state, plan, settles=True)
+            self._run(nothing, nothing, unread, state, (plan, unsettled), ALL)
             state.conv[slot] = state.inputs[slot, last - TAPS + 1 : last]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

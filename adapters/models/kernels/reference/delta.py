@@ -30,6 +30,8 @@ class ReferenceDelta:
     about bits.
     """
 
+    settles_apart = False
+
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:

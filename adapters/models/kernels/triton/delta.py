@@ -10,6 +10,9 @@ With the terms of `delta_interface.py`, d = T u is never written down. Instead o
 e^(G_63) S0 + (K^T D T) u. P holds the decayed products of queries and keys, and D the decays to the chunk's end.
 `factor` leaves the matrices P T and K^T D T, and `scan` multiplies them with u.
 
+What rows read is computed for blocks of READ rows. A prefill reads whole chunks. A step that decodes has one new row in
+most chunks, and computes the 16 rows around it. The rows of a product do not influence each other.
+
 Numbers beyond the model's dtype are multiplied as sums of bfloat16 numbers, so that every product runs on the tensor
 cores. PARTS exact pieces of each number are taken: two leave a relative error of 2^-17, three of 2^-24.
 """
@@ -131,9 +134,10 @@ def factor(
     DV: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
+    READ: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the factors of one chunk and one head of values.
+    """Compute the factors of one chunk and one head of values. READ: rows of a block that is computed for reading.
 
     Leaves parts of P T in mix `[chunks, HEADS, PARTS, 64, 64]`, of K^T D T in fold `[.., DK, 64]` (if the chunk is
     complete), and G, beta and g in lines `[chunks, HEADS, 3, 64]`. convolved: `[bucket, q | k | v]`. gates: `[bucket,
@@ -180,11 +184,19 @@ def factor(
         decay = tl.where(lower, tl.exp(tl.where(lower, g[:, None] - g[None, :], 0.0)), 0.0)
         kk = _product(k, k_turned, zero, INPUTS, INPUTS, PARTS)
         t = _inverse(tl.where(i[:, None] > i[None, :], beta[:, None] * decay * kk, 0.0), PARTS)
-        if count > 0:
-            q = _split(tl.load(step[:, None] + at, is_new[:, None], 0.0), INPUTS)
-            p = decay * (_product(q, k_turned, zero, INPUTS, INPUTS, PARTS) * scale)
-            parts = _split(_times(p, t, PARTS), PARTS)
-            to = mix_ptr + (item * HEADS + head) * PARTS * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        t_parts = _split(t, PARTS)
+        for block in range(old // READ, tl.cdiv(old + count, READ)):
+            r = block * READ + tl.arange(0, READ)
+            is_read = ((r >= old) & (r < old + count))[:, None]
+            from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + at
+            q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
+            own = tl.sum(tl.where(r[:, None] == i[None, :], g[None, :], 0.0), 1)[:, None]
+            before = r[:, None] >= i[None, :]
+            decayed = tl.where(before, tl.exp(tl.where(before, own - g[None, :], 0.0)), 0.0)
+            none = tl.zeros((READ, CHUNK), tl.float32)
+            p = decayed * (_product(q, k_turned, none, INPUTS, INPUTS, PARTS) * scale)
+            parts = _split(_product(_split(p, PARTS), t_parts, none, PARTS, PARTS, PARTS), PARTS)
+            to = mix_ptr + (item * HEADS + head) * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
             for n in tl.static_range(PARTS):
                 tl.store(to + n * CHUNK * CHUNK, parts[n])
         if old + count == CHUNK:
@@ -211,6 +223,7 @@ def _parts(at, size, PARTS: tl.constexpr):
 def scan(
     chunks_ptr,
     runs_ptr,
+    settled_ptr,
     convolved_ptr,
     kept_ptr,
     kept_gates_ptr,
@@ -229,13 +242,15 @@ def scan(
     TILE: tl.constexpr,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
+    READ: tl.constexpr,
     SETTLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
 
-    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the step settles. What later steps need of the gates is
-    kept. The programs behind the last possible segment clear the padded rows.
+    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the segment settles. SETTLES: 0 if no segment does, 1 if all
+    do, 2 if settled, int64 `[bucket]`, tells it of each row. What later steps need of the gates is kept. The programs
+    behind the last possible segment clear the padded rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -257,6 +272,9 @@ def scan(
         keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
         values = KEY_HEADS * DK + head * DV + v
         row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
+        settles = tl.full((), SETTLES, tl.int32)
+        if SETTLES == 2:
+            settles = tl.load(settled_ptr + row0).to(tl.int32)
         memory = memory_ptr + (slot * HEADS + head) * DK * DV
         state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
         for item in range(first, stop):
@@ -272,7 +290,7 @@ def scan(
             here = (tl.zeros((), tl.int64) + item) * HEADS + head
             g = tl.load(lines_ptr + here * 3 * CHUNK + i)
             beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-            if not SETTLES or old + count < CHUNK:
+            if (settles == 0) | (old + count < CHUNK):
                 keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
                 gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
                 tl.store(gates, beta, keep)
@@ -281,16 +299,21 @@ def scan(
             states = _split(state, PARTS)
             known = _product(_split(k, INPUTS), states, zero, INPUTS, PARTS, PARTS)
             u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
-            if count > 0:
-                q = _split(tl.load(step[:, None] + keys, is_new, 0.0), INPUTS)
-                read = _product(q, states, zero, INPUTS, PARTS, PARTS) * (tl.exp(g) * scale)[:, None]
-                at = mix_ptr + here * PARTS * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+            for block in range(old // READ, tl.cdiv(old + count, READ)):
+                r = block * READ + tl.arange(0, READ)
+                is_read = ((r >= old) & (r < old + count))[:, None]
+                from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + keys
+                q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
+                own = tl.load(lines_ptr + here * 3 * CHUNK + r)
+                none = tl.zeros((READ, TILE), tl.float32)
+                read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
+                at = mix_ptr + here * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
                 read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
-                to = out_ptr + ((row0 + i - old) * HEADS + head)[:, None] * DV + v
-                tl.store(to, read, is_new)
+                to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
+                tl.store(to, read, is_read)
             if old + count == CHUNK:
                 last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
                 at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
                 state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
-        if SETTLES:
+        if settles != 0:
             tl.store(memory + d[:, None] * DV + v, state)

@@ -63,9 +63,18 @@ def plan_chunks(
 
 
 @triton.jit
+def _load_taps(taps_ptr, channel, known):
+    """Load the four taps of some channels."""
+    taps = ()
+    for n in tl.static_range(4):
+        taps = taps + (tl.load(taps_ptr + channel * 4 + n, known, 0.0),)  # noqa: RUF005 - Triton knows no other way
+    return taps
+
+
+@triton.jit
 def _convolve_channels(
     mixed_ptr,
-    taps_ptr,
+    taps,
     inputs_ptr,
     conv_ptr,
     slots_ptr,
@@ -77,11 +86,13 @@ def _convolve_channels(
     stride,
     channel,
     known,
+    rolls,
     CHANNELS: tl.constexpr,
-    SETTLES: tl.constexpr,
+    ROLLS: tl.constexpr,
 ):
-    """Return silu of the causal convolution over 4 inputs of some channels, the oldest first; keep the row's own
-    input.
+    """Return silu of the causal convolution over 4 inputs of some channels, the oldest first.
+
+    Keep the row's own input if it may be rolled back.
     """
     acc = tl.zeros(channel.shape, tl.float32)
     for n in tl.static_range(4):
@@ -94,9 +105,9 @@ def _convolve_channels(
         edge = conv_ptr + (slot * 3 + at - base + 3) * CHANNELS
         source = tl.where(same, mixed_ptr + (row - back) * stride, tl.where(at >= base, ring, edge))
         x = tl.load(source + channel, known & (at >= 0), 0.0)
-        acc += x.to(tl.float32) * tl.load(taps_ptr + channel * 4 + n, known, 0.0)
-        if (n == 3) and (not SETTLES):
-            tl.store(ring + channel, x, known)
+        acc += x.to(tl.float32) * taps[n]
+        if (n == 3) and ROLLS:
+            tl.store(ring + channel, x, known & rolls)
     return acc / (1.0 + tl.exp(-acc))
 
 
@@ -110,6 +121,7 @@ def convolve(
     slots_ptr,
     positions_ptr,
     bases_ptr,
+    settled_ptr,
     out_ptr,
     stride,
     KEY_HEADS: tl.constexpr,
@@ -117,57 +129,74 @@ def convolve(
     DK: tl.constexpr,
     DV: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    SETTLES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROLLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolve one row, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
+    """Convolve ROWS rows, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
 
     mixed, out: `[bucket, q | k | v]`. inputs: `[slots, 128, channels]`. conv: `[slots, 3, channels]`. kept: `[slots,
-    128, k | v]`. Where the step settles nothing is kept here, because rings may still be read.
+    128, k | v]`. settled: int64 `[bucket]`. Rows that settle are not kept here, because rings may still be read. ROLLS:
+    there may be other rows.
     """
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    slot = tl.load(slots_ptr + row)
-    base = tl.load(bases_ptr + row)
-    if PDL:
-        gdc_wait()
-    if position >= 0:
-        key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
-        to = out_ptr + row * channels
-        keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
-        if tl.program_id(1) < key_programs:
-            head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-            known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
-            channel = head * DK + tl.arange(0, DK)[None, :]
-            x = _convolve_channels(
-                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                row, slot, position, base, stride, channel, known, channels, SETTLES,
-            )  # fmt: skip
-            x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
-            tl.store(to + channel, x, known)
-            if not SETTLES:
-                tl.store(keep + channel, x, known & (head >= KEY_HEADS))
-        else:  # names of their own: heads of values may have another size
-            value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
-            of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
-            place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
-            value = _convolve_channels(
-                mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                row, slot, position, base, stride, place, of_value, channels, SETTLES,
-            ).to(dtype)  # fmt: skip
-            tl.store(to + place, value, of_value)
-            if not SETTLES:
-                tl.store(keep + place, value, of_value)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    key_programs: tl.constexpr = (2 * KEY_HEADS + AT_ONCE - 1) // AT_ONCE
+    if tl.program_id(1) < key_programs:
+        head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+        known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
+        channel = head * DK + tl.arange(0, DK)[None, :]
+        taps = _load_taps(taps_ptr, channel, known)
+        if PDL:
+            gdc_wait()
+        for number in range(ROWS):
+            row = first + number
+            position = tl.load(positions_ptr + row)
+            if position >= 0:
+                slot = tl.load(slots_ptr + row)
+                base = tl.load(bases_ptr + row)
+                rolls = tl.load(settled_ptr + row) == 0
+                x = _convolve_channels(
+                    mixed_ptr, taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                    row, slot, position, base, stride, channel, known, rolls, channels, ROLLS,
+                )  # fmt: skip
+                x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
+                tl.store(out_ptr + row * channels + channel, x, known)
+                if ROLLS:
+                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(keep + channel, x, known & rolls & (head >= KEY_HEADS))
+    else:  # names of their own: heads of values may have another size
+        value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+        of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
+        place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
+        value_taps = _load_taps(taps_ptr, place, of_value)
+        if PDL:
+            gdc_wait()
+        for number in range(ROWS):
+            row = first + number
+            position = tl.load(positions_ptr + row)
+            if position >= 0:
+                slot = tl.load(slots_ptr + row)
+                base = tl.load(bases_ptr + row)
+                rolls = tl.load(settled_ptr + row) == 0
+                value = _convolve_channels(
+                    mixed_ptr, value_taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
+                    row, slot, position, base, stride, place, of_value, rolls, channels, ROLLS,
+                ).to(dtype)  # fmt: skip
+                tl.store(out_ptr + row * channels + place, value, of_value)
+                if ROLLS:
+                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(keep + place, value, of_value & rolls)
 
 
 @triton.jit
 def keep(
     chunks_ptr,
     runs_ptr,
+    settled_ptr,
     rows_ptr,
     ring_ptr,
     edge_ptr,
@@ -177,7 +206,7 @@ def keep(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Keep rows after a step that settled. One program handles one segment and BLOCK columns.
+    """Keep rows of segments that have settled. One program handles one segment and BLOCK columns.
 
     Rows `[bucket, WIDTH]` behind a segment's last multiple of 64 go into the ring `[slots, 128, WIDTH]`. If EDGE, the
     three rows before it go into edge `[slots, 3, WIDTH]`, from the step or else from the ring.
@@ -190,7 +219,8 @@ def keep(
     number = tl.load(runs_ptr + run * 2 + 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     known = column < WIDTH
-    if number > 0:
+    row = tl.load(chunks_ptr + first * FIELDS, number > 0, 0)
+    if tl.load(settled_ptr + row, number > 0, 0) != 0:
         row0, count, slot, base, old = _place(chunks_ptr + (first + number - 1) * FIELDS)
         ring, _came, step, is_new = _rows(rows_ptr, stride, ring_ptr, WIDTH, row0, count, slot, base, old)
         complete = old + count == CHUNK

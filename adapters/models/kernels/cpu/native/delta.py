@@ -20,12 +20,12 @@ from adapters.models.kernels.delta_interface import (
     CHUNK,
     RING,
     TAPS,
-    UNSETTLED,
     DeltaShape,
     DeltaState,
     DeltaWeights,
     make_row_state,
 )
+from adapters.models.kernels.step import UNSETTLED
 from adapters.models.kernels.step_batch import StateBatch
 
 
@@ -43,6 +43,8 @@ class NativeDelta:
         self._code = compiled.code
         self._level = level
         self._taps = TransposedTaps()
+
+    settles_apart = False
 
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device

@@ -1,0 +1,131 @@
+"""The servers that are compared: their commands, and the load of agents that all of them get."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peer
+from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
+from benchmarks.peer_servers import ROOT, VLLM_ENVIRONMENT, serve_llama, serve_ours, serve_vllm
+from engine.tools.bench.bench_prompts import LoadPrompt
+from engine.tools.bench.load_client import Sample
+from tests.e2e.server import serving
+
+MODEL = Path("/models/m8b")
+
+
+def test_vllm_is_started_by_its_own_interpreter_from_its_own_folders() -> None:
+    server = serve_vllm(MODEL, "/venv/bin/python", "/vsite:/site", "--max-num-seqs 64")
+    words = server.command(16, 32000)
+    assert words[:5] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    assert words[words.index("--max-model-len") + 1] == "32000"
+    assert "--enable-prompt-tokens-details" in words
+    assert words[-2:] == ["--max-num-seqs", "64"]
+    environment = server.make_environment(Path("/home"))
+    assert environment["PYTHONPATH"] == "/vsite:/site", "our own packages do not come first"
+    assert VLLM_ENVIRONMENT.items() <= environment.items()
+    assert "VLLM_BATCH_INVARIANT" not in environment
+    assert server.version[0] == "/venv/bin/python"
+
+
+def test_vllm_as_it_is_installed_keeps_its_path_and_has_an_exact_mode() -> None:
+    server = serve_vllm(MODEL, "python", "", "", exact=True)
+    assert server.make_environment(Path("/home"))["VLLM_BATCH_INVARIANT"] == "1"
+    assert server.command(1, 100)[-2:] == ["--attention-backend", "FLASH_ATTN"]
+    assert "PYTHONPATH" not in server.environment
+
+
+def test_ours_and_llama_cpp_get_room_for_what_they_are_asked() -> None:
+    ours = serve_ours(MODEL, ROOT, ("--draft", "none"), sized=True)
+    assert ours.command(4, 1000)[1:] == [
+        *("-m", "engine", "serve", str(MODEL)),
+        *("--slots", "4", "--max-ctx", "1000", "--draft", "none"),
+    ]
+    assert ours.make_environment(Path("/home"))["XDG_CACHE_HOME"] == "/home"
+    assert ours.make_environment(Path("/home"))["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    assert "--slots" not in serve_ours(MODEL, ROOT, (), sized=False).command(4, 1000)
+    llama = serve_llama(Path("/llama-server"), Path("/m.gguf"), ("-t", "2"))
+    assert llama.command(4, 1000)[-6:] == ["-t", "2", "-np", "4", "-c", "4000"]
+
+
+def test_a_version_is_one_line_of_what_the_server_says() -> None:
+    server = serve_vllm(MODEL, sys.executable, "/nowhere", "")
+    assert "\n" not in server.find_version()
+    assert server.find_version()
+    assert serve_ours(MODEL, ROOT, (), sized=False).find_version() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--parts", "agents,soon"], "soon"), (["--vllm", "python", "--file", "m.gguf"], "safetensors")],
+)
+def test_mistakes_are_told_before_anything_is_started(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peer", *words])
+    with pytest.raises(SystemExit):
+        peer.parse_options()
+    assert said in capsys.readouterr().err
+
+
+SMALL = Workload(sessions=3, turns=2, head=200, results=(30, 60), answers=(4, 8))
+
+
+def test_sessions_have_one_head_and_each_turn_goes_on_from_the_one_before() -> None:
+    sessions = SMALL.make_sessions(1)
+    assert len(sessions) == 3
+    heads = {session[0].tokens[:200] for session in sessions}
+    assert len(heads) == 1
+    assert len({session[0].tokens[200:] for session in sessions}) == 3
+    for first, second in sessions:
+        assert second.tokens[: len(first.tokens)] == first.tokens
+        assert 4 + 30 <= len(second.tokens) - len(first.tokens) <= 8 + 60
+        assert len(second.tokens) + second.answer <= SMALL.longest
+    repeated = [[prompt.tokens for prompt in session] for session in SMALL.make_sessions(1)]
+    assert repeated == [[prompt.tokens for prompt in session] for session in sessions]
+
+
+def test_agents_and_single_prompts_are_measured_over_http() -> None:
+    with serving("--slots", "4", "--kv-cache-dir", "none") as running:
+        url = str(running.client.base_url)
+        run = run_agents(url, SMALL, 1)
+        found = run.compute_figures()
+        assert [len(turn) for turn in run.turns] == [3, 3]
+        assert all(sample.tokens >= 4 for turn in run.turns for sample in turn)
+        assert 0 < found["agents: found, %"] <= found["agents: could be found, %"] < 100
+        assert found["agents: whole run, s"] >= found["agents: first token of the first turn p50, s"] > 0
+        prompt = LoadPrompt(tuple(range(100, 400)), 4)
+        fresh, again = ask_in_turn(url, [prompt, prompt])
+        assert not fresh.cached
+        assert again.cached
+        assert again.cached >= 200
+
+
+def test_a_few_failures_are_counted_and_many_end_the_run() -> None:
+    def sample(error: str = "") -> Sample:
+        return Sample(1.0, [] if error else [3.0, 4.0], 5.0, answer=2, error=error)
+
+    run = AgentsRun(10.0, [[sample() for _ in range(19)] + [sample("no text")]], prompt_tokens=100, findable=50)
+    found = run.compute_figures()
+    assert found["agents: unanswered"] == 1
+    assert found["agents: first token of the first turn p50, s"] == 2
+    run.turns[0] += [sample("no text")] * 20
+    with pytest.raises(SystemExit, match="21 of 40 requests of the agents failed: no text"):
+        run.compute_figures()
+
+
+def test_figures_compare_each_part_that_was_asked_for_with_the_peer() -> None:
+    given = argparse.Namespace(
+        parts="agents,restart", lengths="512,2048", sessions=16, turns=6, file=None, levels="1", prompts=256
+    )
+    names = [name for part in ("agents", "restart") for *_, name in peer.ROWS[part](given)]
+    figures = {"ours": dict.fromkeys(names, 1.0), "vLLM": dict.fromkeys(names, 2.0)}
+    made = peer.make_figures(figures, "8B shape", given)
+    assert [figure.promise for figure in made] == ["agents"] * 5 + ["restart"] * 2
+    missed = [figure.subject for figure in made if not figure.met]
+    assert missed == ["8B shape, prompt tokens found"], "a share is better if it is higher, a time if it is lower"
