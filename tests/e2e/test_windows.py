@@ -103,6 +103,7 @@ def test_three_hundred_prompts_are_answered_alike_wherever_their_rows_come_from(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / name, folder)
     words = (str(folder), "--kv-cache-dir", str(tmp_path / "kv"), "--max-ctx", "1024", "--slots", "4", "--paranoid")
+    words = (*words, "--kv-cache-min-tokens", "64")
     with serving(*words) as server:
         cold, restored = answer_all(server, 1)
         assert restored == 0

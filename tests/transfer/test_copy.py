@@ -207,7 +207,7 @@ def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> N
     )
     mover.write(mover.export(0), buffer.data)
     before = hybrid.states.export(1)
-    mover.copy_in(1, mover.stage(buffer.data))
+    mover.copy_in(1, mover.stage(buffer.data), 0)
     after, truth = hybrid.states.export(1), hybrid.states.export(0)
     assert all(torch.equal(after[name], truth[name]) for name in truth)
     assert not any(torch.equal(before[name], truth[name]) for name in truth)

@@ -520,7 +520,7 @@ async def test_a_state_that_cannot_be_put_back_leaves_rows_without_a_state(
     await bench.prefill(2, 1, 0, 16)
     found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 16))
 
-    def half(states: RecurrentStates, slot: int, state: Mapping[str, torch.Tensor]) -> None:
+    def half(states: RecurrentStates, slot: int, state: Mapping[str, torch.Tensor], at: int) -> None:
         states.standing[slot] = None
         raise ValueError("only half of it")
 

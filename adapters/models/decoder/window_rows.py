@@ -29,9 +29,9 @@ from torch import Tensor
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import check_state, hold_memory
 from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED
+from adapters.models.kernels.delta_interface import CHUNK
 from adapters.models.kernels.interface import NARROW
-from adapters.models.kernels.step import Step
+from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec
 from effects.ids import PAGE
 
@@ -142,6 +142,7 @@ class WindowRows:
     """
 
     block = CHUNK
+    settles_apart = False
 
     def __init__(
         self,
@@ -215,17 +216,17 @@ class WindowRows:
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
         """Return a context for a forward. All rows of a step of rows only are settled when it ends."""
-        return self._settling(step) if step.rows_only else _NOTHING
+        return self._settling(step) if any(map(step.settles, step.segments)) else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
         """Return a context that forgets the rows of a step of rows only if it fails, here or in a later shard."""
-        return self._restoring(step) if step.rows_only else _NOTHING
+        return self._restoring(step) if any(map(step.settles, step.segments)) else _NOTHING
 
     @contextmanager
     def _settling(self, step: Step) -> Iterator[None]:
         with self._restoring(step):
             yield
-            for one in step.segments:
+            for one in filter(step.settles, step.segments):
                 self._settle(one.slot, one.start + one.count)
 
     @contextmanager
@@ -240,6 +241,8 @@ class WindowRows:
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         for segment, keep in zip(step.segments, kept, strict=True):
+            if step.settles(segment):
+                continue
             self._settle(segment.slot, segment.start + (keep if isinstance(keep, int) else len(keep)))
 
     def _settle(self, slot: int, rows: int) -> None:
