@@ -90,8 +90,8 @@ def test_sessions_have_one_head_and_each_turn_goes_on_from_the_one_before() -> N
     assert repeated == [[prompt.tokens for prompt in session] for session in sessions]
 
 
-def test_agents_and_single_prompts_are_measured_over_http() -> None:
-    with serving("--slots", "4", "--kv-cache-dir", "none") as running:
+def test_agents_and_single_prompts_are_measured_over_http(tmp_path: Path) -> None:
+    with serving("--slots", "4", "--kv-cache-dir", str(tmp_path)) as running:
         url = str(running.client.base_url)
         run = run_agents(url, SMALL, 1)
         found = run.compute_figures()
