@@ -17,8 +17,8 @@ Invariants:
   following never costs it a slot.
 * A leader that is cancelled, fails, or loses its rows is no leader any more. Its followers are admitted in order of
   arrival: the first of them computes the head, and the others follow that one.
-* A prompt that would be compressed neither leads nor follows, because other tokens are served. A leader that is
-  compressed against expectation leads no more.
+* A prompt that would be compressed neither leads nor follows, because other tokens are served. If a leader's prompt is
+  compressed after all, it stops being a leader.
 
 Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
 stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a place on the device.
@@ -59,7 +59,7 @@ class Leader:
 
     request: RequestId
     valid_rows: int  # that it has now
-    rows: int  # from which the waiting request could go on, once they are there
+    common_rows: int  # from which the waiting request could go on, once they are there
 
 
 def choose_leader(
@@ -78,7 +78,8 @@ def choose_leader(
     settings = context.settings
     prompt = state.prompt
     missing = prompt.prefill_rows - own_rows
-    is_narrow = missing <= settings.beside_rows  # it is computed together with decode steps, not behind the leader
+    # Such a short rest runs on the main lane and need not queue for the prompt lane.
+    is_narrow = missing <= settings.beside_rows
     if missing < settings.block_size or is_narrow:
         return None
     leaders = list[Leader]()
@@ -86,13 +87,13 @@ def choose_leader(
         if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
             continue
         leader = measure_leader(slot.holder, requests[slot.holder], prompt, context)
-        if leader is None or leader.rows <= max(leader.valid_rows, own_rows):
+        if leader is None or leader.common_rows <= max(leader.valid_rows, own_rows):
             continue
-        if not is_shortened(prompt, leader.rows, context):
+        if not is_shortened(prompt, leader.common_rows, context):
             leaders.append(leader)
     if not leaders:
         return None
-    best = max(leaders, key=lambda leader: (leader.rows, leader.valid_rows))
+    best = max(leaders, key=lambda leader: (leader.common_rows, leader.valid_rows))
     return price_following(best, own_rows, context)
 
 
@@ -105,18 +106,18 @@ def price_following(leader: Leader, own_rows: int, context: DecisionContext) -> 
     """
     chunk = context.settings.chunk
     rates = context.rates
-    chunks = -(-(leader.rows - leader.valid_rows) // chunk)
-    waiting = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunks * chunk)
-    computing = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunk)
-    computing += estimate_time(rates, own_rows, leader.rows)
+    chunks = -(-(leader.common_rows - leader.valid_rows) // chunk)
+    waiting = estimate_cost(rates, leader.valid_rows, leader.valid_rows + chunks * chunk)
+    computing = estimate_cost(rates, leader.valid_rows, leader.valid_rows + chunk)
+    computing += estimate_cost(rates, own_rows, leader.common_rows)
     if 4 * waiting > 5 * computing:
         return None
-    follow = Follow(leader.request, leader.rows)
+    follow = Follow(leader.request, leader.common_rows)
     return evolve(follow, waiting_ns=waiting, computing_ns=computing) if any(rates.prefill) else follow
 
 
-def estimate_time(rates: Rates, start: int, stop: int) -> int:
-    """Return the nanoseconds to compute rows `[start, stop)`, or their number where no time was measured."""
+def estimate_cost(rates: Rates, start: int, stop: int) -> int:
+    """Return the nanoseconds to compute rows `[start, stop)`, or the number of these rows if no time was measured."""
     return estimate_prefill_time(rates, start, stop) or max(0, stop - start)
 
 
@@ -137,9 +138,9 @@ def measure_leader(request: RequestId, state: State, prompt: Prompt, context: De
 def find_state_rows(
     state: Prefilling | Unparking | Releasing | LookingUp | Restoring, rows: int, settings: Settings
 ) -> int:
-    """Return the last row up to `rows` behind which the leader can still keep its positional state; 0: there is none.
+    """Return `rows` if the leader can still keep its positional state after them; 0 if it cannot.
 
-    The chunk that is being computed ends where it was to end before anybody followed.
+    A running chunk cannot be shortened; a state can only be kept after a row where a later chunk ends.
     """
     if not settings.state_places:
         return 0
@@ -161,11 +162,11 @@ def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
     state = requests.get(follow.leader)
     if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
         return False
-    return state.slot_lease.valid_rows < follow.rows
+    return state.slot_lease.valid_rows < follow.awaited_rows
 
 
 def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
-    """Mark the follows whose leaders have the rows, or lead no more. These requests may be admitted."""
+    """Mark the follows whose leaders have the rows, or are leaders no longer. These requests may be admitted."""
     ended = {
         request: evolve(follow, ended=True)
         for request, follow in slots.follows.items()

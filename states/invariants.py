@@ -98,7 +98,7 @@ def check_follows(world: World) -> None:
         waiting = world.requests[request]
         leader = world.requests.get(follow.leader)
         if not follow.ended and isinstance(waiting, Waiting) and isinstance(leader, Prefilling):
-            same = waiting.prompt.tokens[: follow.rows] == leader.prompt.tokens[: follow.rows]
+            same = waiting.prompt.tokens[: follow.awaited_rows] == leader.prompt.tokens[: follow.awaited_rows]
             assert same, "a request follows another prompt"
             assert waiting.prompt.job.salt == leader.prompt.job.salt, "a request follows one of another salt"
 

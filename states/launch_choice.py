@@ -6,14 +6,16 @@ go through one forward. These aims contradict each other, and a running launch c
 Idea. `choose_launch` is called when a lane is free. It applies these rules in order:
 
 1. An effect that needs no work (a model that is loaded already) is answered at once.
-2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. Where the numerics allow it, the
-   next rows of one prompt go with them in the same forward (`choose_mixed_chunk`).
-3. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
+2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`.
+3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
+   (`choose_mixed_chunk`).
+4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step behind it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
-4. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
-5. When nothing else waits, decode steps may continue alone for as many steps as no decision could change.
-6. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
+5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
+6. When nothing else waits, one launch may take several decode steps before it asks the core again
+   (`choose_step_counts`).
+7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
    After MAX_OVERTAKES such turns the prompt that has waited longest goes first, so that long prompts make progress, too
    (`next_request`).
 
@@ -49,9 +51,10 @@ LaneChoice: TypeAlias = Launch | EffectOutcome | None
 # Decode launches with proposals between two plain ones, so that the time of a plain launch stays known. It is also the
 # most steps that a launch with a draft takes alone.
 PLAIN_LAUNCH_INTERVAL = 64
-PROMPT_ROWS_PER_STEP = 8  # a mixed forward has at least this many prompt rows for each of its decode steps
+MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
 # Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
-# fewer steps delay the first tokens. Eight sessions with a head of 4,000 on two cores: the last of these 8 % sooner.
+# fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
+# came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
 TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
 MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
@@ -123,15 +126,22 @@ def choose_mixed_chunk(
     """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
-    wider if several prompts wait (prompt_count). With positional state the rows are at most a block, unless the device
-    settles them apart from decode rows; the forward of such a device is wide enough. The two take turns in three cases.
-    Mixing is off, because the bits of a row would depend on the other rows of its forward. Or the state that the slot
-    has must be kept before it moves. Or logprobs of the prompt are asked for.
+    wider if several prompts wait (prompt_count). With positional state the rows are at most a block, unless the kernels
+    update a prompt's state separately from decode rows (CUDA); there, several prompts do not widen the forward.
+
+    The two take turns where any of the following is true:
+
+    * Mixing is off (`mixed_rows` is 0), for instance because the bits of a row would depend on the other rows of its
+      forward.
+    * The other effect is no prefill.
+    * The state that the slot has must be kept before it moves (`held`).
+    * Logprobs of the prompt are asked for.
+    * The decode steps leave no room in the forward.
     """
     effect = other.effect
     if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.held or effect.logprobs >= 0:
         return None
-    least = launch_prices.round_up_to_bucket(PROMPT_ROWS_PER_STEP * len(decode_steps))
+    least = launch_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
     is_wider = prompt_count > 1 and not settings.settles_apart
     forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)

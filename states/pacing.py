@@ -21,18 +21,23 @@ stopped: one whose number no state holds any more is ignored.
 
 A snapshot's gate has three phases:
 
-    giving_way --(no first token is pending)--> settling --(QUIET has passed)--> copying
-         ^                                         |                               |
-         +------(a first token is pending)---------+-------------------------------+
+    start
+      |
+      v
+    giving_way --(no first token is pending)--> settling --(snapshot_quiet has elapsed)--> copying
+      ^                                            |                                          |
+      +---------(a first token is pending)---------+------------------------------------------+
 
-It is `copying` at once while a request waits for a slot, which the snapshot holds up. A client often sends its next
-request as soon as an answer ends: that is what `settling` waits for. From the first time that it gives way to a first
-token, a snapshot does so for PATIENCE at most.
+A new gate leaves `giving_way` in the same event if no first token is pending. A gate is `copying` at once while a
+request waits for a slot, because the snapshot holds that request up. A client often sends its next request as soon as
+an answer ends: `settling` waits for that. The timer `snapshot_patience` starts when the gate gives way to a first
+token for the first time. When it has elapsed, the gate stays `copying`.
 
 Invariants (`states/invariants.py` asserts them): the demand is what a recount over all requests finds. There is a gate
 if and only if a snapshot is being taken, and it is that of the oldest one. A gate that is not `copying` waits for a
-timer that runs, so every snapshot is copied in the end: at the latest QUIET + PATIENCE = 250 ms after it became the
-oldest. Memory is due to be trimmed, or a timer for that runs, whenever a request is served.
+timer that runs, so every snapshot is copied in the end. Once it is the oldest, it waits 250 ms at most in all
+(`DELAYS_NS`): up to `snapshot_quiet` = 10 ms before it gives way for the first time, and up to `snapshot_patience` =
+240 ms from then on. Memory is due to be trimmed, or a timer for that runs, whenever a request is served.
 
 Example. Request 1 has ended and is saved: its gate is `settling`. After 10 ms, `TimerElapsed` opens it:
 `PaceSnapshot(may_copy=True)`. Request 2 arrives and waits for its first token: `PaceSnapshot(may_copy=False)`, and the
@@ -73,7 +78,7 @@ from states.settings import DecisionContext, Settings
 MS = 1_000_000  # nanoseconds
 DELAYS_NS: dict[TimerName, int] = {
     "snapshot_quiet": 10 * MS,
-    "snapshot_patience": 240 * MS,  # after `snapshot_quiet` at the latest, so a snapshot waits 250 ms at most
+    "snapshot_patience": 240 * MS,  # after up to `snapshot_quiet`: a snapshot waits 250 ms at most in all
     # Trimming takes 20 ms, and what is wanted again is mapped anew page by page, some 15 MiB.
     "trim_interval": 60_000 * MS,
     # After that a trim holds requests up for its 20 ms: 0.03 % of the time, and a server that is never idle stays as
@@ -198,11 +203,10 @@ def follow_queues(
 def choose_step_interval(settings: Settings, rates: Rates, running: Sequence[EffectRequest]) -> int:
     """Return the nanoseconds from one decode step to the next one while prompts wait; 0: no more than steps take.
 
-    Each prompt that is read sooner joins the decode steps sooner, and a step of many requests costs little more than
-    one of few. So steps that wait for prompts cost tokens per second nothing, as long as prompts wait. The target says
-    how long an answer may wait for its next token. A step that is quick needs not wait that long: prompts have most of
-    the device already when STEP_SHARE times the step's own time pass. The interval is rounded up to INTERVAL_UNIT, so
-    that it changes seldom.
+    A step of many requests costs little more than one of few. Delaying steps loses little: prompts finish sooner, and
+    their answers then share each step. The target says how long an answer may wait for its next token. A quick step
+    need not wait that long: an interval of 4 step times (STEP_SHARE) already leaves 3/4 of the device to prompts. The
+    interval is rounded up to INTERVAL_UNIT, so that it changes seldom.
 
     running: members of the running launch.
     """

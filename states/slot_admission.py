@@ -155,7 +155,7 @@ def give_slot(
     follow = slots.follows.get(request)
     followed: Followed | None = None
     if keep and follow is not None and slots.slots[source].holder == follow.leader:
-        followed = Followed(min(keep, follow.rows), follow.waiting_ns, follow.computing_ns)
+        followed = Followed(min(keep, follow.awaited_rows), follow.waiting_ns, follow.computing_ns)
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place, followed)
     slots = replace_slot(leave_queue(slots, request), target, taken)
     return evolve(slots, places=places), (request, admitted)

@@ -53,10 +53,10 @@ class Follow:
     """A waiting request goes on from rows that another request is computing (`states/followers.py`)."""
 
     leader: RequestId
-    rows: int  # of its prompt that the waiting request goes on from
+    awaited_rows: int  # of its prompt that the waiting request goes on from
     waiting_ns: int = 0  # as in `Followed`
     computing_ns: int = 0
-    ended: bool = False  # the leader has the rows, or leads no more
+    ended: bool = False  # the leader has the rows, or is a leader no longer
 
 
 @frozen

@@ -25,7 +25,7 @@ requests agree about who holds what. Within `advance` they may be broken for a m
 Example. `Decoded` arrives with the last token of request 1, while request 2 waits for a slot. The outcome leaves lane
 MAIN; request 1 emits its token, closes its stream and is done; its slot is released. Nothing waits for the lane. Then
 request 2 is admitted: `Admitted` makes it open the slot and look up its prompt. The output is `EmitTokens`,
-`CloseStream`, `OpenSlot`, `FindPrefix`. A snapshot that is being taken would hear that no request waits for a slot.
+`CloseStream`, `OpenSlot`, `FindPrefix`. If a snapshot were being taken, its pace would be decided again.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ class Fold:
         return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
     def take_outcomes(self, outcomes: tuple[EffectOutcome, ...]) -> None:
-        """Take outcomes of different requests in order. Lanes launch and slots are given once all are taken."""
+        """Take outcomes in order, at most one per request. Lanes launch and slots are given once all are taken."""
         awaited = {one.request: (number, one) for number, lane in self.lanes.items() for one in lane.running}
         for answer in outcomes:
-            number, effect_request = awaited.get(answer.request, (MAIN, None))
+            number, effect_request = awaited.get(answer.request, (MAIN, None))  # store effects are on no lane
             if effect_request is not None and type(answer.outcome) in effect_request.effect.outcomes:
                 self.acknowledge(answer, number, effect_request)
             elif isinstance(answer.outcome, STORE_OUTCOMES):
@@ -343,7 +343,7 @@ class Fold:
         self.slots, admission = slot_admission.admit_next(self.slots, self.requests, context)
         for request, follow in self.slots.follows.items():
             if follow != before.get(request) and not follow.ended:
-                self.requests[follow.leader] = note_awaited_rows(self.requests[follow.leader], follow.rows)
+                self.requests[follow.leader] = note_awaited_rows(self.requests[follow.leader], follow.awaited_rows)
         if admission is not None:
             self.pending.append(admission)
         elif self.settings.pages:

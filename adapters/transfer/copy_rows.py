@@ -198,7 +198,10 @@ class StateMover:
     specs: Sequence[TensorSpec]
 
     def locate_state(self, rows: int) -> int:
-        """Return where the state of a slot with this many rows stands: some parts keep it at multiples only."""
+        """Return the row that the slot's state belongs to if it has this many rows.
+
+        Some parts keep a state at multiples of a block only. Then it is the last such multiple.
+        """
         return rows - max((rows % part.states.block for part in self._stateful), default=0)
 
     @property
@@ -221,7 +224,7 @@ class StateMover:
     def stage(self, data: Tensor) -> NamedTensors:
         """Return the state that lies in `data`, brought to the GPUs that need it. Called on any thread.
 
-        Raises torch.OutOfMemoryError. Then `view` serves as well, but the lane has to wait for the copies.
+        Raises torch.OutOfMemoryError. The caller may pass `view(data)` to `copy_in` instead; slower for the lane.
         """
         staged = dict(self.view(data))
         for part in self._stateful:
@@ -232,11 +235,11 @@ class StateMover:
         return staged
 
     def view(self, data: Tensor) -> NamedTensors:
-        """Return the state that lies in `data`, where it is."""
+        """Return the state that lies in `data`, as views into `data`: nothing is copied."""
         return view_tensors(self.specs, data)
 
     def copy_in(self, slot: int, state: NamedTensors, at: int) -> None:
-        """Write a state that stands at row `at` into the slot, on the lane. ValueError or RuntimeError: it failed."""
+        """Write a state that belongs to row `at` into the slot, on the lane. ValueError or RuntimeError: it failed."""
         for part in self._stateful:
             part.states.import_(slot, {spec.name: state[spec.name] for spec in part.states.specs}, at)
 

@@ -96,7 +96,7 @@ def request_status(
         return evolve(
             waiting,
             follows=follow.leader,
-            follows_rows=follow.rows,
+            follows_rows=follow.awaited_rows,
             follows_wait_ms=follow.waiting_ns / 1e6,
             follows_compute_ms=follow.computing_ns / 1e6,
         )

@@ -172,7 +172,7 @@ START = (submitted(ONE, FIRST), submitted(TWO, SECOND), submitted(THREE, SECOND)
 def test_the_head_is_computed_once() -> None:
     world, _ = after(ROOMY, *START)
     assert isinstance(world.requests[TWO], Waiting)
-    assert {one: (each.leader, each.rows) for one, each in world.slots.follows.items()} == {
+    assert {one: (each.leader, each.awaited_rows) for one, each in world.slots.follows.items()} == {
         TWO: (ONE, 16),
         THREE: (ONE, 16),
     }

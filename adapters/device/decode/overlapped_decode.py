@@ -5,21 +5,21 @@ Theory of operation
 
 A plain step has a gap: the device waits while the host reads the picks, decides which requests go on, and launches the
 next forward. But the next forward needs only the picked token ids, and these are on the device already. So the host
-launches step N + 1 with the picks of step N as its input, and only then reads what step N picked. The steps are still
-committed one after the other:
+launches step N + 1 with the picks of step N as its input, and only then reads what step N picked. Rows are committed
+and tokens are appended step by step, in order:
 
-    device:   forward N  | forward N+1            | forward N+2
-    host:     launch N+1 | read N, commit N, tell | launch N+2 | read N+1 ...
+    device:   forward N                               | forward N+1
+    host:     commit rows N, launch N+1 | read picks N, append tokens, report | commit rows N+1, launch N+2 | ...
 
-The host does not know yet whether step N ended a request. If it did, step N + 1 has a row too many: that row is not
-committed, and its pick is dropped. A request that joins has its first row in the step after the one that runs.
+When the host launches step N + 1, it does not know yet whether step N ended a request. If it did, step N + 1 has a row
+too many: that row is not committed, and its pick is dropped. A request that joins has its first row in the step after the one that runs.
 
 Some picks depend on the pick before them: a grammar, and penalties on the answer. Then step N + 1's forward is launched
 ahead, but its pick is launched only when step N is known (`InFlightStep.picking` is None until then).
 
 Invariants:
 
-* Exactly one step is launched beyond the last one that was read.
+* At most one step is launched beyond the last one that was read.
 * The host reads a step only after it has launched the next one, or when there is none.
 * `BatchMember.steps_left` counts the step in flight; no row is launched beyond it or beyond the slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step.
@@ -90,9 +90,10 @@ class InFlightStep:
 
 @define(eq=False)
 class OverlappedDecode:
-    """Runs overlapped decode steps. The fields are those of `DecodeRunner`.
+    """Runs overlapped decode steps. Every method but `set_pace` is called on the lane.
 
-    Every method but `set_pace` is called on the lane.
+    follow: called with each step after its rows are committed, so that a draft's own context keeps up. All other fields
+    are those of `DecodeRunner`.
     """
 
     shard: Pipeline
@@ -126,7 +127,7 @@ class OverlappedDecode:
         )
 
     def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
-        """Take steps until every request has its last outcome. Return the asks that are left, which are none."""
+        """Take steps until every request has its last outcome. Return no asks, because none is left."""
         try:
             members = self._begin_members(asks, batch)
             self._run(self._launch_first(members, batch), batch)
@@ -145,7 +146,7 @@ class OverlappedDecode:
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
         started_ns = time.perf_counter_ns()
         while running is not None:
-            self._settle(running)
+            self._commit_rows(running)
             staying = [] if batch.should_stop() else [row for row in running.rows if self._may_continue(row)]
             joining = self._begin_members(batch.take_joining(), batch)
             following = self._launch_next(running, staying, joining, batch)
@@ -153,7 +154,7 @@ class OverlappedDecode:
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
             launched_again = set() if following is None else set(staying)
-            outcomes = self._commit_picks(running, picked, launched_again, read_ns - started_ns)
+            outcomes = self._append_picks(running, picked, launched_again, read_ns - started_ns)
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.rows)
@@ -226,8 +227,7 @@ class OverlappedDecode:
         unread: the number of rows, from the first on, that feed a token which the host has not read yet. It stands one
         position further than the slot state knows.
 
-        While prompts wait for each other, the one that is computed parallel to these steps decides when all of them are
-        answered. The core then asks for an even pace (`PaceSteps`), which leaves the device to it in between.
+        Queued prompts finish sooner if decode steps leave the GPU to the running prefill; `PaceSteps` asks for that.
         """
         offsets = [int(index < unread) for index in range(len(rows))]
         segments = tuple(
@@ -264,13 +264,13 @@ class OverlappedDecode:
             self._default_sampler = Sampler(Sampling(), (), self.shard.spec.vocab_size, sampler.device)
         return self._default_sampler
 
-    def _settle(self, running: InFlightStep) -> None:
+    def _commit_rows(self, running: InFlightStep) -> None:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
         kept = [int(not row.has_ended) for row in running.rows]
         self.shard.commit(running.step, kept)
         self.follow(running.step, running.forward, kept, [row.state for row in running.rows])
 
-    def _commit_picks(
+    def _append_picks(
         self, running: InFlightStep, picked: Sequence[Picked], launched_again: Set[BatchMember], took_ns: int
     ) -> list[tuple[RequestId, Outcome]]:
         """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.

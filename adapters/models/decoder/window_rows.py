@@ -3,18 +3,22 @@
 The problem: a layer with a window never reads a row that lies further back than its window. Memory and files for such
 rows would be wasted, and in most models with windows most layers have one.
 
-The idea: what is behind the window cannot be had back, so these rows are positional state like that of a recurrent
+The idea: what is before the window cannot be had back, so these rows are positional state like that of a recurrent
 layer. A slot with n settled rows keeps those from `base - window` on, where base is the last multiple of 64 up to n. A
-state that is exported, kept in a place or stored stands at such a base. It consists of the last `window` rows before
+state that is exported, kept in a place or stored belongs to such a base. It consists of the last `window` rows before
 it; rows before the sequence's first one are zeros. So a restart reads all rows of the other layers, and of these layers
 one window.
 
+Example: a slot has n = 1,000 settled rows, and the window is 512. Its base is 960, so it keeps rows 448 to 999. Its
+state consists of rows 448 to 959. The slot may go on from any row from 960 to 1,000.
+
 Rows have the same positions in a slot as in the sequence, so kernels read them as they read all rows. Where they are:
 
-* In host memory a slot has addresses for all of its rows, and rows behind the window give their memory back.
-* On a GPU a slot's rows lie in pages of PAGE rows, which a table lists. A page that is behind the window becomes the
-  page of rows to come. A wide step takes pages that all slots share, and leaves as many when it is settled. Only wide
-  steps take shared pages, and they run one after the other, so no two streams ever use one page.
+* In host memory a slot has addresses for all of its rows, and rows before the window give their memory back.
+* On a GPU a slot's rows lie in pages of PAGE rows, which a table lists. A page that is before the window becomes the
+  page of rows to come. A wide step takes pages that all slots share, and returns the same number (not the same pages)
+  when it is settled. Only wide steps take shared pages, and they run one after the other, so no two streams ever use
+  one page.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class WindowShape:
 class WindowPages(PagedKvCache):
     """Rows in pages that move along with the windows of their slots.
 
-    `_pages` of a slot are by number of a run of PAGE rows; a number that has no page names page 0, which is never read.
+    `_pages[slot][i]` is the page of rows 256 i to 256 i + 255; 0 if none, and then it is never read.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class WindowPages(PagedKvCache):
         self._placed: list[dict[int, int]] = [{} for _ in range(slots)]
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
-        """Give the slot pages for rows `[start, stop)`, and take the pages of all rows before them."""
+        """Take the pages of all rows before `start` away, then give the slot pages for rows `[start, stop)`."""
         first = start // PAGE
         placed = self._placed[slot]
         spare = self._spare[slot]
@@ -97,8 +101,8 @@ class WindowPages(PagedKvCache):
             if number not in placed:
                 self._place(slot, number, spare.pop() if spare else self._shared.pop())
 
-    def forget(self, slot: int, start: int, stop: int) -> None:
-        """Take the pages of rows outside `[start, stop)`, and share those that the slot has too many."""
+    def keep_only(self, slot: int, start: int, stop: int) -> None:
+        """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
         placed = self._placed[slot]
         spare = self._spare[slot]
         for number in [number for number in placed if not start // PAGE <= number < -(-stop // PAGE)]:
@@ -113,7 +117,7 @@ class WindowPages(PagedKvCache):
 
 
 class WindowMemory(KvCache):
-    """Rows in host memory. What is behind a slot's window gives its memory back."""
+    """Rows in host memory. Rows before a slot's window give their memory back."""
 
     def __init__(
         self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
@@ -122,12 +126,12 @@ class WindowMemory(KvCache):
         self._held = [range(0)] * shape[0]  # for each slot the runs of PAGE rows that may have memory
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
-        """Note that these rows will have memory. It comes as they are written."""
+        """Note that these rows will have memory. It comes as they are written. No row loses its memory here."""
         held = self._held[slot]
         first = min(held.start, start // PAGE) if held else start // PAGE
         self._held[slot] = range(first, max(held.stop, -(-stop // PAGE)))
 
-    def forget(self, slot: int, start: int, stop: int) -> None:
+    def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Give the memory of rows outside `[start, stop)` back."""
         held = self._held[slot]
         kept = range(max(held.start, start // PAGE), min(held.stop, -(-stop // PAGE)))
@@ -192,7 +196,7 @@ class WindowRows:
     # --- steps ---
 
     def start(self, step: Step) -> tuple[int, ...]:
-        """Return where the state of each segment's slot stands, and forget the slot's rows from the segment's start on.
+        """Return the base of each segment's slot, and forget the slot's rows from the segment's start on.
 
         Raises ValueError for a step that cannot continue from there.
         """
@@ -202,7 +206,7 @@ class WindowRows:
             base, settled = self._settled[segment.slot]
             if segment.start and not base <= segment.start <= settled:
                 raise ValueError(
-                    f"slot {segment.slot} has its window at {base}, with {settled - base} rows behind it; "
+                    f"slot {segment.slot} has its window at {base}, with {settled - base} rows after it; "
                     f"nothing continues from {segment.start}"
                 )
             if segment.count > UNSETTLED and not step.rows_only:
@@ -246,9 +250,9 @@ class WindowRows:
             self._settle(segment.slot, segment.start + (keep if isinstance(keep, int) else len(keep)))
 
     def _settle(self, slot: int, rows: int) -> None:
-        """Let the slot have this many settled rows, and give back what is behind its window then."""
+        """Let the slot have this many settled rows, and give back what is before its window or after them."""
         self._settled[slot] = (rows - rows % CHUNK, rows)
-        self._rows.forget(slot, self._first_row(slot), rows)
+        self._rows.keep_only(slot, self._first_row(slot), rows)
 
     def _first_row(self, slot: int) -> int:
         return max(0, self._settled[slot][0] - self._window)
@@ -288,7 +292,7 @@ class WindowRows:
             window[..., at : at + stop - start, :].copy_(self._rows.view(slot, start, stop))
 
     def _put(self, slot: int, window: Tensor, base: int) -> None:
-        """Let the slot stand at `base`, with the rows before it taken from a window."""
+        """Let the slot have `base` settled rows, with the window before them taken from `window`."""
         self._settle(slot, base)
         first = self._first_row(slot)
         self._rows.make_room(slot, first, base)

@@ -21,7 +21,7 @@ from attrs import define, field
 
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.virtual_clock import Clock
-from states.launch_choice import MAX_OVERTAKES, PROMPT_ROWS_PER_STEP
+from states.launch_choice import MAX_OVERTAKES, MIXED_ROWS_PER_STEP
 from states.launch_prices import round_up_to_bucket
 from states.settings import Settings
 
@@ -96,7 +96,7 @@ class FluidLane:
             return 0.0, step_ns * rounds
         rows = self.settings.chunk
         if self.settings.mixed_rows and not self.settings.stateful:
-            least = round_up_to_bucket(PROMPT_ROWS_PER_STEP * count)
+            least = round_up_to_bucket(MIXED_ROWS_PER_STEP * count)
             rows = max(1, min(max(self.settings.mixed_rows, least), rows) - count)
         prompt_ns = rows * self._list_shares()[0][0].row_ns
         return prompt_ns / (prompt_ns + step_ns), (prompt_ns + step_ns) * rounds
