@@ -1,9 +1,15 @@
 """The application of the ingress: it reads a request, lets the router choose a replica, and relays the answer.
 
-The guard of the HTTP server stands before it, so a request is refused here for the same reasons and in the same words.
-A replica answers everything else. Theory of operation for failures: a request goes to another replica as long as its
-client has no token (`held_answer.py`). A replica that has failed a request is avoided by it, and by all requests for a
-moment. If no replica is left, the request waits for a new one, at most until `--request-timeout`.
+The guard of the HTTP server stands before it, so a request is refused here for the same reasons and in the same words
+as by a single server. A replica answers everything else.
+
+A request is *pinned* if only one replica can answer it: the request names it (`find_pin`), or refers to a response that
+this replica stores (`response_holders.py`). It is sent nowhere else.
+
+Theory of operation for failures: a request goes to another replica as long as its client has no token
+(`held_answer.py`). A request avoids the replicas that have failed or refused it. If a replica is lost before the client
+has a token, all requests avoid it for a moment (`ReplicaPicker.shun`). If no replica is left, the request waits and
+tries again, at most until `--request-timeout`.
 """
 
 from __future__ import annotations
@@ -152,7 +158,7 @@ class IngressApp:
                     return
                 self._repeats.labels("stopping" if stops else "busy").inc()
             else:
-                scope[NOTE] = f" replica={replica.id} attempts={len(avoid)}"
+                scope[NOTE] = f" replica={replica.id} replicas_tried={len(avoid)}"
                 self.holders.note_answer(asked, answer, replica)
                 return
 

@@ -4,20 +4,21 @@ Problem. A request is answered soonest where its prompt is already there, and wh
 contradict each other: a conversation's replica may be busy, and a system prompt that everybody shares would draw all
 new conversations to one replica.
 
-Idea. `choose_replica` estimates for each replica when the whole prompt would be there: the wait of its queue, and the
-time to load and compute what is missing there (`route_prices.py`). The latter counts `Policy.work_weight` times,
+Idea. `choose_replica` estimates a cost for each replica, in nanoseconds: the wait of its queue, and the time to load
+and compute what is missing of the prompt there (`route_prices.py`). The latter counts `Policy.work_weight` times,
 because it also delays the requests that come to that replica later. These rules apply:
 
-1. A replica that has far more open requests than the average (`limit_requests`) is left out. So no prefix, however
-   long, makes one queue grow while others are empty.
-2. A conversation stays at its home, where its last request went, unless another replica is sooner by a margin
+1. A replica that has far more open requests than the average (`Fleet.limit`) is left out. So no prefix, however long,
+   makes one queue grow while others are empty.
+2. A conversation stays at its home, where its last request went, unless another replica is cheaper by a margin
    (STAY_SHARE and STAY_NS). Moving it costs time again at later turns.
 3. A conversation without a home counts what it will meet there later: each conversation that lives at a replica adds
    `Policy.neighbour_ns`. So new conversations are spread, and a hot system prompt with them.
-4. Otherwise the soonest replica wins, then the one with fewer open requests, then the one with the smaller number.
+4. Otherwise the cheapest replica wins, then the one with fewer open requests, then the one with the smaller number.
 
-Example. 16 replicas are idle, and conversation A has 80,000 tokens on the disk of replica 3, which take 5 s to load
-there and 12 s to compute elsewhere. It goes to replica 3 while its queue there is shorter than 5 * 7 s.
+Example. Of 16 replicas, all but replica 3 are idle. A prompt of 80,000 tokens is on the disk of replica 3: it takes 5 s
+to load there, and 12 s to compute elsewhere. A request with this prompt and no home goes to replica 3 while the queue
+there takes less than 35 s = `work_weight` 5 x (12 s - 5 s), if equally many conversations live everywhere (rule 3).
 
 What is known may be stale. Then the replica finds less than was expected and computes it: no decision here can make a
 request fail.
@@ -36,7 +37,7 @@ from states.routing.route_prices import SHARED_TIER
 
 Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "home_slower", "only_one", "new_session"]
 
-# A home is left if another replica is sooner by this share of the time at home (in percent), and by this much.
+# A home is left if another replica is cheaper by this share of the home's cost (in percent), and by this much.
 STAY_SHARE = 50
 STAY_NS = 50_000_000
 RANK_UNIT = 1 << 16  # open requests of a replica are fewer
@@ -47,7 +48,7 @@ EXCLUDED = 1 << 100  # ranks last
 class Policy:
     """The settings of a router.
 
-    excess: open requests that a replica may have, in percent of the average. spare: and this many more.
+    excess, spare: a replica with `limit` open requests gets no more: limit = excess % of the average + spare.
     work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
     replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
     none does.
@@ -92,7 +93,7 @@ class Home:
 
 @frozen
 class ReplicaLoads:
-    """The load of each replica, by its number. Places without a replica hold anything.
+    """The load of each replica, by its number. Entries of unused numbers are meaningless.
 
     free_at: the time when its queue has been computed. sessions: the conversations that live there.
     """
@@ -279,7 +280,7 @@ def explain_choice(best: Candidate, home: KnownReplica | None, stay: Candidate |
 
 
 def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
-    """Is another replica sooner than the home by the margin?"""
+    """Is another replica cheaper than the home by the margin?"""
     gain = stay.cost_ns - best.cost_ns
     return gain > STAY_NS and 100 * gain > STAY_SHARE * stay.cost_ns
 

@@ -12,7 +12,8 @@ and tokens are appended step by step, in order:
     host:     commit rows N, launch N+1 | read picks N, append tokens, report | commit rows N+1, launch N+2 | ...
 
 When the host launches step N + 1, it does not know yet whether step N ended a request. If it did, step N + 1 has a row
-too many: that row is not committed, and its pick is dropped. A request that joins has its first row in the step after the one that runs.
+too many: that row is not committed, and its pick is dropped. A request that joins has its first row in the step after
+the one that runs.
 
 Some picks depend on the pick before them: a grammar, and penalties on the answer. Then step N + 1's forward is launched
 ahead, but its pick is launched only when step N is known (`InFlightStep.picking` is None until then).

@@ -67,7 +67,8 @@ class WindowShape:
 class WindowPages(PagedKvCache):
     """Rows in pages that move along with the windows of their slots.
 
-    `_pages[slot][i]` is the page of rows 256 i to 256 i + 255; 0 if none, and then it is never read.
+    `_pages[slot][i]` is the page of rows 256 i to 256 i + 255; 0 if none. An entry whose page was taken away keeps its
+    old number. No kernel reads through either.
     """
 
     def __init__(

@@ -17,8 +17,9 @@ An operation that fails or takes too long takes the tier away until a refresh wo
 is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
 reason.
 
-Invariants: the index is changed under the store's lock only. A run is found only while this server's last report, or
-the next one, covers it; so a server that has not refreshed for STALE_S finds nothing.
+Invariants: the index is changed under the store's lock only. This server tells the collectors every few seconds which
+marked runs it still uses (its report). If that is older than STALE_S, it finds nothing, so it never uses a run that
+others may delete.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class SharedTier:
     _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
-    _is_complete: bool = False  # all objects of the last listing are in the index
+    # False while a listing had more new objects than one refresh reads, so the next refresh follows at once. It does not
+    # if many reads failed: asking a store in trouble again at once would not help.
+    _needs_no_immediate_refresh: bool = False
     _loop: asyncio.AbstractEventLoop | None = None
     _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
     _closing: bool = False
@@ -150,8 +153,8 @@ class SharedTier:
 
     @property
     def is_complete(self) -> bool:
-        """Say whether nothing is queued, and everything that was listed is in the index."""
-        return self._is_complete and self._publisher.is_idle
+        """Say whether nothing is queued, and no refresh follows at once to read what is left of the last listing."""
+        return self._needs_no_immediate_refresh and self._publisher.is_idle
 
     @property
     def trouble(self) -> str:
@@ -302,7 +305,7 @@ class SharedTier:
             began_s = self.clock()
             await self._refresh()
             pause_s = self.availability.choose_pause(self.clock() - began_s)
-            await asyncio.sleep(pause_s if self._is_complete or self.trouble else 0)
+            await asyncio.sleep(pause_s if self._needs_no_immediate_refresh or self.trouble else 0)
 
     async def _refresh(self) -> None:
         """Bring the index up to date, and take part in garbage collection. A failure takes the tier away."""
@@ -334,7 +337,7 @@ class SharedTier:
                     failed.append(facts)
 
         await asyncio.gather(*(read_heads() for _ in range(min(HEADS_AT_ONCE, len(waiting)))))
-        self._is_complete = len(new) <= MAX_HEADS or len(failed) >= HEADS_AT_ONCE
+        self._needs_no_immediate_refresh = len(new) <= MAX_HEADS or len(failed) >= HEADS_AT_ONCE
 
     def _give_up(self) -> None:
         """Find nothing and accept no more jobs: the thread has failed too often."""
