@@ -8,8 +8,8 @@ this replica stores (`response_holders.py`). It is sent nowhere else.
 
 Theory of operation for failures: a request goes to another replica as long as its client has no token
 (`held_answer.py`). A request avoids the replicas that have failed or refused it. If a replica is lost before the client
-has a token, all requests avoid it for a moment (`ReplicaPicker.shun`). If no replica is left, the request waits and
-tries again, at most until `--request-timeout`.
+has a token, all requests avoid it for a moment (`ReplicaPicker.shun`). If all replicas have been tried and the last one
+is busy, the client gets its refusal. Otherwise the request waits and tries again, at most until `--request-timeout`.
 """
 
 from __future__ import annotations

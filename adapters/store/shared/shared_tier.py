@@ -87,8 +87,8 @@ class SharedTier:
     _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
-    # False while a listing had more new objects than one refresh reads, so the next refresh follows at once. It does not
-    # if many reads failed: asking a store in trouble again at once would not help.
+    # False if the last listing had more new objects than one refresh reads: then the next refresh follows at once. But
+    # if many reads failed, it is True, because asking a store in trouble again at once would not help.
     _needs_no_immediate_refresh: bool = False
     _loop: asyncio.AbstractEventLoop | None = None
     _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
