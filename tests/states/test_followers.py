@@ -63,7 +63,7 @@ def follow(
 
 
 def rows_of(found: Follow | None) -> int | None:
-    return None if found is None else found.rows
+    return None if found is None else found.awaited_rows
 
 
 def test_a_prompt_that_is_computed_is_followed_as_far_as_both_are_equal() -> None:
