@@ -18,13 +18,10 @@ from typing import NoReturn
 
 import anyio
 import anyio.to_thread
-from anyio import TASK_STATUS_IGNORED, to_thread
+from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from attrs import define, evolve
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.device.executor import DeviceExecutor
@@ -43,7 +40,6 @@ from adapters.http.wire.server import RunningServer, serve_app
 from adapters.watched_thread import WatchedThread
 from effects.job import Sampling
 from engine import __version__
-from engine.core.block_digests import DIGEST_PATH, DigestSource
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
 from engine.loading.load_target import Target
@@ -51,8 +47,9 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
+from engine.serving.digest_route import make_digest_route
 from engine.serving.watch_shards import ShardWatch
-from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
+from engine.serving.wiring import CompressionParts, StatusSources, run_engine
 from engine.settings.live_figures import LiveFigures
 from engine.settings.options import Options
 from engine.settings.preflight import build_bind_error
@@ -195,9 +192,11 @@ async def serve_model(
         archive = ResponseStore()
         memory = TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
-        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
-        if frozen is not None:
-            histories[FROZEN] = frozen
+        histories: dict[str, PersistentLru] = {
+            RESPONSES: archive,
+            TURNS: memory,
+            **({FROZEN: frozen} if frozen else {}),
+        }
         recall = HistoryLoader(histories, disk_folder(options.cache))
         watch = ShardWatch(target.peers, target.lane)
         async with run_engine(
@@ -243,18 +242,6 @@ async def serve_model(
         return clean
     finally:
         await target.close()
-
-
-def make_digest_route(running: Engine, target: Target) -> Route:
-    """Return the route on which the router of a fleet hears what this server holds."""
-    store = None if target.transfer is None else target.transfer.store
-    source = DigestSource(target.identity, store, time.time_ns(), time.monotonic_ns)
-
-    async def tell_digests(_: Request) -> Response:
-        message = await to_thread.run_sync(source.take_message, running.submissions.read_world())
-        return Response(message, media_type="application/vnd.msgpack")
-
-    return Route(DIGEST_PATH, tell_digests)
 
 
 def with_grammars(target: Target, match: Match) -> Target:

@@ -186,7 +186,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another method": (
         "awq",
         {"quant_method": "bitsandbytes"},
-        "quant_method 'bitsandbytes' is not supported; accepted: 'fp8', 'awq', 'gptq', 'compressed-tensors', or un",
+        "quant_method 'bitsandbytes' is not supported; accepted: 'fp8', 'awq', 'gptq', 'compressed-tensors', 'mxfp4', or un",
     ),
     "hqq": ("awq", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
     "no method": ("awq", {"quant_method": None}, "quant_method None is not supported"),
