@@ -49,7 +49,7 @@ from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
 from engine.serving.digest_route import make_digest_route
 from engine.serving.watch_shards import ShardWatch
-from engine.serving.wiring import CompressionParts, StatusSources, run_engine
+from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.live_figures import LiveFigures
 from engine.settings.options import Options
 from engine.settings.preflight import build_bind_error
@@ -192,11 +192,9 @@ async def serve_model(
         archive = ResponseStore()
         memory = TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
-        histories: dict[str, PersistentLru] = {
-            RESPONSES: archive,
-            TURNS: memory,
-            **({FROZEN: frozen} if frozen else {}),
-        }
+        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
+        if frozen is not None:
+            histories[FROZEN] = frozen
         recall = HistoryLoader(histories, disk_folder(options.cache))
         watch = ShardWatch(target.peers, target.lane)
         async with run_engine(
@@ -229,12 +227,8 @@ async def serve_model(
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
-            log.info("shutting down: running requests have %g s; a second signal ends them", options.http.grace)
             deadline = anyio.current_time() + options.http.grace
-            clean = await running.submissions.drain(options.http.grace)
-            clean = await close_connections(serving, deadline) and clean
-            if not clean:
-                log.warning("%g s are over: the requests that were still running were cut short", options.http.grace)
+            clean = await drain_requests(running, serving, options.http.grace)
         watch.close()
         for history in histories.values():
             await history.close(deadline)
@@ -242,6 +236,17 @@ async def serve_model(
         return clean
     finally:
         await target.close()
+
+
+async def drain_requests(running: Engine, serving: RunningServer, grace_s: float) -> bool:
+    """Let running requests end within the grace. Return True if none was cut short."""
+    log.info("shutting down: running requests have %g s; a second signal ends them", grace_s)
+    deadline = anyio.current_time() + grace_s
+    clean = await running.submissions.drain(grace_s)
+    clean = await close_connections(serving, deadline) and clean
+    if not clean:
+        log.warning("%g s are over: the requests that were still running were cut short", grace_s)
+    return clean
 
 
 def with_grammars(target: Target, match: Match) -> Target:
@@ -257,9 +262,7 @@ def collect_live_properties(target: Target, frozen: FrozenMessages) -> LiveFigur
 
 
 def freeze_collected() -> None:
-    """Freeze all objects that exist: otherwise the collector looks through them for 0.1 s in the middle
-    of a request.
-    """
+    """Freeze all objects: otherwise the collector looks through them for 0.1 s in the middle of a request."""
     gc.collect()
     gc.freeze()
 
