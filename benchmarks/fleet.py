@@ -48,7 +48,7 @@ SETTLE_S = 180.0  # for a replica to come back
 
 
 @frozen
-class Turn:
+class FleetTurn:
     """One request of a session, and what the single server answered."""
 
     body: dict[str, Any]
@@ -135,30 +135,30 @@ class CutShortError(Exception):
         self.tokens = tuple(tokens)
 
 
-async def record_sessions(url: str, sessions: int, turns: int) -> list[list[Turn]]:
+async def record_sessions(url: str, sessions: int, turns: int) -> list[list[FleetTurn]]:
     """Let the single server answer all turns of all sessions."""
     dice = random.Random(50)
     shared = write_text(dice, SYSTEM_WORDS)
-    recorded = list[list[Turn]]()
+    recorded = list[list[FleetTurn]]()
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         for session in range(sessions):
             messages = [{"role": "system", "content": f"{shared} {write_text(dice, 40)}"}]
-            own = list[Turn]()
+            own = list[FleetTurn]()
             for number in range(session, turns, sessions):
                 messages.append({"role": "user", "content": write_text(dice, TURN_WORDS)})
                 body = {**make_body(messages, number), "prompt_cache_key": f"session-{session}"}
                 tokens, text, cached = await ask(client, body)
-                own.append(Turn(body, tokens, cached))
+                own.append(FleetTurn(body, tokens, cached))
                 messages.append({"role": "assistant", "content": text})
             recorded.append(own)
     return recorded
 
 
-async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], pause_s: float, outcome: Outcome) -> None:
+async def replay_sessions(url: str, recorded: Sequence[Sequence[FleetTurn]], pause_s: float, outcome: Outcome) -> None:
     """Ask the fleet for all turns. Each session waits for its answers, and then on average for `pause_s`."""
     dice = random.Random(51)
 
-    async def replay(client: httpx.AsyncClient, own: Sequence[Turn]) -> None:
+    async def replay(client: httpx.AsyncClient, own: Sequence[FleetTurn]) -> None:
         for turn in own:
             await anyio.sleep(dice.uniform(0, 2 * pause_s))
             await replay_turn(client, turn, outcome)
@@ -168,7 +168,7 @@ async def replay_sessions(url: str, recorded: Sequence[Sequence[Turn]], pause_s:
             tasks.start_soon(replay, client, own)
 
 
-async def replay_turn(client: httpx.AsyncClient, turn: Turn, outcome: Outcome) -> None:
+async def replay_turn(client: httpx.AsyncClient, turn: FleetTurn, outcome: Outcome) -> None:
     try:
         tokens, _, cached = await ask(client, turn.body)
     except CutShortError as error:

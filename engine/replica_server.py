@@ -2,7 +2,7 @@
 
 The words of the command come as one line of JSON on standard input, so that keys are not seen in the list of processes.
 Standard input stays open as long as the actor lives. At its end this process ends as well, at once: a server without
-its actor would hold memory, a device and a cache folder that nobody knows of.
+its actor would hold memory, a device and a cache folder without an owner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports: what a client is told of its request when it ends. Every transition that closes a stream makes one."""
+"""Reports: what a client learns of its request when it ends. Every transition that closes a stream makes one."""
 
 from __future__ import annotations
 

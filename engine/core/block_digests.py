@@ -19,7 +19,7 @@ from adapters.store.store import Store
 from effects.ids import RequestId, Tier, Tokens
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import Prefilling, Restoring, Speculating, State, Waiting, get_remainder
-from states.routing.digests import MOST_KEYS, Digest, DigestWriter, LoadReport, TierChange, select_keys
+from states.routing.digests import MOST_KEYS, DigestWriter, LoadReport, ReplicaDigest, TierChange, select_keys
 from states.routing.route_prices import round_rates
 from states.slots import Slot, find_row_salt
 from states.world import World
@@ -158,7 +158,7 @@ class DigestRecord(msgspec.Struct, frozen=True, array_like=True):
     loads: dict[str, int]
 
 
-def encode_digests(digests: Iterable[Digest]) -> bytes:
+def encode_digests(digests: Iterable[ReplicaDigest]) -> bytes:
     """Return digests as one message."""
     records = [
         DigestRecord(
@@ -177,7 +177,7 @@ def encode_digests(digests: Iterable[Digest]) -> bytes:
     return msgspec.msgpack.encode(records)
 
 
-def decode_digests(message: bytes) -> list[Digest]:
+def decode_digests(message: bytes) -> list[ReplicaDigest]:
     """Return the digests of a message. Raises ValueError if it is none, or too long."""
     if len(message) > MOST_MESSAGE:
         raise ValueError(f"{len(message)} bytes of digests; accepted: {MOST_MESSAGE}")
@@ -188,12 +188,12 @@ def decode_digests(message: bytes) -> list[Digest]:
     return [decode_digest(record) for record in records]
 
 
-def decode_digest(record: DigestRecord) -> Digest:
+def decode_digest(record: DigestRecord) -> ReplicaDigest:
     if min(record.wait_ns, record.answer_ns, record.slots - 1) < 0:
         raise ValueError(f"a load that cannot be: {record.wait_ns}, {record.answer_ns}, {record.slots}")
     changes = tuple(TierChange(one.tier, split_keys(one.added), split_keys(one.removed)) for one in record.changes)
     load = LoadReport(record.wait_ns, record.slots, record.answer_ns, Rates(record.prefill, record.loads))
-    return Digest(record.epoch, record.number, record.whole, changes, load)
+    return ReplicaDigest(record.epoch, record.number, record.whole, changes, load)
 
 
 def split_keys(joined: bytes) -> frozenset[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx2
 
 from engine.core.block_digests import DIGEST_PATH, decode_digests
-from states.routing.digests import Digest
+from states.routing.digests import ReplicaDigest
 
 log = logging.getLogger("rekindle.fleet")
 STATS_KEY: Final = "rekindle_digests"
@@ -31,7 +31,7 @@ def fetch_routing_stats(client: httpx2.Client) -> dict[str, Any]:
         return {}
 
 
-def read_routing_stats(stats: Mapping[str, Any]) -> list[Digest]:
+def read_routing_stats(stats: Mapping[str, Any]) -> list[ReplicaDigest]:
     """Return the digests in routing stats; none where there are none, or where they cannot be read."""
     message = stats.get(STATS_KEY, b"")
     if not isinstance(message, bytes) or not message:

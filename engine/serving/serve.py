@@ -18,13 +18,10 @@ from typing import NoReturn
 
 import anyio
 import anyio.to_thread
-from anyio import TASK_STATUS_IGNORED, to_thread
+from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from attrs import define, evolve
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapters.device.executor import DeviceExecutor
@@ -43,7 +40,6 @@ from adapters.http.wire.server import RunningServer, serve_app
 from adapters.watched_thread import WatchedThread
 from effects.job import Sampling
 from engine import __version__
-from engine.core.block_digests import DIGEST_PATH, DigestSource
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
 from engine.loading.load_target import Target
@@ -51,6 +47,7 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
+from engine.serving.digest_route import make_digest_route
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.live_figures import LiveFigures
@@ -230,12 +227,8 @@ async def serve_model(
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
-            log.info("shutting down: running requests have %g s; a second signal ends them", options.http.grace)
             deadline = anyio.current_time() + options.http.grace
-            clean = await running.submissions.drain(options.http.grace)
-            clean = await close_connections(serving, deadline) and clean
-            if not clean:
-                log.warning("%g s are over: the requests that were still running were cut short", options.http.grace)
+            clean = await drain_requests(running, serving, options.http.grace)
         watch.close()
         for history in histories.values():
             await history.close(deadline)
@@ -245,16 +238,15 @@ async def serve_model(
         await target.close()
 
 
-def make_digest_route(running: Engine, target: Target) -> Route:
-    """Return the route on which the router of a fleet hears what this server holds."""
-    store = None if target.transfer is None else target.transfer.store
-    source = DigestSource(target.identity, store, time.time_ns(), time.monotonic_ns)
-
-    async def tell_digests(_: Request) -> Response:
-        message = await to_thread.run_sync(source.take_message, running.submissions.read_world())
-        return Response(message, media_type="application/vnd.msgpack")
-
-    return Route(DIGEST_PATH, tell_digests)
+async def drain_requests(running: Engine, serving: RunningServer, grace_s: float) -> bool:
+    """Let running requests end within the grace. Return True if none was cut short."""
+    log.info("shutting down: running requests have %g s; a second signal ends them", grace_s)
+    deadline = anyio.current_time() + grace_s
+    clean = await running.submissions.drain(grace_s)
+    clean = await close_connections(serving, deadline) and clean
+    if not clean:
+        log.warning("%g s are over: the requests that were still running were cut short", grace_s)
+    return clean
 
 
 def with_grammars(target: Target, match: Match) -> Target:
@@ -270,9 +262,7 @@ def collect_live_properties(target: Target, frozen: FrozenMessages) -> LiveFigur
 
 
 def freeze_collected() -> None:
-    """Freeze all objects that exist: otherwise the collector looks through them for 0.1 s in the middle
-    of a request.
-    """
+    """Freeze all objects: otherwise the collector looks through them for 0.1 s in the middle of a request."""
     gc.collect()
     gc.freeze()
 

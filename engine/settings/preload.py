@@ -27,7 +27,14 @@ from adapters import process_memory
 SMALL = (
     *("asyncio", "bz2", "cmath", "csv", "decimal", "lzma", "multiprocessing.shared_memory", "queue", "resource"),
     *("statistics", "unicodedata", "uuid", "zlib"),
-    *("llguidance", "msgspec", "numpy", "tokenizers", "zstandard"),
+    *(
+        "llguidance",
+        "msgspec",
+        "numpy",
+        "tokenizers",
+        "watchfiles",
+        "zstandard",
+    ),  # uvicorn takes watchfiles if it is there
 )
 OPENING = "torch"  # what the thread is called
 CALLED = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")  # of a GPU's driver

@@ -32,7 +32,7 @@ from typing import Literal, TypeAlias
 from attrs import evolve, field, frozen
 
 from states.routing.digests import LoadReport
-from states.routing.fleet_view import NOTHING, FleetView, Group, KnownReplica, list_numbers
+from states.routing.fleet_view import NOTHING, FleetView, KnownReplica, ReplicaGroup, list_numbers
 from states.routing.route_prices import SHARED_TIER
 
 Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "home_slower", "only_one", "new_session"]
@@ -79,7 +79,7 @@ class RouteQuery:
 
 
 @frozen
-class Home:
+class SessionHome:
     """The replica of a conversation's last request. keys: of that prompt.
 
     valid_until: the number of the replica's digest that will say whether it holds them.
@@ -151,7 +151,7 @@ class Fleet:
         return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.spare
 
 
-def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteDecision | None:
+def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) -> RouteDecision | None:
     """Choose the replica of a request; None: there is none. The module's docstring has the rules."""
     view = fleet.view
     count = len(view.replicas)
@@ -163,7 +163,7 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
         groups = separate_home(groups, at_home, count_home_blocks(at_home, home, query.keys))
     unwanted = sum(1 << view.replicas[name].number for name in query.avoid & view.replicas.keys())
     if unwanted and unwanted != view.everyone:
-        groups = [Group(group.mask & ~unwanted, group.blocks) for group in groups]
+        groups = [ReplicaGroup(group.mask & ~unwanted, group.blocks) for group in groups]
     placing = fleet.policy.neighbour_ns if at_home is None else 0
     ranks = rank_replicas(fleet, placing)
     best: Candidate | None = None
@@ -186,7 +186,7 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: Home | None) -> RouteD
     return choose_prefill_elsewhere(fleet, query, decision) if fleet.policy.prefill_elsewhere else decision
 
 
-def count_home_blocks(replica: KnownReplica, home: Home, keys: Sequence[bytes]) -> int:
+def count_home_blocks(replica: KnownReplica, home: SessionHome, keys: Sequence[bytes]) -> int:
     """Count the blocks of a prompt that its home holds as far as the router itself knows: it sent a prompt there.
 
     That counts until the replica's own digests say what it has kept of it.
@@ -205,15 +205,15 @@ def count_home_blocks(replica: KnownReplica, home: Home, keys: Sequence[bytes]) 
     return low
 
 
-def separate_home(groups: Sequence[Group], home: KnownReplica, presumed: int) -> list[Group]:
+def separate_home(groups: Sequence[ReplicaGroup], home: KnownReplica, presumed: int) -> list[ReplicaGroup]:
     """Return the groups with the home in one of its own, which holds at least the presumed blocks on the device."""
     bit = 1 << home.number
-    separated = list[Group]()
+    separated = list[ReplicaGroup]()
     for group in groups:
         if group.mask & bit:
-            separated.append(Group(bit, tuple(max(presumed, blocks) for blocks in group.blocks)))
+            separated.append(ReplicaGroup(bit, tuple(max(presumed, blocks) for blocks in group.blocks)))
         if group.mask & ~bit:
-            separated.append(Group(group.mask & ~bit, group.blocks))
+            separated.append(ReplicaGroup(group.mask & ~bit, group.blocks))
     return separated
 
 
@@ -240,7 +240,9 @@ def rank_replicas(fleet: Fleet, placing: int) -> list[int]:
     return ranks
 
 
-def rank_group(fleet: Fleet, query: RouteQuery, group: Group, ranks: Sequence[int], placing: int) -> list[Candidate]:
+def rank_group(
+    fleet: Fleet, query: RouteQuery, group: ReplicaGroup, ranks: Sequence[int], placing: int
+) -> list[Candidate]:
     """Return the best replica of a group, one for each set of prices in it. ranks: of all replicas."""
     ends = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in group.blocks)
     found = list[Candidate]()

@@ -47,7 +47,7 @@ class TierChange:
 
 
 @frozen
-class Digest:
+class ReplicaDigest:
     """One message of a replica. epoch: of its process, greater after each restart. number: from 1 in each epoch."""
 
     epoch: int
@@ -75,7 +75,7 @@ class DigestWriter:
     _held: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])
     _added: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])  # since the last digest
     _removed: dict[Tier, set[bytes]] = field(factory=dict[Tier, "set[bytes]"])
-    _recent: list[Digest] = field(factory=list[Digest])
+    _recent: list[ReplicaDigest] = field(factory=list[ReplicaDigest])
 
     def note_change(self, tier: Tier, added: Iterable[bytes], removed: Iterable[bytes] = ()) -> None:
         """Note that a tier has got and lost blocks. Of a tier that is full, further blocks are left out."""
@@ -104,7 +104,7 @@ class DigestWriter:
             before = self._held.get(tier, set())
             self.note_change(tier, now - before, before - now)
 
-    def write(self, load: LoadReport) -> Digest:
+    def write(self, load: LoadReport) -> ReplicaDigest:
         """Return the next digest."""
         self.number += 1
         whole = self.number % self.whole_every == 1 or self.whole_every == 1
@@ -117,16 +117,16 @@ class DigestWriter:
         )
         self._added = {}
         self._removed = {}
-        digest = Digest(self.epoch, self.number, whole, changes, load)
+        digest = ReplicaDigest(self.epoch, self.number, whole, changes, load)
         self._recent = [*self._recent, digest][-RECENT_DIGESTS:]
         return digest
 
-    def list_recent(self) -> tuple[Digest, ...]:
+    def list_recent(self) -> tuple[ReplicaDigest, ...]:
         """Return the last digests in order, the newest always. Earlier ones only as far as their keys are few.
 
         Digests before a whole one are of no use, so they are left out.
         """
-        chosen = list[Digest]()
+        chosen = list[ReplicaDigest]()
         keys = 0
         for digest in reversed(self._recent):
             keys += digest.key_count
@@ -146,7 +146,7 @@ class DigestReader:
     number: int = 0
     _newest: int = 0  # the greatest number that was seen in this epoch
 
-    def accept(self, digest: Digest) -> bool:
+    def accept(self, digest: ReplicaDigest) -> bool:
         """Note a digest, and return whether it is to be applied. Repeated, late and unconnected ones are not.
 
         A digest of a later epoch makes everything before it void: `is_void` says so until a whole one was applied.

@@ -22,7 +22,7 @@ from attrs import define, field, frozen
 
 from effects.ids import Tier
 from states.rates import Rates
-from states.routing.digests import Digest, DigestReader, LoadReport
+from states.routing.digests import DigestReader, LoadReport, ReplicaDigest
 from states.routing.route_prices import SHARED_TIER, TIERS, RoutePrices, make_prices
 
 MOST_DEPTHS = 8  # different lengths of prefix in one tier that are kept apart; the others count as shorter
@@ -47,7 +47,7 @@ class KnownReplica:
 
 
 @frozen
-class Group:
+class ReplicaGroup:
     """Replicas that hold the same of a prompt. blocks: by tier, as far as it and those before it have everything."""
 
     mask: int
@@ -88,7 +88,7 @@ class FleetView:
             self.everyone &= ~(1 << replica.number)
             self._sort_kinds()
 
-    def apply_digest(self, name: str, digest: Digest) -> bool:
+    def apply_digest(self, name: str, digest: ReplicaDigest) -> bool:
         """Apply a digest of a replica. Return False where it is repeated, late or unconnected, or the replica unknown.
 
         The load is believed in any case, except that of an earlier process.
@@ -117,11 +117,13 @@ class FleetView:
         """Sort replicas by their prices. One without known rates is taken to be like the first that has some."""
         unknown = make_prices(Rates())
         known = next((one.prices for one in self.replicas.values() if one.prices is not unknown), unknown)
-        kinds = dict[int, tuple[RoutePrices, int]]()
+        kinds: list[tuple[RoutePrices, int]] = []
         for replica in self.replicas.values():
             prices = known if replica.prices is unknown else replica.prices
-            kinds[id(prices)] = prices, kinds.get(id(prices), (prices, 0))[1] | 1 << replica.number
-        self.kinds = list(kinds.values())
+            at = next((index for index, (other, _) in enumerate(kinds) if other is prices), len(kinds))
+            mask = kinds[at][1] if at < len(kinds) else 0
+            kinds[at : at + 1] = [(prices, mask | 1 << replica.number)]
+        self.kinds = kinds
 
     def _change_tier(
         self, replica: KnownReplica, tier: Tier, added: frozenset[bytes], removed: frozenset[bytes]
@@ -149,11 +151,11 @@ class FleetView:
         for tier, place in TIER_NUMBERS.items():
             self._change_tier(replica, tier, frozenset(), frozenset(replica.held[place]))
 
-    def find_groups(self, keys: Sequence[bytes]) -> list[Group]:
+    def find_groups(self, keys: Sequence[bytes]) -> list[ReplicaGroup]:
         """Return groups of all replicas, by the prefix of `keys` that each holds. keys: those that may be reused."""
         by_tier = [self._split_by_depth(self._mask_reader(keys, tier), len(keys)) for tier in (DISK, HOST, DEVICE)]
         shared = self._find_shared_depth(keys)
-        groups = list[Group]()
+        groups = list[ReplicaGroup]()
         for disk, on_disk in by_tier[0]:
             for host, in_host in by_tier[1]:
                 both = on_disk & in_host
@@ -163,7 +165,7 @@ class FleetView:
                     mask = both & on_device
                     if mask:
                         ends = tuple(accumulate((device, host, disk, shared), max))
-                        groups.append(Group(mask, ends))
+                        groups.append(ReplicaGroup(mask, ends))
         return groups
 
     def _mask_reader(self, keys: Sequence[bytes], tier: int) -> Callable[[int], int]:

@@ -5,6 +5,7 @@ None of them draws random numbers: a draw is a digest of the request's number, s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -54,8 +55,9 @@ class CountingRouter:
                 pass
         return None
 
+    @abstractmethod
     def choose(self, query: RouteQuery) -> str:
-        raise NotImplementedError
+        """Return the name of the replica that gets the request."""
 
     def _route(self, query: RouteQuery) -> RouteDecision | None:
         if not self.requests:

@@ -11,8 +11,16 @@ from typing import TypeAlias
 
 from attrs import define, evolve, field, frozen
 
-from states.routing.choose_replica import Fleet, Home, Policy, ReplicaLoads, RouteDecision, RouteQuery, choose_replica
-from states.routing.digests import Digest
+from states.routing.choose_replica import (
+    Fleet,
+    Policy,
+    ReplicaLoads,
+    RouteDecision,
+    RouteQuery,
+    SessionHome,
+    choose_replica,
+)
+from states.routing.digests import ReplicaDigest
 from states.routing.fleet_view import FleetView
 
 SCANNED_KEYS = 256  # last keys of a prompt among which the end of an earlier prompt is looked for
@@ -33,7 +41,7 @@ class ReplicaRemoved:
 @frozen
 class DigestArrived:
     replica: str
-    digest: Digest
+    digest: ReplicaDigest
     now_ns: int
 
 
@@ -64,7 +72,7 @@ class PrefixRouter:
 
     policy: Policy = field(factory=Policy)
     view: FleetView = field(factory=FleetView)
-    homes: dict[str, Home] = field(factory=dict[str, Home])
+    homes: dict[str, SessionHome] = field(factory=dict[str, SessionHome])
     _requests: list[int] = field(factory=list[int])
     _free_at: list[int] = field(factory=list[int])
     _sessions: list[int] = field(factory=list[int])
@@ -102,7 +110,7 @@ class PrefixRouter:
             self.view.remove_replica(name)
             self._requests[replica.number] = 0
 
-    def _apply_digest(self, name: str, digest: Digest, now_ns: int) -> None:
+    def _apply_digest(self, name: str, digest: ReplicaDigest, now_ns: int) -> None:
         replica = self.view.replicas.get(name)
         if replica is None:
             return
@@ -135,7 +143,7 @@ class PrefixRouter:
             del self._ends[next(iter(self._ends))]
         return name
 
-    def _note_decision(self, query: RouteQuery, decision: RouteDecision, home: Home | None, now_ns: int) -> None:
+    def _note_decision(self, query: RouteQuery, decision: RouteDecision, home: SessionHome | None, now_ns: int) -> None:
         replica = self.view.replicas[decision.replica]
         number = replica.number
         self._requests[number] += 1
@@ -147,7 +155,7 @@ class PrefixRouter:
             del self.homes[query.session]
             self._count_session(home.replica, -1)
         reader = replica.reader
-        self.homes[query.session] = Home(
+        self.homes[query.session] = SessionHome(
             replica.name, reader.epoch, reader.number + DIGESTS_UNTIL_TOLD - 1, tuple(query.keys)
         )
         self._count_session(replica.name, 1)

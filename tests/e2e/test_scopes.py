@@ -41,6 +41,8 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
             "kept": 0,
             "reason": "nothing_shared",
             "followed": 0,
+            "follow_compute_ms": 0.0,
+            "follow_wait_ms": 0.0,
             "miss": {"reason": "empty_store"},
         }
         _, how = ask(server, "Name three colours.")

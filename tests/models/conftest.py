@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import gguf  # noqa: F401 - before pytest takes the folder `gguf` of tests for it
 import pytest
 
 import hatch_build

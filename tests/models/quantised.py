@@ -23,7 +23,7 @@ Array = NDArray[Any]
 Parts = dict[str, Tensor]
 GROUP = 32
 # Of recurrent layers, and what chooses experts: nobody packs these
-SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "shared_expert_gate")
+SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 
 
 def in_words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

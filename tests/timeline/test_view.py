@@ -135,12 +135,19 @@ async def test_launches_are_on_their_lane_one_after_the_other(tmp_path: Path) ->
     assert len(launches) == len(recorded)
     assert data["launches"]["size"] == [len(launch.asks) for launch in recorded]
     assert max(data["launches"]["together"]) == 2, "two decoded together"
-    joined = [one for one, launch in zip(data["launches"]["together"], recorded, strict=True) if launch.joins]
-    assert joined
-    assert min(joined) == 2, "with those who were there"
     assert all(one[3] <= other[2] for one, other in pairwise(launches)), "two at once on one lane"
     kinds = names(data["asks"])
     assert [kinds[first] for _, first, _, _ in launches] == [type(one.asks[0].effect).__name__ for one in recorded]
+
+
+def test_a_step_that_joins_a_launch_is_shown_with_its_other_members(tmp_path: Path) -> None:
+    path = tmp_path / "story.jsonl"
+    path.write_text(STORIES["a_prompt_beside_its_neighbour"]())
+    recorded = [record for _, record in read_trace(path)[1] if isinstance(record, Launch)]
+    members = viewed(path)["launches"]["together"]
+    joined = [count for count, launch in zip(members, recorded, strict=True) if launch.joins]
+    assert joined
+    assert min(joined) == 2
 
 
 def test_hits_misses_and_what_each_event_led_to(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class DeadEnd:
 
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
-NOTHING: list[float] = []  # what was weighed of a row whose log-probabilities nobody asked for
+NOTHING: list[float] = []  # the weights of a row whose log-probabilities were not asked for
 TOGETHER = 4  # rows that a host picks from at once, where their tokens may be asked for one after the other
 
 

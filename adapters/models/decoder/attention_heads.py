@@ -1,4 +1,4 @@
-"""The treatment of heads beside attention itself: norms over all heads, factors of queries, and gates."""
+"""The treatment of heads before and after attention: norms over all heads, factors of queries, and gates."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from engine.core.block_digests import MOST_MESSAGE, DigestSource, decode_digests
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import build_layout, make_rows
 from states.rates import Rates
-from states.routing.digests import Digest, LoadReport, TierChange
+from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 from states.routing.fleet_view import FleetView
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 
@@ -86,7 +86,7 @@ async def test_the_load_is_the_time_that_waiting_prompts_miss():
 
 KEY = st.binary(min_size=16, max_size=16)
 DIGESTS = st.builds(
-    Digest,
+    ReplicaDigest,
     st.integers(0, 2**62),
     st.integers(1, 2**40),
     st.booleans(),
@@ -120,7 +120,7 @@ def test_a_message_that_is_none_is_refused(message):
 
 
 def test_keys_that_are_no_keys_and_messages_that_are_too_long_are_refused():
-    bad = encode_digests([Digest(1, 1, True, (TierChange("host", frozenset([b"short"])),))])
+    bad = encode_digests([ReplicaDigest(1, 1, True, (TierChange("host", frozenset([b"short"])),))])
     with pytest.raises(ValueError, match="5 bytes of keys"):
         decode_digests(bad)
     with pytest.raises(ValueError, match="bytes of digests"):

@@ -19,7 +19,7 @@ from engine.fleet.prefix_router import PrefixRequestRouter, build_query
 from engine.fleet.route_keys import RouteKeys
 from engine.fleet.routing_trace import TracedRouter, replay_trace
 from states.rates import Rates
-from states.routing.digests import Digest, LoadReport, TierChange
+from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 
 KEYS = tuple(f"key {number:2}".encode().ljust(16) for number in range(8))
 RATES = Rates((1_000_000,), {"host": 1000})
@@ -33,7 +33,7 @@ class OfflineRouter(PrefixRequestRouter):
 
 
 def replica(name: str, blocks: int = 0, number: int = 1) -> Any:
-    digest = Digest(1, number, True, (TierChange("host", frozenset(KEYS[:blocks])),), LoadReport(0, 2, 0, RATES))
+    digest = ReplicaDigest(1, number, True, (TierChange("host", frozenset(KEYS[:blocks])),), LoadReport(0, 2, 0, RATES))
     stats = {STATS_KEY: encode_digests([digest])}
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 

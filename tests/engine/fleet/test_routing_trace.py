@@ -9,7 +9,7 @@ import pytest
 from engine.fleet.routing_trace import RoutingDiffers, TracedRouter, replay_trace
 from states.rates import Rates
 from states.routing.choose_replica import Policy, RouteQuery
-from states.routing.digests import Digest, LoadReport, TierChange
+from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 from states.routing.prefix_router import (
     DigestArrived,
     PrefixRouter,
@@ -34,7 +34,7 @@ def record(path: Path) -> list[str]:
                 RequestArrived(query, 0),
                 ReplicaAdded("a"),
                 ReplicaAdded("b"),
-                DigestArrived("b", Digest(1, 1, True, (TierChange("host", frozenset(KEYS)),), load), 5),
+                DigestArrived("b", ReplicaDigest(1, 1, True, (TierChange("host", frozenset(KEYS)),), load), 5),
                 RequestsCounted({"a": 1}),
                 RequestArrived(query, 9),
                 RequestEnded(1),

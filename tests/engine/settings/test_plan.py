@@ -232,6 +232,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "max_ctx": 512,
         "numerics": "fast",
         "slots": 2,
+        "latency_target": 20,
         "chunk": 128,
         "threads": 1,
         "draft": str(demo.FOLDER / "draft"),

@@ -12,6 +12,7 @@ from attrs import evolve
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.attention_rule import PLAIN
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.product_list import Weight, list_spans, span_of
 from adapters.models.numerics.probe import ProbeShape, boundaries, probe, probe_key
@@ -99,11 +100,11 @@ class SeesItsNeighbours(Mutant):
 class ForgetsFarKeys(Mutant):
     """Beyond products, where only the whole layer tells: one value of the tile before is lost to small buckets."""
 
-    def attend(self, q, k_cache, v_cache, batch):
+    def attend(self, q, k_cache, v_cache, batch, rule=PLAIN):
         if batch.bucket < 64 and any(segment.start >= self.kv_tile for segment in batch.segments):
             v_cache = v_cache.clone()
             v_cache[:, :, self.kv_tile - 1] = 0
-        return super().attend(q, k_cache, v_cache, batch)
+        return super().attend(q, k_cache, v_cache, batch, rule)
 
 
 class TwoKinds(Qwen3Config):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from states.rates import Rates, estimate_prefill_time
-from states.routing.choose_replica import Home, Policy, RouteQuery
-from states.routing.digests import Digest, LoadReport, TierChange
+from states.routing.choose_replica import Policy, RouteQuery, SessionHome
+from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 from states.routing.fleet_view import FleetView, list_numbers
 from states.routing.prefix_router import (
     DigestArrived,
@@ -49,7 +49,7 @@ def fleet(count: int, policy: Policy = POLICY, **held: dict[str, int]) -> Prefix
 def tell(router: PrefixRouter, name: str, number: int, *, wait_ns: int = 0, epoch: int = 1, **held: int) -> None:
     changes = tuple(TierChange(tier, frozenset(KEYS[:blocks])) for tier, blocks in held.items())
     load = LoadReport(wait_ns, slots=2, answer_ns=1000 * MS, rates=RATES)
-    router.advance(DigestArrived(name, Digest(epoch, number, True, changes, load), 0))
+    router.advance(DigestArrived(name, ReplicaDigest(epoch, number, True, changes, load), 0))
 
 
 def route(router: PrefixRouter, query: RouteQuery, now_ns: int = 0) -> tuple[str, str]:
@@ -227,8 +227,8 @@ def test_a_long_prompt_is_read_elsewhere_where_that_is_asked_for_and_costs_less(
     router = fleet(2, Policy(prefill_elsewhere=threshold))
     for name in "ab":
         load = LoadReport(0, 2, 0, evolve(RATES, loads={"shared": shared_ns}))
-        router.advance(DigestArrived(name, Digest(1, 2, True, (), load), 0))
-    router.homes["s"] = Home("a", 1, 2, KEYS[:1])
+        router.advance(DigestArrived(name, ReplicaDigest(1, 2, True, (), load), 0))
+    router.homes["s"] = SessionHome("a", 1, 2, KEYS[:1])
     router.advance(RequestsCounted({"a": open_requests}))
     decision = router.advance(RequestArrived(ask(5, "s"), 0))
     assert decision is not None
@@ -242,7 +242,7 @@ EVENTS = st.lists(
             DigestArrived,
             st.sampled_from("abcd"),
             st.builds(
-                Digest,
+                ReplicaDigest,
                 st.integers(1, 2),
                 st.integers(1, 6),
                 st.booleans(),
@@ -306,7 +306,7 @@ def test_groups_say_of_each_replica_what_it_holds(depths):
     for number, blocks in enumerate(depths):
         view.add_replica(str(number))
         changes = tuple(TierChange(tier, frozenset(KEYS[:count])) for tier, count in zip(TIERS, blocks, strict=True))
-        view.apply_digest(str(number), Digest(1, 1, True, changes))
+        view.apply_digest(str(number), ReplicaDigest(1, 1, True, changes))
     found = {number: group.blocks for group in view.find_groups(KEYS) for number in list_numbers(group.mask)}
     shared = max(blocks[3] for blocks in depths)
     assert found == {

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from states.rates import Rates
 from states.routing.digests import (
     RECENT_DIGESTS,
-    Digest,
     DigestReader,
     DigestWriter,
     LoadReport,
+    ReplicaDigest,
     TierChange,
     select_keys,
 )
@@ -48,7 +48,7 @@ def test_any_order_loss_and_repetition_leaves_no_claim_too_many_after_a_resync(s
     """Each step: what is held then, and whether the replica has restarted before."""
     writer = DigestWriter(1, whole_every)
     truth = dict[tuple[int, int], dict[str, set[bytes]]]()
-    sent = list[Digest]()
+    sent = list[ReplicaDigest]()
     for held, restarted in steps:
         if restarted:
             writer = DigestWriter(writer.epoch + 1, whole_every)
@@ -121,24 +121,24 @@ def test_recent_digests_stop_at_a_whole_one():
 
 def test_a_late_digest_of_an_earlier_process_says_nothing():
     reader = DigestReader()
-    assert reader.accept(Digest(2, 1, True, ()))
-    assert not reader.accept(Digest(1, 9, True, ()))
+    assert reader.accept(ReplicaDigest(2, 1, True, ()))
+    assert not reader.accept(ReplicaDigest(1, 9, True, ()))
     assert (reader.epoch, reader.number) == (2, 1)
 
 
 def test_a_restarted_replica_holds_nothing_until_it_says_so():
     view = FleetView()
     view.add_replica("one")
-    view.apply_digest("one", Digest(1, 1, True, (TierChange("host", frozenset(KEYS)),)))
-    view.apply_digest("one", Digest(2, 5, False, (TierChange("host", frozenset(KEYS[:1])),)))
+    view.apply_digest("one", ReplicaDigest(1, 1, True, (TierChange("host", frozenset(KEYS)),)))
+    view.apply_digest("one", ReplicaDigest(2, 5, False, (TierChange("host", frozenset(KEYS[:1])),)))
     assert claims(view, "one") == {}
 
 
 def test_the_load_of_the_newest_digest_is_believed_even_after_a_gap():
     view = FleetView()
     view.add_replica("one")
-    view.apply_digest("one", Digest(1, 1, True, ()))
-    view.apply_digest("one", Digest(1, 7, False, (), LoadReport(5, 2, 9, Rates((7,)))))
+    view.apply_digest("one", ReplicaDigest(1, 1, True, ()))
+    view.apply_digest("one", ReplicaDigest(1, 7, False, (), LoadReport(5, 2, 9, Rates((7,)))))
     assert view.replicas["one"].load.wait_ns == 5
     assert view.replicas["one"].prices.estimate_prefill_time(0, 10) == 70
 
