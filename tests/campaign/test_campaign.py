@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -16,6 +17,13 @@ from tests.campaign.kinds import DECODERS, KINDS
 
 MANY = 1000
 SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def spare_the_collector() -> None:
+    """Leave what exists out of the collections between cases: each would look through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def named(kind: Kind) -> str:

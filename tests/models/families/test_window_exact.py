@@ -135,7 +135,9 @@ class PagedReference(ReferenceKernels):
     is_paged = True
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma3, a long window", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3, a long window", "gemma4"))]
+)
 def test_windows_in_pages_are_those_in_one_piece(name):
     """As on a GPU: with fewer pages than a sequence has, and chunks that take those of all slots."""
     plain = whole_of(shard_of(name, ReferenceKernels()))
