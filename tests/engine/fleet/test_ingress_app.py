@@ -45,6 +45,13 @@ async def read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]
     return [json.loads(line) if line.startswith("{") else line for line in lines]
 
 
+async def wait_for_request(fleet: FakeFleet) -> None:
+    """Wait until the first server works on a request, and for what it says before the first token."""
+    while not fleet.first.door.tickets:  # noqa: ASYNC110 - the fake has no event for it
+        await anyio.sleep(0.01)
+    await anyio.sleep(0.4)
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 async def test_every_api_answers_as_the_server_does(fleet: FakeFleet, path: str) -> None:
     say_the_same(fleet)
@@ -111,7 +118,7 @@ async def test_a_stream_that_has_begun_goes_on_with_one_id(folder: Path) -> None
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
-            await anyio.sleep(0.4)
+            await wait_for_request(fleet)
             fleet.cut_first()
         assert len({one["id"] for one in found[:-1]}) == 1
         assert [one["choices"][0]["delta"].get("role") for one in found[:-1]].count("assistant") == 1
@@ -128,7 +135,7 @@ async def test_a_stream_with_progress_goes_on_as_well(fleet: FakeFleet) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
-        await anyio.sleep(0.4)
+        await wait_for_request(fleet)
         fleet.cut_first()
     choices = [choice for one in found[:-1] for choice in one["choices"]]
     for index in range(2):
@@ -140,14 +147,12 @@ async def test_a_stream_with_progress_goes_on_as_well(fleet: FakeFleet) -> None:
 async def test_a_stream_that_is_cut_after_a_token_ends_with_an_error(fleet: FakeFleet) -> None:
     fleet.first.door.hang_after = 2
     found: list[Any] = []
-
-    async def read() -> None:
-        found.extend(await read_stream(fleet.client, CHAT, chat(max_tokens=8)))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(read)
-        await anyio.sleep(0.3)
-        fleet.cut_first()
+    async with fleet.client.stream("POST", CHAT, json=chat(max_tokens=8, stream=True)) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line.removeprefix("data: ")))
+                if any(choice["delta"].get("content") for choice in found[-1].get("choices", ())):
+                    fleet.cut_first()
     assert found[-1]["error"]["type"] == "unavailable_error"
     assert not fleet.second.door.tickets
 
