@@ -12,8 +12,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.finite_check import check_finite
+from adapters.checkpoint.gguf.few_bit_types import LIBRARY_TYPES, unpack_with_library
 from adapters.checkpoint.gguf.header import GgufTensorInfo
-from adapters.checkpoint.gguf.library_types import LIBRARY_TYPES, unpack_with_library
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, LAYOUTS, UNPACK
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, check_levels, choose_piece_size, rearrange
 from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry

@@ -147,16 +147,16 @@ class DenseConfig:
         own = range(self.num_layers) if layers is None else layers
         count = self.recurrent_layers(own)
         held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
-        windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._windowed(own)]
+        windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._window_shapes(own)]
         rows = sum(size * count_window_rows(window) for size, window in windows)
         return count * held + rows, count * place + sum(size * window for size, window in windows)
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
         """Return the bytes of rows that all slots share: those of a step of this many rows in layers with a window."""
         own = range(self.num_layers) if layers is None else layers
-        return count_shared_rows(bucket) * sum(shape.row_bytes(dtype) for shape in self._windowed(own))
+        return count_shared_rows(bucket) * sum(shape.row_bytes(dtype) for shape in self._window_shapes(own))
 
-    def _windowed(self, layers: range) -> list[DenseConfig]:
+    def _window_shapes(self, layers: range) -> list[DenseConfig]:
         """Return the shapes of the layers that keep the rows of their windows alone."""
         attending = [self.shape_of(layer) for layer in layers if not self.recurrent(layer)]
         return [shape for shape in attending if shape.traits.keeps_window]

@@ -14,8 +14,8 @@ The protocol has two phases, and compares no clocks:
 
 A server writes its first report before it lists the store for the first time. So a server that a collector does not
 know yet will list the store later, and will see the mark. A server is dead when its report has not changed while a
-collector has watched it for SILENT_S, by that collector's own clock; its store was lost to it or it has ended, and
-it lists the store anew before it finds anything again.
+collector has watched it for SILENT_S, by that collector's own clock. It has ended, or it cannot reach the store. In
+that case it lists the store anew before it finds anything again.
 
 Marks of dead servers are removed, so what they named is found again. Two collectors may mark and remove the same run:
 each has asked all servers.

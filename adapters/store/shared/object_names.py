@@ -5,9 +5,9 @@
     marks/<server>-<number>.json                            runs that a server is about to remove
     samples/<server>-<number>                               what a start writes to measure the store
 
-The name of a run says all that its rows depend on: the root stands for the model's identity and the block size, the key
-for all tokens up to the run's end, the number behind it for the run's first token. So servers that save one run at the
-same time write the same object, and no object is ever changed.
+The name of a run says all that its rows depend on. The root stands for the model's identity and the block size. The key
+stands for all tokens up to the run's end, and the number after it for the run's first token. So servers that save one
+run at the same time write the same object, and no object is ever changed.
 """
 
 from __future__ import annotations

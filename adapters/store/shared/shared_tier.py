@@ -1,7 +1,7 @@
 """The shared tier: runs in an object store that several servers of one identity use, as `--kv-shared-tier` names it.
 
-The problem: what one server has computed, others should restore, bit for bit, although servers come and go, write the
-same runs at the same time, and the store may be slow or gone at any moment.
+The problem: what one server has computed, others should restore, bit for bit. Servers come and go, and write the same
+runs at the same time. The store may be slow or gone at any moment.
 
 How it works. A run is one object, with the name and the content of a file of the disk tier (`object_names.py`). A
 thread with an event loop of its own does everything that no request waits for:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -168,11 +168,19 @@ def write_python_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
     if not found and schema.get("additionalProperties") is not False:
         one = f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" ({write_python_value(tool, schema.get("additionalProperties"))})'
         return f'({one} (COMMA {one})*)? ")"'
-    behind = '")"'  # what may follow an argument
-    ways = ['")"']  # the arguments with which the list may begin, or its end
+    return write_ordered_arguments(found, rules, comma="COMMA", end='")"')
+
+
+def write_ordered_arguments(found: Sequence[tuple[str, bool]], rules: GeneratedRules, *, comma: str, end: str) -> str:
+    """Return the rule of arguments in this order, with commas between them.
+
+    found: the rule of each argument, and whether it is required. comma, end: how these two are written.
+    """
+    following = end  # what may follow an argument
+    ways = [end]  # the arguments with which the list may begin, or its end
     for part, needed in reversed(found):
-        ways = [f"{part} {behind}"] if needed else [f"{part} {behind}", *ways]
-        behind = rules.add_rule(f"COMMA {part} {behind}" if needed else f"(COMMA {part})? {behind}")
+        ways = [f"{part} {following}"] if needed else [f"{part} {following}", *ways]
+        following = rules.add_rule(f"{comma} {part} {following}" if needed else f"({comma} {part})? {following}")
     return f"({' | '.join(ways)})"
 
 

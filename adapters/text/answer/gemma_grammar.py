@@ -14,6 +14,7 @@ from adapters.text.answer.argument_grammar import (
     read_options,
     refuse_unknown_keywords,
     write_json_value,
+    write_ordered_arguments,
 )
 from adapters.text.answer.gemma_calls import MARK
 from adapters.text.answer.input_rules import bare_rules, bare_terminal
@@ -66,12 +67,7 @@ def write_gemma_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
     if not found and schema.get("additionalProperties") is not False:
         one = f'KEY ":" ({_write_value(tool, schema.get("additionalProperties"))})'
         return f'({one} ("," {one})*)? "}}"'
-    behind = '"}"'  # what may follow an argument
-    ways = ['"}"']  # the arguments with which the list may begin, or its end
-    for part, needed in reversed(found):
-        ways = [f"{part} {behind}"] if needed else [f"{part} {behind}", *ways]
-        behind = rules.add_rule(f'"," {part} {behind}' if needed else f'("," {part})? {behind}')
-    return f"({' | '.join(ways)})"
+    return write_ordered_arguments(found, rules, comma='","', end='"}"')
 
 
 def _write_value(tool: FunctionTool, schema: object) -> str:

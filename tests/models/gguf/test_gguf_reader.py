@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import gguf
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf import gguf_tensor, header
+from adapters.checkpoint.gguf.few_bit_types import LIBRARY_TYPES
 from adapters.checkpoint.gguf.header import ListField, read_header
-from adapters.checkpoint.gguf.library_types import LIBRARY_TYPES
 from adapters.checkpoint.gguf.types import PACKINGS, REFUSED
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, UNPACK
 from gguf import GGMLQuantizationType as Kind
