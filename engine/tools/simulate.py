@@ -112,7 +112,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
         "min_tokens",
         "latency_target_ns",
     )
-    state = ("interval", "cold_max", "state_places", "settles_apart")
+    state = ("interval", "cold_max", "state_places", "commits_per_segment")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 
