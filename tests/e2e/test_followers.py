@@ -14,7 +14,7 @@ from engine.__main__ import main
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 
-HEAD, TAIL = 900, 60  # tokens
+HEAD, TAIL = 900, 90  # tokens
 COUNT = 5  # requests that begin together
 
 
