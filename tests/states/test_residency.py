@@ -215,7 +215,7 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
 
 HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, block_size=1, block=1)
 JOBS = {ONE: Job((1, 1), 2), TWO: Job((2,), 3), THREE: Job((3,), 1)}
-TWO_JOBS = {TWO: JOBS[TWO], THREE: JOBS[THREE]}  # enough to share a draft, where anything may fail as well
+TWO_JOBS = {ONE: JOBS[ONE], TWO: JOBS[TWO]}  # enough to share a draft, where anything may fail as well
 FAILED = (DeviceFailed("out_of_memory", ""), DeviceFailed("abandoned", ""))
 
 
@@ -298,6 +298,6 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
             if (known := repr(reached)) not in seen:
                 seen.add(known)
                 todo.append(reached)
-    assert len(seen) > 200
+    assert len(seen) > 100
     moved = {"loaded"} if after == "keep" or failures else set()
     assert ends == {place} | moved, "only a failed parking leaves a draft behind that nobody keeps"
