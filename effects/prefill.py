@@ -64,4 +64,6 @@ class RunPrefill:
     checkpoint: bool = False
     place: PlaceId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
-    held: bool = False  # copy the positional state at `start`, which the slot has already, out first, to be kept
+    keeps_state_first: bool = (
+        False  # copy the positional state at `start`, which the slot has already, out first, to be kept
+    )

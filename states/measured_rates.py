@@ -12,7 +12,7 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control
 from states.events import EffectOutcome
-from states.lane import Lane, count_further_steps, is_launch_leader, is_typical_time
+from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
 from states.request_states import Compressing, Restoring, State
@@ -34,7 +34,7 @@ def learn_from_outcome(
     """
     match effect, answer.outcome:
         case RunDecode(propose=propose), Decoded() as decoded:
-            leads = is_launch_leader(lane, answer.request)
+            leads = is_first_of_step(lane, answer.request)
             return learn_from_decode(known_rates, propose, decoded, lane, settings, leads=leads)
         case RunPrefill(), PrefillAdvanced():
             concurrent = isinstance(state, Restoring) and state.loading
@@ -58,9 +58,13 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_b
 
     is_beside: these are decode steps, and a prompt is computed on the prompt lane.
     """
-    if lane.shares_device or (is_beside and not settings.block):
+    if lane.shares_device or (is_beside and not settings.max_proposals):
         return False
-    return bool(settings.block) or not isinstance(answer.outcome, Decoded) or is_launch_leader(lane, answer.request)
+    return (
+        bool(settings.max_proposals)
+        or not isinstance(answer.outcome, Decoded)
+        or is_first_of_step(lane, answer.request)
+    )
 
 
 def learn_from_decode(
@@ -71,13 +75,13 @@ def learn_from_decode(
     leads: this is the outcome of the launch's leader. Every member reports the time of the same launch, so only the
     leader's report is learned.
     """
-    if leads and decoded.ns and decoded.proposed == propose and is_typical_time(lane, decoded.ns):
+    if leads and decoded.ns and decoded.proposed == propose and is_time_comparable(lane, decoded.ns):
         shape = get_launch_shape(lane.running)
         known_rates = known_rates.with_decode_times(
             launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
         )
-    if not settings.block:
+    if not settings.max_proposals:
         return known_rates  # the rest is what is learned of a draft
     for _ in range(count_further_steps(decoded) if leads else 0):
-        known_rates = speculation_control.record_launch(known_rates, lane.plan)
-    return speculation_control.record_outcome(settings, known_rates, lane.plan, decoded)
+        known_rates = speculation_control.record_step(known_rates, lane.plan)
+    return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)

@@ -83,7 +83,7 @@ class BestStart:
     free: list[int]  # slots without a holder
     source: int  # the slot that has most in common with its prompt
     shared: list[int]  # by slot, rows in common with the prompt
-    spare: list[int]  # free slots that can serve the prompt in place, without overwriting rows worth keeping
+    free_in_place: list[int]  # free slots that can serve the prompt in place, without overwriting rows worth keeping
     state_rows: int  # rows that the request can go on from
     place: PlaceId | None  # that has the state behind them; None: the source itself, or the model has none
 
@@ -133,7 +133,7 @@ def give_slot(
     state_rows = start.state_rows
     place = start.place
     keep = shared[source] if settings.store else state_rows
-    target = source if keep and source in start.spare else find_oldest(slots, free, source if keep else None)
+    target = source if keep and source in start.free_in_place else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
         place_owner = None if place is None else slots.places[place].slot

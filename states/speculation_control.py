@@ -41,16 +41,16 @@ from attrs import evolve, frozen
 
 from effects.decode import Decoded
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
-from states.rates import INITIAL_SPARE, Rates
+from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
 
 REFILL = 10  # thousandths of a plain launch that every token pays into an account: one percent
 PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
 REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
 SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
-LONGEST_REST = 512  # plain launches between two tries at most
-STAKE = 4  # launches that bring nothing which an account has to bear, or only the cheapest way is taken
-MAX_SERVER_SPARE = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
+LONGEST_TRIAL_GAP = 512  # plain launches between two tries at most
+FRUITLESS_STEPS = 4  # launches that bring nothing which an account has to bear, or only the cheapest way is taken
+MAX_SERVER_ACCOUNT = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
 
 
@@ -62,7 +62,9 @@ class Plan:
     price: int = UNIT
     plain_ns: int = 0  # nanoseconds of a plain launch; 0: not measured
     is_trial: bool = False  # it is not expected to pay
-    draft_behind: bool = False  # the draft has to catch up with rows before it proposes, which no price includes
+    charges_measured_time: bool = (
+        False  # the draft has to catch up with rows before it proposes, which no price includes
+    )
     price_doubted: bool = False  # the price is too uncertain to be charged; the measured time is charged instead
     self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
     reason: str = (
@@ -82,13 +84,13 @@ class SpeculationControl:
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     seen: int = 0  # decode steps with proposals
-    spare: int = 0  # thousandths of a plain launch that may still be lost: the account
+    account: int = 0  # thousandths of a plain launch that may still be lost: the account
     plan: Plan = NO_PLAN  # of the launch that the request is in, or was in last
 
 
 def list_widths(settings: Settings) -> tuple[int, ...]:
     """List the numbers of proposals worth considering: those that fill a forward up to its bucket, and the maximum."""
-    most = min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0
+    most = min(settings.tree or settings.max_proposals, settings.batch_rows - 1) if settings.max_proposals else 0
     return list_bucket_widths(most)
 
 
@@ -107,7 +109,7 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
     widths = list_widths(settings)
     is_known = len(rates.gains) == len(widths)
     gains = rates.gains if is_known else tuple(map(estimate_chain_gain, widths))
-    return SpeculationControl(widths, gains, branching=settings.tree > 0, spare=min(rates.spare, INITIAL_SPARE))
+    return SpeculationControl(widths, gains, branching=settings.tree > 0, account=min(rates.account, INITIAL_ACCOUNT))
 
 
 @cache
@@ -136,7 +138,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     if done.proposed:
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
-    spare = update_balance(control.spare, control.plan, done)
+    spare = update_balance(control.account, control.plan, done)
     return SpeculationControl(control.widths, gains, control.branching, seen, spare, control.plan)
 
 
@@ -199,20 +201,22 @@ def plan_launch(
     if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
         return plain
     options = list(list_options(wanted, prices, row_limit))
-    least_spare = min(control.spare for _, control in wanted if control)
+    least_spare = min(control.account for _, control in wanted if control)
     # What every member has gained beyond the account that an answer begins with. A member that loses it again is no
     # later than without a draft, so the server's account need not bear it.
-    gained = least_spare - INITIAL_SPARE
-    spare = min(least_spare, max(rates.spare, gained))
+    gained = least_spare - INITIAL_ACCOUNT
+    spare = min(least_spare, max(rates.account, gained))
     affordable = [option for option in options if option.price - UNIT <= spare]
     cheapest = min((option.price for option in affordable), default=UNIT)
-    bearable = [option for option in affordable if option.price == cheapest or STAKE * (option.price - UNIT) <= spare]
+    bearable = [
+        option for option in affordable if option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= spare
+    ]
     best = max(bearable, key=rate_option, default=None)
     pays = rate_option(best) > UNIT * len(wanted) if best else False
-    if best is None or not (pays or rates.rest == 0):
+    if best is None or not (pays or rates.steps_until_trial == 0):
         would_pay = max(map(rate_option, options), default=0) > UNIT * len(wanted)
         reason = "loss_limit" if would_pay else "does_not_pay"
-        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.rest, spare))
+        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, spare))
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
@@ -226,9 +230,9 @@ def plan_launch(
         best.price,
         prices.plain_ns,
         is_trial=not pays,
-        draft_behind=draft_behind or not pays,
+        charges_measured_time=draft_behind or not pays,
         price_doubted=price_doubted,
-        self_funded=gained > rates.spare,
+        self_funded=gained > rates.account,
         reason="does_not_pay",
         steps=count_bearable_steps(best.price, spare) if is_settled else 1,
     )
@@ -239,7 +243,7 @@ def count_plain_steps(options: Sequence[ProposalOption], rest: int, spare: int) 
     until_affordable = [
         -(-(option.price - UNIT - spare) // REFILL) for option in options if option.price - UNIT > spare
     ]
-    return min([*until_affordable, rest or LONGEST_REST])
+    return min([*until_affordable, rest or LONGEST_TRIAL_GAP])
 
 
 def count_bearable_steps(price: int, spare: int) -> int:
@@ -290,30 +294,38 @@ def rate_option(option: ProposalOption) -> int:
 # --- what a launch teaches all requests ---
 
 
-def record_launch(rates: Rates, plan: Plan) -> Rates:
+def record_step(rates: Rates, plan: Plan) -> Rates:
     """Return the rates after a launch has begun. Tries move further apart, and nearer when proposals pay."""
     if plan.is_trial:
-        return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST_REST))
+        return evolve(
+            rates,
+            steps_until_trial=rates.next_trial_gap,
+            next_trial_gap=min(2 * rates.next_trial_gap, LONGEST_TRIAL_GAP),
+        )
     if any(plan.proposals):
-        return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
-    spare = max(rates.spare, min(rates.spare + REFILL, INITIAL_SPARE))
-    rest = max(0, rates.rest - bool(plan.reason))
-    return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
+        return evolve(rates, next_trial_gap=max(1, rates.next_trial_gap // 2)) if rates.next_trial_gap > 1 else rates
+    spare = max(rates.account, min(rates.account + REFILL, INITIAL_ACCOUNT))
+    rest = max(0, rates.steps_until_trial - bool(plan.reason))
+    return (
+        rates
+        if (spare, rest) == (rates.account, rates.steps_until_trial)
+        else evolve(rates, account=spare, steps_until_trial=rest)
+    )
 
 
-def record_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
+def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
     """Return the rates after the outcome of one member. The members share what a launch costs the server's account.
 
     What a plain launch earns was paid in when it began.
     """
     if not any(plan.proposals):
         return rates
-    spare = min(update_balance(rates.spare, plan, done, len(plan.proposals)), MAX_SERVER_SPARE)
-    spare = max(spare, rates.spare) if plan.self_funded else spare
+    spare = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
+    spare = max(spare, rates.account) if plan.self_funded else spare
     if not done.proposed:
-        return evolve(rates, spare=spare)
+        return evolve(rates, account=spare)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
-    return evolve(rates, gains=gains, seen=rates.seen + 1, spare=spare)
+    return evolve(rates, gains=gains, seen=rates.seen + 1, account=spare)
 
 
 def update_balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
@@ -328,6 +340,6 @@ def charge_launch(plan: Plan, took_ns: int) -> int:
     The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain launch is
     charged beyond the price: what took longer was held up by other work.
     """
-    if not (plan.draft_behind or plan.price_doubted) or not took_ns or not plan.plain_ns:
+    if not (plan.charges_measured_time or plan.price_doubted) or not took_ns or not plan.plain_ns:
         return plan.price
     return min(max(plan.price, UNIT * took_ns // plan.plain_ns), plan.price + UNIT)

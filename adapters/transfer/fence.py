@@ -34,7 +34,7 @@ class Fence:
 
     request: RequestId
     failure: StoreFailed | None = None
-    passed: bool = False
+    is_open: bool = False
     marks: DeviceMarks = NO_MARKS
     _is_finished: anyio.Event = field(factory=anyio.Event)
 
@@ -49,7 +49,7 @@ class Fence:
             self.failure = StoreFailed(state.kind, state.detail)
         else:
             self.marks = after
-            self.passed = True  # last, since other threads read it
+            self.is_open = True  # last, since other threads read it
 
     def finish(self, _: None, error: BaseException | None) -> None:
         if error is not None:
@@ -65,11 +65,11 @@ class Fences:
     find_slot: SlotFinder
     _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
 
-    def raise_fence(self, request: RequestId, effect: OpenSlot) -> None:
+    def place_fence(self, request: RequestId, effect: OpenSlot) -> None:
         """Raise a fence right behind the opening, before other work that a restore would have to wait for."""
         self._fences[effect.slot] = self._submit_fence(request, effect.slot)
 
-    def get_fence(self, request: RequestId, slot: SlotId) -> Fence:
+    def get_or_place_fence(self, request: RequestId, slot: SlotId) -> Fence:
         fence = self._fences.get(slot)
         return fence if fence is not None and fence.request == request else self._submit_fence(request, slot)
 

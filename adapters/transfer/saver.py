@@ -60,11 +60,11 @@ MAX_SNAPSHOT_NS = 2_000_000_000
 # Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms, and a
 # prefill that leaves one takes far longer. So the lane does not wait for the third.
 MOST_COPIES = 2
-AT_ONCE = PaceSnapshot(may_copy=True)
+UNPACED = PaceSnapshot(may_copy=True)
 
 
 @frozen
-class SlotSnapshot:
+class SnapshotSource:
     """A slot as the lane has found it.
 
     is_current: does the slot still have those rows? Called on the lane. salt: rows that are kept are found with the
@@ -86,16 +86,16 @@ class PaceGate:
     """
 
     pace: PaceSnapshot = field(factory=PaceSnapshot)
-    news: SimpleQueue[None] = field(factory=SimpleQueue)
+    changed: SimpleQueue[None] = field(factory=SimpleQueue)
 
     def set_pace(self, pace: PaceSnapshot) -> None:
         self.pace = pace
-        self.news.put(None)
+        self.changed.put(None)
 
     def wait_until_open(self) -> None:
         """Wait until the next run may be copied."""
         while not self.pace.may_copy:
-            self.news.get()
+            self.changed.get()
 
 
 @define(eq=False)
@@ -116,8 +116,8 @@ class Saver:
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
     state_worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-state"))
     _gates: dict[RequestId, PaceGate] = field(init=False, factory=dict[RequestId, PaceGate])
-    _copies: threading.Semaphore = field(init=False, factory=lambda: threading.Semaphore(MOST_COPIES))
-    _coming: set[tuple[Tokens, str]] = field(init=False, factory=set)  # checkpoints on their way to host memory
+    _copy_permits: threading.Semaphore = field(init=False, factory=lambda: threading.Semaphore(MOST_COPIES))
+    _keys_in_flight: set[tuple[Tokens, str]] = field(init=False, factory=set)  # checkpoints on their way to host memory
 
     # --- called on the event loop ---
 
@@ -146,7 +146,7 @@ class Saver:
             await loop.run_in_executor(self.state_worker, lambda: None)
         finally:
             del self._gates[request]
-            gate.set_pace(AT_ONCE)  # if this was cancelled, the thread must not wait for an engine that has gone
+            gate.set_pace(UNPACED)  # if this was cancelled, the thread must not wait for an engine that has gone
         log.info("request %d: kept %d tokens, wrote %d new bytes", request, rows, saved, extra={"request": request})
         return SnapshotSaved(rows, saved)
 
@@ -157,7 +157,7 @@ class Saver:
 
     # --- called on the lane ---
 
-    def _prepare(self, request: RequestId, effect: SaveSnapshot) -> SlotSnapshot | StoreFailed:
+    def _prepare(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSource | StoreFailed:
         self.catch_up(effect.slot)
         state = self.find_slot(effect.slot, request)
         if isinstance(state, DeviceFailed):
@@ -170,7 +170,7 @@ class Saver:
         def is_current() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SlotSnapshot(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
+        return SnapshotSource(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Begin to keep the slot's positional state if it stands behind rows `[0, at)`.
@@ -187,19 +187,19 @@ class Saver:
             log.warning("request %d: slot %d has %d rows, but no checkpoint at %d", *where, extra={"request": request})
             return False
         key = tuple(state.tokens[:at]), state.salt
-        if key in self._coming or not self.store.lacks_checkpoint(*key):
+        if key in self._keys_in_flight or not self.store.lacks_checkpoint(*key):
             return True
-        self._copies.acquire()
+        self._copy_permits.acquire()
         try:
             exported = self.state.export(slot)
             marks = record_marks(self.lane.devices)
         except Exception as error:
-            self._copies.release()
+            self._copy_permits.release()
             if not is_out_of_memory(error):
                 raise
             self._warn_of_lost_checkpoint(request, at, error)
             return False
-        self._coming.add(key)
+        self._keys_in_flight.add(key)
         self.state_worker.submit(self._keep_checkpoint, request, key, exported, marks)
         return True
 
@@ -220,12 +220,12 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - without it, rows are computed again
             self._warn_of_lost_checkpoint(request, len(tokens), error)
         finally:
-            self._coming.discard(key)
-            self._copies.release()
+            self._keys_in_flight.discard(key)
+            self._copy_permits.release()
 
     # --- called on a thread of its own ---
 
-    def _copy_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot, gate: PaceGate) -> tuple[int, int]:
+    def _copy_missing_runs(self, effect: SaveSnapshot, found: SnapshotSource, gate: PaceGate) -> tuple[int, int]:
         """Copy runs until all are kept or the time is over. Return (rows kept from the first one on, new bytes)."""
         end = self.clock_ns() + MAX_SNAPSHOT_NS
         tokens = effect.tokens
@@ -242,7 +242,9 @@ class Saver:
             saved += size
         return len(tokens), saved
 
-    def _find_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot) -> Iterator[tuple[Run, Sequence[RowMover]]]:
+    def _find_missing_runs(
+        self, effect: SaveSnapshot, found: SnapshotSource
+    ) -> Iterator[tuple[Run, Sequence[RowMover]]]:
         for run in self.store.find_missing_runs(effect.tokens, salt=found.salt):
             yield run, self.target
         if self.draft:
@@ -251,7 +253,7 @@ class Saver:
                 yield run, self.draft
 
     def _copy_run(
-        self, found: SlotSnapshot, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
+        self, found: SnapshotSource, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
     ) -> int | None:
         """Copy one run and give it to the store. Return its bytes, or None if there was no room."""
         try:
@@ -273,7 +275,7 @@ class Saver:
         end: the time of `clock_ns` up to which it may wait.
         """
         memory = self.store.memory
-        with memory.notify(gate.news):
+        with memory.notify(gate.changed):
             while True:
                 is_writing = self.store.queued_bytes > 0  # asked before, since memory is free when a write is over
                 try:
@@ -283,9 +285,9 @@ class Saver:
                     if not gate.pace.may_wait or not is_writing or left_ns < 0:
                         raise
                 with suppress(Empty):
-                    gate.news.get(timeout=left_ns / 1e9)
+                    gate.changed.get(timeout=left_ns / 1e9)
 
-    def _run_on_lane(self, work: Callable[[], T], found: SlotSnapshot) -> T:
+    def _run_on_lane(self, work: Callable[[], T], found: SnapshotSource) -> T:
         """Run the copy on the lane, between its other work.
 
         Raises RowsLost if the slot no longer has the rows: a process that was lost and restarted has other rows under

@@ -83,7 +83,7 @@ log = logging.getLogger("rekindle")
 
 
 @define
-class Target:
+class LoadedModel:
     """A model that is ready to serve, with the facts that the engine and the HTTP server need."""
 
     folder: Path
@@ -98,10 +98,10 @@ class Target:
     mode: str  # exact or fast
     freezes: bool  # for messages that have aged, if there is a prompt scorer
     scope: Scope  # of requests that do not name one
-    kept: CalibrationCache
+    calibrations: CalibrationCache
     draft: DraftModel | None = None
     scorer: LoadedScorer | None = None
-    offloaded: HostExperts | None = None
+    host_experts: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
 
@@ -110,7 +110,7 @@ class Target:
         return {"mode": self.mode, **self.numerics.build_report()}
 
     @property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """The bytes of weights, without experts in host memory."""
         held = self.shard.memory()
         return held["weights"] + held["host"]
@@ -122,10 +122,10 @@ class Target:
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
             "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
-            "size": self.weights,
+            "size": self.weight_bytes,
             "packed": list(self.checkpoint.packing_names),
             "bits_per_weight": round(self.checkpoint.stored_bits, 2),
-            "bits_in_memory": round(self.checkpoint.compute_bits(self.weights), 2),
+            "bits_in_memory": round(self.checkpoint.compute_bits(self.weight_bytes), 2),
             "quantize_error": self.checkpoint.rounding_error,
         }
 
@@ -161,32 +161,32 @@ class Target:
 
     def collect_live(self) -> LiveFigures:
         """Return what changes while it serves."""
-        damaged: Mapping[str, int] = self.kept.damaged
+        damaged: Mapping[str, int] = self.calibrations.damaged
         if self.transfer is None:
-            return LiveFigures(self.memory(0), damaged, {"disk_policy": "off"}, self.outages)
+            return LiveFigures(self.build_ledger(0), damaged, {"disk_policy": "off"}, self.outages)
         cache = self.transfer.store.collect_figures()
         policy = str(self.scope) if self.has_disk else "off"
         return LiveFigures(
-            self.memory(cache["host"]["bytes"]),
+            self.build_ledger(cache["host"]["bytes"]),
             {**damaged, **self.transfer.store.damaged_files},
             {**cache, "disk_policy": policy},
             self.outages,
             {f"tier {name}": why for name, why in self.transfer.store.troubles.items()},
         )
 
-    def memory(self, blocks: int) -> MemoryLedger:
+    def build_ledger(self, blocks: int) -> MemoryLedger:
         """Return where each model's weights are, and what slots, buffers and the cache take. blocks: bytes of blocks.
 
         Called on any thread.
         """
         target = self.shard.memory()
-        host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
+        host = target["host"] + (0 if self.host_experts is None else self.host_experts.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         others = {"draft": draft, **({} if self.scorer is None else {"drafter": self.scorer.memory()})}
         models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
         return MemoryLedger(
             models={"target": ModelBytes(target["weights"], host), **models},
-            experts=None if self.offloaded is None else self.offloaded.build_figures(),
+            experts=None if self.host_experts is None else self.host_experts.build_figures(),
             shards=tuple(describe_shard(part) for part in self.shard.parts),
             draft=None if self.draft is None else describe_draft(self.draft),
             drafter=None if self.scorer is None else describe_scorer(self.scorer),
@@ -220,7 +220,7 @@ class IdentityMismatch(Exception):
 
 def load_on_lane(
     options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
-) -> Target:
+) -> LoadedModel:
     """Load a target on its lane. only: the identity that is wanted. Raises UserError or IdentityMismatch."""
     if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.runtime.threads)
@@ -249,7 +249,7 @@ def load_with_peers(
     *,
     step: start_progress.StepListener,
     only: str | None,
-) -> Target:
+) -> LoadedModel:
     """Load a target over the processes that have its parts. apart: those processes."""
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
@@ -291,7 +291,7 @@ def load_with_peers(
     settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
     executor = build_executor(parts, settings, drafting=drafting, scorer=drafter, transfer=moving)
     offload_unused_draft(drafting, settings)
-    return Target(
+    return LoadedModel(
         folder=find_model_folder(options.model),
         checkpoint=checkpoint,
         shard=shard,
@@ -304,10 +304,10 @@ def load_with_peers(
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
-        kept=kept,
+        calibrations=kept,
         draft=draft,
         scorer=drafter,
-        offloaded=hosted,
+        host_experts=hosted,
         pflash=describe_compression(options, settings, drafter),
         transfer=moving,
     )

@@ -82,7 +82,7 @@ class InFlightStep:
     first, because a grammar or penalties of a request ask for it.
     """
 
-    rows: Sequence[BatchMember]
+    members: Sequence[BatchMember]
     step: Step
     forward: Forward
     logits: Tensor
@@ -136,19 +136,21 @@ class OverlappedDecode:
             self._in_flight = None
         return ()
 
-    def is_done_with(self, slot: int) -> bool:
+    def is_known_unused(self, slot: int) -> bool:
         """Is the device done with every step that had a row of the slot? Called between two steps.
 
         All steps before the one in flight have been read, so only that one counts. Copies that openings launched are
         not covered.
         """
-        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.rows)
+        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.members)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
         started_ns = time.perf_counter_ns()
         while running is not None:
             self._commit_rows(running)
-            staying = [] if batch.should_stop() else [row for row in running.rows if self._may_continue(row)]
+            staying = (
+                [] if batch.serve_and_check_stop() else [row for row in running.members if self._may_continue(row)]
+            )
             joining = self._begin_members(batch.take_joining(), batch)
             following = self._launch_next(running, staying, joining, batch)
             assert running.picking is not None
@@ -158,7 +160,7 @@ class OverlappedDecode:
             outcomes = self._append_picks(running, picked, launched_again, read_ns - started_ns)
             started_ns = read_ns
             if following is not None and following.picking is None:
-                following.picking = self._start_picking(following.logits, following.rows)
+                following.picking = self._start_picking(following.logits, following.members)
             batch.report_outcomes(outcomes)
             self._in_flight = following
             running = following
@@ -205,9 +207,9 @@ class OverlappedDecode:
         assert running.picking is not None
         tokens = running.picking.tokens
         try:
-            if len(staying) < len(running.rows):
+            if len(staying) < len(running.members):
                 places = set(staying)
-                indices = [index for index, row in enumerate(running.rows) if row in places]
+                indices = [index for index, row in enumerate(running.members) if row in places]
                 tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
@@ -267,9 +269,9 @@ class OverlappedDecode:
 
     def _commit_rows(self, running: InFlightStep) -> None:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
-        kept = [int(not row.has_ended) for row in running.rows]
+        kept = [int(not row.has_ended) for row in running.members]
         self.shard.commit(running.step, kept)
-        self.follow(running.step, running.forward, kept, [row.state for row in running.rows])
+        self.follow(running.step, running.forward, kept, [row.state for row in running.members])
 
     def _append_picks(
         self, running: InFlightStep, picked: Sequence[Picked], launched_again: Set[BatchMember], took_ns: int
@@ -280,7 +282,7 @@ class OverlappedDecode:
         the wait for the device.
         """
         outcomes = list[tuple[RequestId, Outcome]]()
-        for row, one in zip(running.rows, picked, strict=True):
+        for row, one in zip(running.members, picked, strict=True):
             if row.has_ended:
                 continue
             if not isinstance(one, Pick):

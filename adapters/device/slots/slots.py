@@ -41,7 +41,7 @@ class SlotState:
     sampler: Sampler
     loaded: Span = (0, 0)
     stops: frozenset[int] = frozenset()
-    context: tuple[Span, ...] = ()
+    draft_spans: tuple[Span, ...] = ()
     rows_ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
@@ -50,14 +50,14 @@ class SlotState:
     @property
     def draft_rows(self) -> Span:
         """The draft's rows right before `valid`, without a gap. The span is empty if the last row is missing."""
-        for start, stop in self.context:
+        for start, stop in self.draft_spans:
             if start < self.valid <= stop:
                 return start, self.valid
         return self.valid, self.valid
 
     def add_draft_rows(self, start: int, stop: int) -> None:
         """Note that the draft has rows `[start, stop)` now."""
-        self.context = add_span(self.context, start, stop)
+        self.draft_spans = add_span(self.draft_spans, start, stop)
 
     def holds(self, tokens: Sequence[int]) -> bool:
         """Do the first rows stand for exactly these tokens?"""
@@ -69,19 +69,19 @@ class SlotState:
         with self._lock:
             first, last = self.loaded
             self.loaded = (first, stop) if first < last == start else (start, stop)
-            self._advance(self.valid)
+            self._mark_computed(self.valid)
 
-    def resume(self, stop: int) -> None:
+    def set_state_row(self, stop: int) -> None:
         """Note that the positional state behind row `stop` is in place. The rows before it were there already."""
         self.rows_ahead = max(0, self.valid + self.rows_ahead - stop)
         self.valid = stop
 
-    def advance(self, valid: int) -> None:
+    def mark_computed(self, valid: int) -> None:
         """Note that rows up to `valid` are computed. Loaded rows that follow them become valid as well."""
         with self._lock:
-            self._advance(valid)
+            self._mark_computed(valid)
 
-    def _advance(self, valid: int) -> None:
+    def _mark_computed(self, valid: int) -> None:
         start, stop = self.loaded
         self.valid = stop if start <= valid < stop else valid
 
@@ -123,7 +123,7 @@ def abandoned_failure(request: RequestId) -> DeviceFailed:
     return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
 
 
-def slots_lost_by(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
+def find_lost_slots(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
     """Return the slots whose rows are not there, if opening `slot` raised this error."""
     if error is None:
         return ()
@@ -146,7 +146,7 @@ def check_opening(opening: OpenSlot, shard: Shard) -> None:
         raise ValueError(f"the prompt has tokens that are not in 0..{shard.spec.vocab_size - 1}")
 
 
-def find_decode_misfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
+def check_decode_step(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
     """Return why this cannot be the slot's next decode step; None if it can. capacity: rows of a slot."""
     position = effect.position
     token = effect.token
