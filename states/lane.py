@@ -12,18 +12,18 @@ Life of a launch:
 
 1. `enqueue_effect` appends an effect to `waiting`.
 2. When nothing runs, `choose_launch` moves some waiting effects to `running` (`start_launch`).
-3. A launch may continue alone: it does several decode steps, or several chunks of a prompt, without asking the core.
+3. A launch may run unattended: it does several decode steps, or several chunks of a prompt, without asking the core.
    Each outcome on the way says `more`. Its last outcome takes the member off `running` (`record_outcome`).
-4. When an effect arrives while a launch continues alone, it either joins the launch (`can_join`), or the executor is
+4. When an effect arrives while a launch runs unattended, it either joins the launch (`can_join`), or the executor is
    asked once to stop the launch after its current step (`StopLaunch`). `runs_unattended` is False from then on.
 
 Invariants, asserted in `states/invariants.py`:
 
 * A request has at most one effect on all lanes together.
 * A lane on which something waits is running, unless all that waits are decode steps without free pages.
-* No launch continues alone while something waits (`is_blocking` is False between two events).
+* No launch runs unattended while something waits (`is_blocking` is False between two events).
 
-Example. Requests 1 and 2 decode in one launch that continues alone. Request 3 has finished its prefill and asks for its
+Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3
 takes part from the next step on. Had request 3 asked for a prefill, the world would have sent `StopLaunch` instead.
 """
@@ -46,13 +46,15 @@ from states.speculation_control import NO_PLAN, Plan
 
 @frozen
 class Lane:
+    """The queue of one device thread, and the launch that it carries out now."""
+
     waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
     running: tuple[EffectRequest, ...] = ()  # members of the launch whose last outcome has not come
     last_was_decode: bool = False  # the last launch was a batch of decode steps
     member_count: int = 0  # effects that the last launch began with, and those that have joined it
-    proposing_steps: int = 0  # decode launches since the last one in which no request proposed anything
+    proposing_steps: int = 0  # decode steps since the last one in which no request proposed anything
     plan: Plan = NO_PLAN  # of the last launch
-    runs_unattended: bool = False  # it may take several steps, and has not been asked to stop
+    runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
     overtakes: int = 0  # times in a row that a shorter prompt went before the one that has waited longest
     shares_device: bool = False  # lane PROMPTS only: decode steps ran on the device during this launch
 
@@ -91,10 +93,11 @@ def remove_abandoned(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
 def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) -> Lane:
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
-    ends_together: the first member that ends stops the launch for all, so it no longer continues alone.
+    ends_together: there is a draft, and the first member that ends stops the launch for all. So it no longer runs
+    unattended.
     """
-    leads = lane.proposing_steps and is_first_of_step(lane, answer.request)
-    further_steps = count_further_steps(answer.outcome) if leads else 0
+    is_first = lane.proposing_steps and is_first_of_step(lane, answer.request)
+    further_steps = count_further_steps(answer.outcome) if is_first else 0
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
         return with_effect_requests(lane, lane.waiting, lane.running, further_steps) if further_steps else lane
     if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
@@ -106,7 +109,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
 
 
 def count_further_steps(outcome: Outcome) -> int:
-    """Count the steps that a launch has begun beyond the first one that this outcome reports.
+    """Count the steps that were not counted yet: those after the first step of this outcome.
 
     A launch that goes on has begun its next step already, so that step counts as well.
     """
@@ -114,9 +117,9 @@ def count_further_steps(outcome: Outcome) -> int:
 
 
 def with_effect_requests(
-    lane: Lane, waiting: tuple[EffectRequest, ...], running: tuple[EffectRequest, ...], more_proposing: int = 0
+    lane: Lane, waiting: tuple[EffectRequest, ...], running: tuple[EffectRequest, ...], added_steps: int = 0
 ) -> Lane:
-    """Return the lane with other queues. more_proposing: launches to add to `proposing_steps`.
+    """Return the lane with other queues. added_steps: to add to `proposing_steps`.
 
     This runs once or twice for every token of every answer. `evolve` would take three times as long.
     """
@@ -125,7 +128,7 @@ def with_effect_requests(
         running,
         lane.last_was_decode,
         lane.member_count,
-        lane.proposing_steps + more_proposing,
+        lane.proposing_steps + added_steps,
         lane.plan,
         lane.runs_unattended,
         lane.overtakes,
@@ -139,7 +142,7 @@ def can_launch(lane: Lane) -> bool:
 
 
 def is_blocking(lane: Lane) -> bool:
-    """Does something wait for a launch that would continue alone?"""
+    """Does something wait for a launch that runs unattended?"""
     return lane.runs_unattended and bool(lane.waiting and lane.running)
 
 
@@ -189,17 +192,17 @@ def remove_answered(lane: Lane, effect_request: EffectRequest) -> Lane:
 
 
 def is_first_of_step(lane: Lane, request: RequestId) -> bool:
-    """Is this the first member of a launch in which every member still takes part?
+    """Is this the first member of its step, and does every member still take part?
 
-    The outcomes of a step come in the order of its members, so the leader's outcome is the first one of each step. What
-    is counted once a step is counted then.
+    The outcomes of a step come in the order of its members, so this member's outcome is the first one of each step.
+    What is counted once a step is counted then.
     """
     return len(lane.running) == lane.member_count and lane.running[0].request == request
 
 
 def is_time_comparable(lane: Lane, took_ns: int) -> bool:
-    """Is this a time that such launches usually take, so that later ones may be judged by it?
+    """Is this a time by which later steps may be judged?
 
-    A launch in which the draft has to catch up takes longer than others, so its time counts only when it is short.
+    A trial, or a step before which the draft catches up, takes longer than others. Its time counts only if it is short.
     """
     return not lane.plan.charges_measured_time or UNIT * took_ns < lane.plan.price * lane.plan.plain_ns

@@ -10,7 +10,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
    (`choose_mixed_chunk`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
-   most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step behind it would come
+   most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
 5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
@@ -259,7 +259,7 @@ def plan_proposals(
 ) -> Plan:
     """Plan how many tokens each decode step proposes.
 
-    proposing_steps: launches since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain launch is
+    proposing_steps: steps since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain step is
     measured again, and already after one where the known time of a plain launch looks too long to be true.
     """
     controls = [find_control(requests, one) for one in decode_steps]

@@ -17,7 +17,7 @@ from effects.restore import BlocksRestored
 ALONE = 1000  # a slowdown in thousandths: something takes as long as it takes alone
 SLOWEST = 64 * ALONE  # no measurement of a slowdown counts for more
 FADE_DIVISOR = 32  # what is not measured again loses a 32nd each time
-INITIAL_ACCOUNT = 5000  # the most that `Rates.spare` is refilled to, and its first value: 1 % of 512 tokens
+INITIAL_ACCOUNT = 5000  # the most that `Rates.account` is refilled to, and its first value: 1 % of 512 tokens
 FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends at twice its start
 
 
@@ -31,8 +31,8 @@ class Rates:
     prefill: tuple[int, ...] = ()  # by span, to compute one prompt token
     # To load one token's rows, by the name of the tier that they come from.
     loads: Mapping[Tier, int] = field(factory=dict[Tier, int], hash=False)
-    # Ascending, each (span, requests, rows that are fed, time of such a launch of decode steps, time of a plain launch
-    # then). 0 rows: a plain launch, in which no request proposes anything; the last number is 0 there.
+    # Ascending, each (span, requests, rows that are fed, time of such a decode step, time of a plain step
+    # then). 0 rows: a plain step, in which no request proposes anything; the last number is 0 there.
     decode: tuple[tuple[int, int, int, int, int], ...] = ()
     # The times above are of either side alone. These are what computing and loading take while both go on for one
     # prompt, in thousandths of that. A mixture of the two conditions in one number would predict neither.
@@ -42,9 +42,9 @@ class Rates:
     # What `states/speculation_control.py` has learned of all requests together.
     gains: tuple[int, ...] = ()  # proposals of each width that are right, in thousandths
     seen: int = 0  # decode steps with proposals
-    account: int = INITIAL_ACCOUNT  # thousandths of a plain launch that may still be lost
-    steps_until_trial: int = 0  # plain launches until the next try
-    next_trial_gap: int = 1  # plain launches of the rest after that
+    account: int = INITIAL_ACCOUNT  # thousandths of a plain step that may still be lost
+    steps_until_trial: int = 0  # until proposals are tried again although they are not expected to pay
+    next_trial_gap: int = 1  # plain steps from the next trial to the one after it
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
@@ -54,7 +54,7 @@ class Rates:
             min(chain(single, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
             or len(self.prefill) > 64
         ):
-            raise ValueError(f"rates that cannot be: {self}")
+            raise ValueError(f"impossible rates: {self}")
 
     def with_decode_times(self, decode: tuple[tuple[int, int, int, int, int], ...]) -> Rates:
         """Return these rates with other times of decode steps.

@@ -158,9 +158,11 @@ def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt:
 
     * For `auto` and `fixed` it is the end of what they keep (`find_scope_boundary`). For `auto` that is 0 as long as no
       other prompt has shared a beginning with this one, and then there is no checkpoint.
-    * For `full` it is the row from which the next turn of the conversation goes on, and every `interval` tokens.
-    * For `full` it is also the last message boundary up to `shared_checkpoint_limit`, because new sessions of the same agent begin
-      alike. A session that was restored itself does not need that one. The boundary that opens the answer is left out.
+    * For `full` it is the row from which the next turn of the conversation goes on, and one in every
+      `checkpoint_interval` tokens.
+    * For `full` it is also the last message boundary up to `shared_checkpoint_limit`, because new sessions of the same
+      agent begin alike. A session that was restored itself does not need that one. The boundary that opens the answer
+      is left out.
     """
     job = prompt.job
     if not settings.store or job.scope.kind == "off":

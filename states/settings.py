@@ -34,13 +34,11 @@ class Settings:
     settles_apart: bool = False  # a forward with decode steps may move a prompt's state by any number of blocks
     state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
-    checkpoint_interval: int = (
-        0  # tokens between two checkpoints that scope `full` keeps; 0: it keeps them only where it ends
-    )
+    checkpoint_interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: only where it ends
     shared_checkpoint_limit: int = (
         0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
     )
-    max_proposals: int = 0  # tokens that the draft proposes in a decode step at most; 0: there is no draft
+    max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
     no_trees: bool = False  # trees were asked for, but positional state is kept behind one row, not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
@@ -92,15 +90,15 @@ class Settings:
         if self.shares_pages and self.stateful:
             raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
         if self.prompt_lane_min_rows and (self.stateful or self.max_proposals):
-            raise ValueError(
-                "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
-            )
+            raise ValueError("the prompt lane cannot be used with positional state or with a draft")
         if self.chunks_per_prefill > 1 and self.chunk <= self.prompt_lane_min_rows:
-            raise ValueError(f"several chunks of {self.chunk} rows: so few are on the decode steps' lane")
+            raise ValueError(
+                f"a prefill of several chunks needs chunks that go to the prompt lane; {self.chunk} rows are too few"
+            )
         if 0 < self.pages * self.page < self.max_context:
             raise ValueError(f"{self.pages} pages do not hold the longest sequence, {self.max_context} rows")
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:
-            raise ValueError(f"settings that cannot be: {self}")
+            raise ValueError(f"impossible settings: {self}")
 
 
 @frozen

@@ -81,7 +81,7 @@ class Restorer:
     _restoring: dict[RequestId, Restore] = field(factory=dict[RequestId, Restore])
 
     def place_fence(self, request: RequestId, effect: OpenSlot) -> None:
-        """Raise a fence behind the opening of the slot, so that a restore does not have to wait for later work."""
+        """Place a fence after the opening of the slot, so that a restore does not have to wait for later work."""
         self.fences.place_fence(request, effect)
 
     def abandon(self, request: RequestId) -> None:
@@ -142,6 +142,7 @@ class Restorer:
         return BlocksRestored(effect.start, stop, loaded, taken_ns)
 
     def _needs_reading(self, move: RunMove) -> bool:
+        """Are its rows in a lower tier, and not in host memory?"""
         return self.store.get_lower_tier(move.part.tier) is not None
 
     async def _copy_held(self, now: Restore, moves: Sequence[RunMove]) -> None:
@@ -219,8 +220,8 @@ class Restorer:
             copy.result()
 
     def _start_copies(self, now: Restore, near: QueuedCopies, asked: int) -> CopyFutures:
-        abreast = COPY_THREADS * max(1, len(now.fence.marks))
-        count = min(max(0, abreast - asked - 1) if asked else abreast, len(near))
+        at_once_count = COPY_THREADS * max(1, len(now.fence.marks))
+        count = min(max(0, at_once_count - asked - 1) if asked else at_once_count, len(near))
         return [self.workers.submit(now.copy_queued, near) for _ in range(count if now.fence.is_open else 0)]
 
     def _send_on_lane(
@@ -228,7 +229,7 @@ class Restorer:
     ) -> CopyFutures:
         """Send moves to parts elsewhere, then copy those of parts here meanwhile.
 
-        Called on the lane, behind the fence.
+        Called on the lane, after the fence.
         """
         if not now.fence.is_open:
             return []

@@ -7,9 +7,9 @@ How a snapshot is taken (`Saver.save`):
 
 1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. If a checkpoint was asked
    for, copy the positional state on its device; another thread brings the copy to host memory (`save_checkpoint`).
-   Record a mark behind everything that each GPU has been given.
+   Record a mark after everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
-   other into memory of the store. Copies on a GPU come behind the marks. A part that cannot be addressed from here (a
+   other into memory of the store. Copies on a GPU wait for the marks. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.
 3. Each run is given to the store, which queues it for the lower tiers.
 
@@ -58,14 +58,15 @@ log = logging.getLogger("rekindle.store")
 # For one snapshot. 32k tokens of an 8B model take a tenth of it, and the slot waits as long.
 MAX_SNAPSHOT_NS = 2_000_000_000
 # Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms, and a
-# prefill that leaves one takes far longer. So the lane does not wait for the third.
+# prefill that leaves one takes far longer. So an earlier copy has ended before a third one
+# begins; otherwise the lane would wait for it.
 MOST_COPIES = 2
-UNPACED = PaceSnapshot(may_copy=True)
+UNPACED = PaceSnapshot(may_copy=True)  # it may copy whenever it can, but not pin more memory or wait for it
 
 
 @frozen
 class SnapshotSource:
-    """A slot as the lane has found it.
+    """What a snapshot copies from: a slot as it was when the lane looked.
 
     is_current: does the slot still have those rows? Called on the lane. salt: rows that are kept are found with the
     same salt only. draft_span: the rows that the draft has its own for.
@@ -82,7 +83,7 @@ class SnapshotSource:
 class PaceGate:
     """The pace of one snapshot. It is set on the event loop, and the saver's thread waits for it.
 
-    news: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
+    changed: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
     """
 
     pace: PaceSnapshot = field(factory=PaceSnapshot)
@@ -122,7 +123,7 @@ class Saver:
     # --- called on the event loop ---
 
     def save(self, request: RequestId, effect: SaveSnapshot) -> Awaitable[SnapshotSaved | StoreFailed]:
-        """Begin to copy out what no tier has. Lower tiers write it later, in the background.
+        """Begin to copy out the rows that no tier has. Lower tiers write these later, in the background.
 
         The gate is there when this returns, so that no `PaceSnapshot` comes too early for it.
         """
@@ -136,19 +137,21 @@ class Saver:
 
     async def _save(self, request: RequestId, effect: SaveSnapshot, gate: PaceGate) -> SnapshotSaved | StoreFailed:
         try:
-            found = await self.lane.run(partial(self._prepare, request, effect))
-            if isinstance(found, StoreFailed):
-                return found
-            copying = partial(self._copy_missing_runs, effect, found, gate)
+            source = await self.lane.run(partial(self._prepare, request, effect))
+            if isinstance(source, StoreFailed):
+                return source
+            copying = partial(self._copy_missing_runs, effect, source, gate)
             loop = asyncio.get_running_loop()
-            rows, saved = await loop.run_in_executor(self.worker, copying)
-            # The checkpoints of this request are kept once all that were begun before this are.
+            rows, saved_bytes = await loop.run_in_executor(self.worker, copying)
+            # Checkpoints are kept in order, so an empty job at the end of their queue waits for those of this request.
             await loop.run_in_executor(self.state_worker, lambda: None)
         finally:
             del self._gates[request]
             gate.set_pace(UNPACED)  # if this was cancelled, the thread must not wait for an engine that has gone
-        log.info("request %d: kept %d tokens, wrote %d new bytes", request, rows, saved, extra={"request": request})
-        return SnapshotSaved(rows, saved)
+        log.info(
+            "request %d: kept %d tokens, wrote %d new bytes", request, rows, saved_bytes, extra={"request": request}
+        )
+        return SnapshotSaved(rows, saved_bytes)
 
     def close(self) -> None:
         """Wait for the snapshots and checkpoints that are being taken."""
@@ -173,10 +176,10 @@ class Saver:
         return SnapshotSource(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
-        """Begin to keep the slot's positional state if it stands behind rows `[0, at)`.
+        """Begin to keep the slot's positional state if it is the state after rows `[0, at)`.
 
-        The state is copied on its device; a thread brings the copy to host memory. Return False if the slot has no such
-        state, or if its device has no memory for the copy.
+        The state is copied on its device; a thread brings the copy to host memory. Return True also if the state is
+        kept already. Return False if the slot has no such state, or if its device has no memory for the copy.
         """
         state = self.find_slot(slot, request)
         layout = self.store.layout
@@ -223,44 +226,44 @@ class Saver:
             self._keys_in_flight.discard(key)
             self._copy_permits.release()
 
-    # --- called on a thread of its own ---
+    # --- called on the saver's thread ---
 
-    def _copy_missing_runs(self, effect: SaveSnapshot, found: SnapshotSource, gate: PaceGate) -> tuple[int, int]:
+    def _copy_missing_runs(self, effect: SaveSnapshot, source: SnapshotSource, gate: PaceGate) -> tuple[int, int]:
         """Copy runs until all are kept or the time is over. Return (rows kept from the first one on, new bytes)."""
         end = self.clock_ns() + MAX_SNAPSHOT_NS
         tokens = effect.tokens
-        saved = 0
-        for run, movers in self._find_missing_runs(effect, found):
+        saved_bytes = 0
+        for run, movers in self._find_missing_runs(effect, source):
             gate.wait_until_open()
-            is_late = saved > 0 and self.clock_ns() > end
-            size = None if is_late else self._copy_run(found, run, movers, gate, end)
+            is_late = saved_bytes > 0 and self.clock_ns() > end
+            size = None if is_late else self._copy_run(source, run, movers, gate, end)
             if size is None:
                 why = "no time" if is_late else "no room"
                 log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
                 self.store.dropped_rows += len(tokens) - run.start
-                return (run.start if run.kind == "rows" else len(tokens)), saved
-            saved += size
-        return len(tokens), saved
+                return (run.start if run.kind == "rows" else len(tokens)), saved_bytes
+            saved_bytes += size
+        return len(tokens), saved_bytes
 
     def _find_missing_runs(
-        self, effect: SaveSnapshot, found: SnapshotSource
+        self, effect: SaveSnapshot, source: SnapshotSource
     ) -> Iterator[tuple[Run, Sequence[RowMover]]]:
-        for run in self.store.find_missing_runs(effect.tokens, salt=found.salt):
+        for run in self.store.find_missing_runs(effect.tokens, salt=source.salt):
             yield run, self.target
         if self.draft:
-            start, stop = found.draft_span
-            for run in self.store.find_missing_runs(effect.tokens[:stop], "draft", start, found.salt):
+            start, stop = source.draft_span
+            for run in self.store.find_missing_runs(effect.tokens[:stop], "draft", start, source.salt):
                 yield run, self.draft
 
     def _copy_run(
-        self, found: SnapshotSource, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
+        self, source: SnapshotSource, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
     ) -> int | None:
         """Copy one run and give it to the store. Return its bytes, or None if there was no room."""
         try:
             buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), gate, end)
             for mover in movers:
-                work = partial(mover.copy_out, found.slot, (run.start, run.stop), buffer.data, found.marks)
-                work() if mover.is_addressable else self._run_on_lane(work, found)
+                work = partial(mover.copy_out, source.slot, (run.start, run.stop), buffer.data, source.marks)
+                work() if mover.is_addressable else self._run_on_lane(work, source)
         except Exception as error:
             is_draft_lost = run.kind == "draft" and isinstance(error, RowsLost)  # it costs its own rows only
             if not (is_draft_lost or is_out_of_memory(error)):
@@ -287,16 +290,16 @@ class Saver:
                 with suppress(Empty):
                     gate.changed.get(timeout=left_ns / 1e9)
 
-    def _run_on_lane(self, work: Callable[[], T], found: SnapshotSource) -> T:
-        """Run the copy on the lane, between its other work.
+    def _run_on_lane(self, work: Callable[[], T], source: SnapshotSource) -> T:
+        """Run the copy on the lane, between its other work, and wait until it is done.
 
         Raises RowsLost if the slot no longer has the rows: a process that was lost and restarted has other rows under
         the same slot number.
         """
 
         def check_and_work() -> T:
-            if not found.is_current():
-                raise RowsLost((), f"slot {found.slot} has lost the rows that were to be kept")
+            if not source.is_current():
+                raise RowsLost((), f"slot {source.slot} has lost the rows that were to be kept")
             return work()
 
         done = Future[T]()

@@ -1,4 +1,4 @@
-"""Loads a target from options. No other module constructs the parts of a model.
+"""Loads a model from options. Everything that constructs a part of a model is called from here.
 
 Theory of operation. A start must not read gigabytes before it knows that it can serve, and a restart must not serve
 other bits than before. So the load has stages, and each gets typed results of those before:
@@ -8,7 +8,9 @@ other bits than before. So the load has stages, and each gets typed results of t
 * Warm up, and measure rates for the scheduler (`Settings`).
 * Add the prompt scorer and the store, and build the executor, which is complete from then on.
 
-Begin with `load_on_lane`. All stages run on the lane, because only that thread may use the device.
+Begin with `load_on_lane`, which runs on the lane: it launches the work of the device. What it returns owns everything
+that was opened, and `LoadedModel.close` closes it in the order that the threads need. If a stage raises, the processes
+of remote parts are closed.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class LoadedModel:
     identity: str
     model_id: str
     mode: str  # exact or fast
-    freezes: bool  # for messages that have aged, if there is a prompt scorer
+    freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
     draft: DraftModel | None = None
@@ -219,78 +221,84 @@ class IdentityMismatch(Exception):
 
 
 def load_on_lane(
-    options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
+    options: Options, lane: DeviceLane, step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
-    """Load a target on its lane. only: the identity that is wanted. Raises UserError or IdentityMismatch."""
+    """Load a target on its lane. Raises UserError or IdentityMismatch.
+
+    expected_identity: the one that the model must have; None: any.
+    """
     if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.runtime.threads)
     folder = find_model_folder(options.model)
     checkpoint = Checkpoint.open(folder)
-    apart = connect_peers(options, folder, checkpoint)
+    peers = connect_peers(options, folder, checkpoint)
     try:
-        target = load_with_peers(apart, checkpoint, options, lane, step=step, only=only)
+        target = load_with_peers(peers, checkpoint, options, lane, step=step, expected_identity=expected_identity)
     except RowsLost as error:
-        apart.close()
+        peers.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
     except BaseException:
-        apart.close()
+        peers.close()
         raise
-    for peer in apart.shards:
+    for peer in peers.shards:
         if peer is not None:
             peer.set_loss_listener(target.executor.lose_all_slots)
     return target
 
 
 def load_with_peers(
-    apart: RemotePeers,
+    peers: RemotePeers,
     checkpoint: Checkpoint,
     options: Options,
     lane: DeviceLane,
     *,
     step: start_progress.StepListener,
-    only: str | None,
+    expected_identity: str | None,
 ) -> LoadedModel:
-    """Load a target over the processes that have its parts. apart: those processes."""
+    """Load a target whose parts may be in other processes. peers: those processes, if any."""
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
-    plan = plan_placement(options.placement, checkpoint.config, apart.shards)
-    opened = find_draft(options, checkpoint)
-    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
+    plan = plan_placement(options.placement, checkpoint.config, peers.shards)
+    opened_draft = find_draft(options, checkpoint)
+    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
-    kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
-    memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
-    counted = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
-    away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=kept, step=step)
+    calibrations = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
+    # The same checkpoint, which tells of its progress while its tensors are read.
+    counting = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counting, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=calibrations, step=step)
         numerics = proven.numerics
-        if only not in {None, proven.identity}:
+        if expected_identity not in {None, proven.identity}:
             raise IdentityMismatch(proven.identity)
-        found = apart.keep_draft(check_provable(opened, numerics))
-        scores = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.scorer)
+        usable_draft = peers.keep_draft(check_provable(opened_draft, numerics))
+        found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
         step(start_progress.WEIGHTS)
-        hosted = build_host_experts(options, checkpoint, dtype, plan)
+        host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
-        room = plan_shard_room(options, proven, dtype, found, offload_embedding=away)
-        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=hosted, fast=fast)
-    place_first_experts(hosted)
-    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
-    drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, step=step)
-    draft = None if drafting is None else drafting.draft
-    parts = evolve(parts, proposer=drafting)
+        room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
+        shard = build_shards(counting, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+    place_first_experts(host_experts)
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, calibrations, peers.draft)
+    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
+    draft = None if proposer is None else proposer.draft
+    parts = evolve(parts, proposer=proposer)
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
-    settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
-    settings = with_expert_counts(settings, hosted)
-    drafter, settings = add_scorer(scores, options, lane, settings=settings, kept=kept)
+    settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=calibrations)
+    settings = with_expert_counts(settings, host_experts)
+    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=calibrations)
     step(start_progress.CACHE)
-    kind = build_layout(shard, draft, proven.identity, numerics.block_size)
-    moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
-    settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
-    executor = build_executor(parts, settings, drafting=drafting, scorer=drafter, transfer=moving)
-    offload_unused_draft(drafting, settings)
+    layout = build_layout(shard, draft, proven.identity, numerics.block_size)
+    transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
+    settings = (
+        settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=calibrations)
+    )
+    executor = build_executor(parts, settings, drafting=proposer, scorer=scorer, transfer=transfer)
+    offload_unused_draft(proposer, settings)
     return LoadedModel(
         folder=find_model_folder(options.model),
         checkpoint=checkpoint,
@@ -304,12 +312,12 @@ def load_with_peers(
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
-        calibrations=kept,
+        calibrations=calibrations,
         draft=draft,
-        scorer=drafter,
-        host_experts=hosted,
-        pflash=describe_compression(options, settings, drafter),
-        transfer=moving,
+        scorer=scorer,
+        host_experts=host_experts,
+        pflash=describe_compression(options, settings, scorer),
+        transfer=transfer,
     )
 
 

@@ -26,7 +26,8 @@ def describe_costs(target: LoadedModel) -> str:
     host_bytes = shard.memory()["host"]
     kept = f", {checkpoint.compute_bits(target.weight_bytes):.1f} in memory" if checkpoint.packing_names else ""
     on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
-    line = f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {format_bytes(target.weight_bytes)}{on_host})"
+    in_all = format_bytes(target.weight_bytes)
+    line = f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {in_all}{on_host})"
     line += (
         f"{describe_expert_placement(target.host_experts)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
     )

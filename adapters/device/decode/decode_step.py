@@ -10,7 +10,7 @@ proposals are rolled back. So a step has four parts:
 
 1. *Propose*: the draft says what may follow (`speculation/proposer.py`).
 2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
-3. *DeliverOutcomes*: the shard commits the rows that stay, and the slot states get the kept tokens.
+3. *Settle*: the shard commits the rows that stay, and the slot states get the kept tokens.
 4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
 
 A launch may allow `RunDecode.steps` steps. `DecodeRunner.run` takes them in one of three ways:

@@ -99,9 +99,9 @@ class RunningBatch:
         return asks
 
     def serve_and_check_stop(self) -> bool:
-        """Should the launch end here? Called between two steps.
+        """Carry out the short work that waits for the lane, then say whether the launch should end here.
 
-        Requests that have just joined get one step before other work gets the lane.
+        Called between two steps. Requests that have just joined get one step before other work gets the lane.
         """
         return self.lane.serve_between_steps() and not self._joining
 

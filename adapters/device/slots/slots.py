@@ -21,18 +21,20 @@ class SlotState:
     """The state of a slot. Every OpenSlot makes a new one, so nothing of an earlier request stays behind.
 
     Read and changed on lanes, and on one lane at a time. The exception: rows may be loaded on one lane while those
-    before them are computed on another, so `loaded` and `valid` are changed together under a lock.
+    before them are computed on another, so `mark_computed` and `add_loaded_rows` change `loaded` and `valid` under a
+    lock. `commit` and `set_state_row` need none, because no load is in flight then.
 
     tokens: the prompt, then the answer.
     valid: rows `[0, valid)` are those of `tokens[:valid]`. Rows past it are garbage, except those that were loaded.
         Rows are taken back by lowering it.
-    loaded: a span of rows that came from a store, possibly while rows before them are still computed.
+    loaded: the last span of rows that came from a store, possibly while rows before them are still computed. A span
+        that does not continue it replaces it.
     stops: tokens that end the answer; a decode step keeps nothing past the first of them.
     context: the spans of rows that a draft has its own rows for, ascending, none touching the next.
-    rows_ahead: for a model with positional state. Its state is the one behind row `valid`, but the slot has this many
-        more rows of keys and values.
+    rows_ahead: for a model with positional state. Its state is the one after rows [0, valid), but the slot has this
+        many more rows of keys and values.
     salt: whose rows these are; requests of another salt do not share them.
-    refusal: why nothing is done in this slot for the request, although its rows are there.
+    refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
     """
 
     request: RequestId
@@ -72,7 +74,7 @@ class SlotState:
             self._mark_computed(self.valid)
 
     def set_state_row(self, stop: int) -> None:
-        """Note that the positional state behind row `stop` is in place. The rows before it were there already."""
+        """Note that the positional state after rows [0, stop) is in place. Those rows were there already."""
         self.rows_ahead = max(0, self.valid + self.rows_ahead - stop)
         self.valid = stop
 
@@ -96,8 +98,8 @@ class SlotState:
         self.sampler.append(picked)
 
 
-def begin_slot(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
-    """Return the state of a slot that is opened. sampler: makes the sampler of the request.
+def begin_slot(request: RequestId, opening: OpenSlot, make_sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
+    """Return the state of a slot that is opened. make_sampler: makes the sampler of the request.
 
     If no sampler can be made, that is the request's own failure (`refusal`) and not the slot's. Other requests count on
     the rows that the slot is opened with, even if this request has left before it hears of the failure.
@@ -105,12 +107,12 @@ def begin_slot(request: RequestId, opening: OpenSlot, sampler: Callable[[Samplin
     prompt = opening.prompt
     refusal = None
     try:
-        picks = sampler(opening.sampling, prompt)
+        sampler = make_sampler(opening.sampling, prompt)
     except Exception as error:  # noqa: BLE001 - the request gets it
-        picks = sampler(Sampling(), prompt)
+        sampler = make_sampler(Sampling(), prompt)
         refusal = opening_failure(opening, error)
     stops = frozenset(opening.stop_tokens)
-    return SlotState(request, list(prompt), opening.keep, picks, stops=stops, salt=opening.salt, refusal=refusal)
+    return SlotState(request, list(prompt), opening.keep, sampler, stops=stops, salt=opening.salt, refusal=refusal)
 
 
 def opening_failure(opening: OpenSlot, error: BaseException) -> DeviceFailed:
