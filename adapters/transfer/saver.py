@@ -66,7 +66,7 @@ UNPACED = PaceSnapshot(may_copy=True)  # it may copy whenever it can, but not pi
 
 @frozen
 class SnapshotSource:
-    """What a snapshot copies from: a slot as it was when the lane looked.
+    """The source of a snapshot: a slot as it was when the lane looked.
 
     is_current: does the slot still have those rows? Called on the lane. salt: rows that are kept are found with the
     same salt only. draft_span: the rows that the draft has its own for.

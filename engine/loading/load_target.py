@@ -48,13 +48,7 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
-from engine.loading.load_draft import (
-    BATCH_ROWS,
-    DraftNeighbours,
-    FoundDraft,
-    check_provable,
-    find_draft,
-)
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, check_provable, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
@@ -262,13 +256,12 @@ def load_with_peers(
     opened_draft = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
-    calibrations = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    cache = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    # The same checkpoint, which tells of its progress while its tensors are read.
     counting = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counting, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=calibrations, step=step)
+        proven = prove_plan(load_plan, fit, kept=cache, step=step)
         numerics = proven.numerics
         if expected_identity not in {None, proven.identity}:
             raise IdentityMismatch(proven.identity)
@@ -281,22 +274,20 @@ def load_with_peers(
         shard = build_shards(counting, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     place_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
-    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, calibrations, peers.draft)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
     proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if proposer is None else proposer.draft
     parts = evolve(parts, proposer=proposer)
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
-    settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=calibrations)
+    settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
     settings = with_expert_counts(settings, host_experts)
-    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=calibrations)
+    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
     step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
     transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
-    settings = (
-        settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=calibrations)
-    )
+    settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
     executor = build_executor(parts, settings, drafting=proposer, scorer=scorer, transfer=transfer)
     offload_unused_draft(proposer, settings)
     return LoadedModel(
@@ -312,7 +303,7 @@ def load_with_peers(
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
-        calibrations=calibrations,
+        calibrations=cache,
         draft=draft,
         scorer=scorer,
         host_experts=host_experts,

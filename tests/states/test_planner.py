@@ -215,7 +215,7 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
     ],
 )
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="rates that cannot be"):
+    with pytest.raises(ValueError, match="impossible rates"):
         Rates(**wrong)
 
 
