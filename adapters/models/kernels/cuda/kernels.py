@@ -36,6 +36,7 @@ from adapters.models.kernels.cuda.tiles import (
     H200_SHARED,
     choose_tile,
     choose_tile_ahead,
+    choose_tile_in_pieces,
     count_parts,
     round_up_to_power,
 )
@@ -53,7 +54,7 @@ from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
-from adapters.models.kernels.triton import hopper, linear, rows
+from adapters.models.kernels.triton import hopper, hopper_pieces, linear, rows
 from adapters.models.kernels.triton_launch import launch
 from effects.ids import PAGE
 
@@ -99,7 +100,7 @@ class TritonKernels:
     grouped_experts: CudaExperts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-1"
+    name = "triton-2"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = False  # the products of all of a layer's are one launch
@@ -117,7 +118,7 @@ class TritonKernels:
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
         self.grouped_experts = CudaExperts(self._shared, self.pdl)
-        self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
+        self._packing = CudaPacking(self.device, self.pdl)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:
@@ -184,26 +185,41 @@ class TritonKernels:
             return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
-    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        if self._hopper and piece:
+            self._multiply_pieces(x, w, out, gated=gated, piece=piece)
+            return
         if self._hopper and count <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
             return
-        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
+        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared, in_pieces=piece > 0)
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
         options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
         sizes = (count, columns, depth, out.stride(0))
-        if count <= NARROW:
+        if count <= NARROW and not piece:
             grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
-            options["GROUP"] = 8 if gated else 4
+            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
-            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
+
+    def _multiply_pieces(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        tile = choose_tile_in_pieces(count, columns, self._processors, self._shared)
+        grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
+        heights = (128, 64)
+        descriptors = (describe_blocks(x, tile.rows, tile.depth), *(describe_blocks(w, n, tile.depth) for n in heights))
+        options = self._options(tile.warps) | {"STAGES": tile.stages, "REST": tile.columns > 128}
+        options |= {"GROUP": 8, "GATED": gated}
+        sizes = (count, columns, depth, piece, out.stride(0))
+        launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth) = x.shape

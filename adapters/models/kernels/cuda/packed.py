@@ -1,8 +1,8 @@
 """Packed weights on CUDA: which stay packed, how they lie on the device, and how they are multiplied.
 
 Few rows are multiplied by kernels that unpack in registers. For many rows it is cheaper to unpack a part of the
-weight once and to multiply with that as with any weight. The memory of the part is reused for the next one. Both ways
-sum alike.
+weight once and to multiply with that. The memory of the part is reused for the next one. Both ways add up columns in
+the same pieces, in the same order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from triton.experimental.gluon import language as gl
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.attention import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
-from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
-_WIDEST = 256  # columns of a tile of the products
+EARLY = True
+PIECES = 8  # into which the columns of a packed weight are cut; another number is another numerics version
+_ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
+NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
+_WIDEST = 768  # columns of whole tiles of every wide product
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
 _ROOMY = 160 << 10  # bytes of shared memory
@@ -57,6 +60,11 @@ class CudaPackedMatrix:
         return self.words.shape[1]
 
     @property
+    def piece(self) -> int:
+        """The columns of a piece. The last pieces may have fewer or none."""
+        return piece_columns(self.columns)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the layout. A tensor that the layout does not have is replaced by the words, which are never
         read in its place.
@@ -84,9 +92,9 @@ class CudaStack:
 
 
 class Multiply(Protocol):
-    """A product with a weight `[N, K]` that is not packed."""
+    """A product with a weight `[N, K]` that is not packed. piece: columns of which the sum is one chain; 0: all."""
 
-    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None: ...
+    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None: ...
 
 
 @define(eq=False)
@@ -96,8 +104,6 @@ class CudaPacking:
     """
 
     device: torch.device
-    processors: int
-    shared: int
     pdl: bool | None
     _scratch: Tensor | None = field(init=False, default=None)
 
@@ -138,9 +144,8 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
-            elif len(x) <= NARROW:
-                tile = choose_packed_tile(len(x), part.outputs, self.processors, self.shared)
-                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
+            elif len(x) <= NARROW_PACKED:
+                multiply_narrow(x, part, columns, choose_packed_tile(len(x)), gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
@@ -156,7 +161,7 @@ class CudaPacking:
             stop = min(first + most, weight.outputs)
             part = whole[: (stop - first) * weight.columns].view(stop - first, weight.columns)
             unpack_rows(weight, first, part, self.pdl)
-            plain(x, part, out[:, first // share : stop // share], gated=gated)
+            plain(x, part, out[:, first // share : stop // share], gated=gated, piece=weight.piece)
 
 
 def pack_steps(matrix: PackedMatrix, device: torch.device) -> CudaPackedMatrix | None:
@@ -226,47 +231,44 @@ def _arrange_levels(levels: Tensor, group: int, block: int, blocks: int) -> Tens
     return levels.view(len(levels) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
 
 
+def piece_columns(columns: int) -> int:
+    """Return the columns of each of the pieces into which this many are cut."""
+    return -(-columns // PIECES // _ALIGNED) * _ALIGNED
+
+
 @frozen
 class PackedTile:
-    """Rows of x and of the weight that a program has, columns of both that are loaded together, its warps, and the
-    number of such chunks that fit: an even number.
-    """
+    """Rows of x and of the weight that a program has, and the blocks of the weight that each warp loads ahead."""
 
     rows: int
     columns: int
-    chunk: int
-    warps: int = 4
-    stages: int = 4
+    ahead: int
 
 
-def choose_packed_tile(count: int, outputs: int, processors: int, shared: int) -> PackedTile:
-    """Choose the tile of a packed product. shared: bytes of shared memory that a program may have.
-
-    A product takes no less time than its chain over the columns, so programs are small. 4,096 outputs at 32 a program
-    are about one program for each processor, which leaves room for programs of further rows. Where there are many
-    outputs anyway, 64 a program read less of x, and more rows unpack less often. All but one tile need at most 99 KiB
-    of shared memory, what the smallest GPUs have.
-    """
-    many = outputs >= 96 * processors
-    if count <= 16 or (count <= 64 and not many):
-        return PackedTile(16, 64, 128) if many else PackedTile(16, 32, 256)
-    return PackedTile(32, 64, 256, warps=8) if count <= 32 and shared >= _ROOMY else PackedTile(64, 64, 128)
+def choose_packed_tile(count: int) -> PackedTile:
+    """Choose the tile of a packed product of this many rows."""
+    if count <= 8:
+        return PackedTile(8, 16, 2)
+    return PackedTile(16, 16, 2) if count <= 16 else PackedTile(32, 32, 1)
 
 
 def multiply_narrow(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
 ) -> None:
     grid = (count_parts(weight.outputs, tile.columns), count_parts(len(x), tile.rows))
-    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, out.stride(0))
+    form = weight.block_form
+    each = weight.piece // form.block
+    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, each, out.stride(0))
     constants = {
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
-        "CHUNK": tile.chunk,
-        "STAGES": tile.stages,
-        "FORM": weight.block_form,
+        "AHEAD": tile.ahead,
+        "EVEN": weight.columns == PIECES * weight.piece and each % tile.ahead == 0,
+        "FORM": form,
         "GATED": gated,
+        "EARLY": EARLY,
     }
-    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launch_options(tile.warps, pdl))
+    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launch_options(PIECES, pdl))
 
 
 def unpack_rows(weight: CudaPackedMatrix, first: int, out: Tensor, pdl: bool | None) -> None:

@@ -2,7 +2,7 @@
 
 Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
-of the lanes has the shape `[rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie side by
+of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie side by
 side, block after block, and so do their levels, so that one copy brings what several threads read.
 """
 
@@ -199,16 +199,15 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, c, LAYOUT: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return a loaded block as `[block, rows]` in the dtype of the computation, laid out as the right side of a
-    product.
+def weights_of(packed, c, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
+    left side of a product, in another order.
     """
     words, first, second = packed
     found = _four(words, 0, _scales(first, c, FORM), FORM)
     if FORM.block == 128:
         found = gl.join(found, _four(words, 4, _scales(second, c, FORM), FORM))
-        found = found.permute((0, 2, 5, 4, 1, 3))
+        found = found.permute((0, 1, 3, 6, 5, 2, 4))
     else:
-        found = found.permute((0, 2, 4, 1, 3))
-    found = found.reshape((words.shape[0], FORM.block)).to(dtype).permute((1, 0))
-    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+        found = found.permute((0, 1, 3, 5, 2, 4))
+    return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)
