@@ -27,9 +27,10 @@ from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
 EARLY = True
-PIECES = 8  # into which the columns of a packed weight are cut; another number is another numerics version
+PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
+FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
-NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
+NARROW_PACKED = 32  # rows that are multiplied without unpacking the weight first
 _WIDEST = 768  # columns of whole tiles of every wide product
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
@@ -60,9 +61,14 @@ class CudaPackedMatrix:
         return self.words.shape[1]
 
     @property
+    def pieces(self) -> int:
+        """The number of chains of which a sum consists."""
+        return PIECES if self.outputs < FEW else 1
+
+    @property
     def piece(self) -> int:
         """The columns of a piece. The last pieces may have fewer or none."""
-        return piece_columns(self.columns)
+        return -(-self.columns // self.pieces // _ALIGNED) * _ALIGNED
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -145,7 +151,7 @@ class CudaPacking:
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
             elif len(x) <= NARROW_PACKED:
-                multiply_narrow(x, part, columns, choose_packed_tile(len(x)), gated=weight.gated, pdl=self.pdl)
+                multiply_narrow(x, part, columns, choose_packed_tile(len(x), part.pieces), gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
@@ -154,6 +160,7 @@ class CudaPacking:
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: bool) -> None:
         assert self._scratch is not None
         share = 2 if gated else 1
+        piece = weight.piece if weight.pieces > 1 else 0
         whole = self._scratch.view(x.dtype)
         pieces = triton.cdiv(weight.outputs, len(whole) // weight.columns // _WIDEST * _WIDEST)
         most = triton.cdiv(weight.outputs, pieces * _WIDEST) * _WIDEST
@@ -161,7 +168,7 @@ class CudaPacking:
             stop = min(first + most, weight.outputs)
             part = whole[: (stop - first) * weight.columns].view(stop - first, weight.columns)
             unpack_rows(weight, first, part, self.pdl)
-            plain(x, part, out[:, first // share : stop // share], gated=gated, piece=weight.piece)
+            plain(x, part, out[:, first // share : stop // share], gated=gated, piece=piece)
 
 
 def pack_steps(matrix: PackedMatrix, device: torch.device) -> CudaPackedMatrix | None:
@@ -231,25 +238,24 @@ def _arrange_levels(levels: Tensor, group: int, block: int, blocks: int) -> Tens
     return levels.view(len(levels) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
 
 
-def piece_columns(columns: int) -> int:
-    """Return the columns of each of the pieces into which this many are cut."""
-    return -(-columns // PIECES // _ALIGNED) * _ALIGNED
-
-
 @frozen
 class PackedTile:
-    """Rows of x and of the weight that a program has, and the blocks of the weight that each warp loads ahead."""
+    """Rows of x and of the weight that a program has, blocks of the weight that each warp loads ahead, and warps.
+
+    registers: the most of a thread; None: as many as the compiler likes.
+    """
 
     rows: int
     columns: int
     ahead: int
+    warps: int = PIECES
+    registers: int | None = None
 
 
-def choose_packed_tile(count: int) -> PackedTile:
+def choose_packed_tile(count: int, pieces: int) -> PackedTile:
     """Choose the tile of a packed product of this many rows."""
-    if count <= 8:
-        return PackedTile(8, 16, 2)
-    return PackedTile(16, 16, 2) if count <= 16 else PackedTile(32, 32, 1)
+    rows = 8 if count <= 8 else 16 if count <= 16 else 32
+    return PackedTile(rows, 16 if rows <= 16 else 32, 2) if pieces > 1 else PackedTile(rows, 64, 2, warps=4)
 
 
 def multiply_narrow(
@@ -260,15 +266,17 @@ def multiply_narrow(
     each = weight.piece // form.block
     sizes = (len(x), weight.outputs, weight.columns, weight.blocks, each, out.stride(0))
     constants = {
+        "PIECES": weight.pieces,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "AHEAD": tile.ahead,
-        "EVEN": weight.columns == PIECES * weight.piece and each % tile.ahead == 0,
+        "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
         "FORM": form,
         "GATED": gated,
         "EARLY": EARLY,
     }
-    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launch_options(PIECES, pdl))
+    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
+    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **options)
 
 
 def unpack_rows(weight: CudaPackedMatrix, first: int, out: Tensor, pdl: bool | None) -> None:

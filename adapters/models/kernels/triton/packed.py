@@ -73,17 +73,42 @@ def _places(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(at, step, each, block, depth, EVEN: gl.constexpr):
+def _load_x(x_ptr, at, step, each, block, depth, EVEN: gl.constexpr):
     """Load the columns of every piece's block number `step`, as the right side of a product.
 
-    at: pointers to block 0, the number of columns before each piece, and those within a block. EVEN: there is nothing
+    at: the place of each row's piece, the number of columns before the piece, and those within a block. They are added
+    to the pointer in this order, so that the columns become constants of the instructions. EVEN: there is nothing
     behind any piece's last block, so that nothing has to be zero.
     """
-    pointers, before, k = at
+    start, before, k = at
     if EVEN:
-        return gl.load(pointers + gl.minimum(step, each - 1) * block)
-    k = k + step * block
-    return gl.load(pointers + step * block, mask=(k + before < depth) & (k < each * block), other=0.0)
+        return gl.load((x_ptr + step * block) + start + k)
+    column = k + step * block
+    return gl.load((x_ptr + step * block) + start + k, mask=(column + before < depth) & (column < each * block), other=0.0)
+
+
+@gluon.constexpr_function
+def lanes_of(pieces, warps, rows):
+    """Return how threads share words `[pieces, rows, 4 lanes, 4 words]`, as those of the left side of a product do.
+
+    A warp has 16 rows of a piece, eight and eight, and further rows at once where there are more than its warps take.
+    """
+    down = warps // pieces
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 8, 0, 0]]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    height = 16
+    across = []
+    while height < 16 * down:
+        across.append([0, height, 0, 0])
+        height *= 2
+    while height < rows:
+        registers.append([0, height, 0, 0])
+        height *= 2
+    piece = 1
+    while piece < pieces:
+        across.append([piece, 0, 0, 0])
+        piece *= 2
+    return gl.DistributedLinearLayout(registers, lanes, across, [], [pieces, rows, 4, 4])
 
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "each"])
@@ -101,6 +126,7 @@ def packed_narrow(
     blocks,
     each,
     stride,
+    PIECES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     AHEAD: gl.constexpr,
@@ -114,54 +140,51 @@ def packed_narrow(
     """Compute out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. each: blocks of a piece. stride: from
     one row of out to the next.
 
-    A program owns BLOCK_N rows of w, and each of its warps one piece of their columns. A warp has the packed words of
-    AHEAD blocks in registers or on their way there. It waits for nobody until all pieces are added.
+    A program owns BLOCK_N rows of w, and each of its warps one piece of the columns of some of them. A warp has the
+    packed words of AHEAD blocks in registers or on their way there. It waits for no other until all pieces are added.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
     places = _places(n0, columns, BLOCK_N, LANES)
     PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
-    first = gl.arange(0, num_warps, layout=PIECE)[:, None, None, None] * each
+    first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
     held = ()
     for ahead in gl.static_range(AHEAD):
         held = held + (_load(matrix, places, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
     k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    before = gl.arange(0, num_warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None] * (each * BLOCK)
+    before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None] * (each * BLOCK)
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
-    at = (x_ptr + (gl.minimum(m, rows - 1) * depth + before + k), before, k)
+    at = (gl.minimum(m, rows - 1) * depth + before, before, k)
     if PDL:
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
-    acc = gl.zeros([num_warps, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    x = _load_x(at, 0, each, BLOCK, depth, EVEN)
+    acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     for step in range(0, each - AHEAD, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
-            following = _load_x(at, step + ahead + 1, each, BLOCK, depth, EVEN)
+            x = _load_x(x_ptr, at, step + ahead, each, BLOCK, depth, EVEN)
             block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
-            w = gl.convert_layout(weights_of(held[ahead], places[2], dtype, FORM), LEFT, assert_trivial=True)
+            w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
             coming = coming + (_load(matrix, places, block, blocks, FORM),)  # noqa: RUF005
             acc = mma_v2(w, x, acc)
-            x = following
         held = coming
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
-        following = _load_x(at, last + ahead + 1, each, BLOCK, depth, EVEN)
-        w = gl.convert_layout(weights_of(held[ahead], places[2], dtype, FORM), LEFT, assert_trivial=True)
+        x = _load_x(x_ptr, at, last + ahead, each, BLOCK, depth, EVEN)
+        w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, x, acc)
-        x = following
     if PDL:
         if not EARLY:
             gdc_launch_dependents()
-    total = _add_pieces(acc)
+    total = _add_pieces(acc, num_warps)
     if GATED:
         gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
         out = _silu_times(gate, up, dtype)
@@ -175,12 +198,12 @@ def packed_narrow(
 
 
 @gluon.jit
-def _add_pieces(acc):
+def _add_pieces(acc, num_warps: gl.constexpr):
     """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order."""
     COUNT: gl.constexpr = acc.shape[0]
     HEIGHT: gl.constexpr = acc.shape[1]
     ACROSS: gl.constexpr = min(32, HEIGHT // 2)
-    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [ACROSS, 32 // ACROSS], [1, COUNT], [0, 1])
+    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [ACROSS, 32 // ACROSS], [1, num_warps], [0, 1])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     cube = gl.allocate_shared_memory(gl.float32, acc.shape, CUBE, acc)
@@ -217,7 +240,7 @@ def unpack(
     block = gl.program_id(1)
     places = _places(first + n0, stop, BLOCK_N, LANES)
     packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), places, block, blocks, FORM)
-    found = gl.convert_layout(weights_of(packed, places[2], dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
+    found = gl.convert_layout(weights_of(packed, places, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
