@@ -26,15 +26,15 @@ from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
-EARLY = True
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
 NARROW_PACKED = 32  # rows that are multiplied without unpacking the weight first
-_WIDEST = 768  # columns of whole tiles of every wide product
+_WIDEST = 256  # columns of whole tiles of every wide product
+_TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
-_ROOMY = 160 << 10  # bytes of shared memory
+_ROOMY = 200 << 10  # bytes of shared memory
 _CONVERTS = (8, 9)  # compute capability from which E4M3 has instructions
 _LARGEST = 2.0**7  # scale of E4M3; without those instructions scales are stored 2 ** 120 times as great
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
@@ -110,6 +110,8 @@ class CudaPacking:
     """
 
     device: torch.device
+    processors: int
+    shared: int
     pdl: bool | None
     _scratch: Tensor | None = field(init=False, default=None)
 
@@ -151,7 +153,8 @@ class CudaPacking:
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
             elif len(x) <= NARROW_PACKED:
-                multiply_narrow(x, part, columns, choose_packed_tile(len(x), part.pieces), gated=weight.gated, pdl=self.pdl)
+                tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
+                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
             at += width // share
@@ -162,8 +165,8 @@ class CudaPacking:
         share = 2 if gated else 1
         piece = weight.piece if weight.pieces > 1 else 0
         whole = self._scratch.view(x.dtype)
-        pieces = triton.cdiv(weight.outputs, len(whole) // weight.columns // _WIDEST * _WIDEST)
-        most = triton.cdiv(weight.outputs, pieces * _WIDEST) * _WIDEST
+        # As many outputs as keep every processor busy once. They are still in the L2 cache when they are multiplied.
+        most = min(self.processors // _TILES, len(whole) // weight.columns // _WIDEST) * _WIDEST
         for first in range(0, weight.outputs, most):
             stop = min(first + most, weight.outputs)
             part = whole[: (stop - first) * weight.columns].view(stop - first, weight.columns)
@@ -252,10 +255,17 @@ class PackedTile:
     registers: int | None = None
 
 
-def choose_packed_tile(count: int, pieces: int) -> PackedTile:
-    """Choose the tile of a packed product of this many rows."""
-    rows = 8 if count <= 8 else 16 if count <= 16 else 32
-    return PackedTile(rows, 16 if rows <= 16 else 32, 2) if pieces > 1 else PackedTile(rows, 64, 2, warps=4)
+def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> PackedTile:
+    """Choose the tile of a packed product of this many rows. block: columns of a block of the weight. shared: bytes of
+    shared memory that a program may have.
+
+    A thread's registers hold the words that are on their way, so their number is given: the compiler would take fewer
+    and request words later. 32 rows of eight pieces need more shared memory than small GPUs have.
+    """
+    rows = 8 if count <= 8 else 16 if count <= 16 or (pieces > 1 and shared < _ROOMY) else 32
+    if pieces > 1:
+        return PackedTile(rows, 16, 256 // block, registers=128 if rows <= 16 else None)
+    return PackedTile(rows, 64, 4 if rows <= 16 else 2, warps=4, registers=168)
 
 
 def multiply_narrow(
@@ -273,7 +283,6 @@ def multiply_narrow(
         "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
         "FORM": form,
         "GATED": gated,
-        "EARLY": EARLY,
     }
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **options)

@@ -43,22 +43,13 @@ class Tile:
 
 @cache
 def choose_tile(
-    count: int,
-    columns: int,
-    gated: bool,
-    dtype: torch.dtype,
-    processors: int,
-    shared: int = H200_SHARED,
-    in_pieces: bool = False,
+    count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
 ) -> Tile:
     """Choose a tile: up to NARROW rows one tile holds them all; above, the largest tile that gives (nearly) every
     processor one.
 
-    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead. in_pieces: a
-    program has two sums of each element, so its tile is smaller.
+    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
     """
-    if in_pieces:
-        return limit_stages(Tile(128, 128, 64, 8, 4), dtype, shared)
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3)
     if count <= NARROW:
@@ -73,6 +64,12 @@ def choose_tile(
 
 
 @cache
+def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
+    """Choose the tile of a product in pieces. A program has two sums of each element, so its tile is smaller."""
+    return limit_stages(Tile(128, 128, 64, 8, 6), dtype, shared)
+
+
+@cache
 def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
     """Choose a tile of `hopper.linear_ahead`.
 
@@ -82,20 +79,6 @@ def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
     rows = 8 if count <= 8 else max(16, count)
     wide = count <= 16
     return limit_stages(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
-
-
-@cache
-def choose_tile_in_pieces(count: int, columns: int, processors: int, shared: int) -> Tile:
-    """Choose the tile of `hopper_pieces`, of 192 rows of the weight or of 128: the one with which the processor that
-    has most to do has less.
-    """
-
-    def measure_load(tile: Tile) -> int:
-        programs = count_parts(count, tile.rows) * count_parts(columns, tile.columns)
-        return count_parts(programs, processors) * tile.columns
-
-    tiles = (Tile(128, 192, 64, 8, 5), Tile(128, 128, 64, 8, 6))
-    return limit_stages(min(tiles, key=measure_load), torch.bfloat16, shared)
 
 
 def limit_stages(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:

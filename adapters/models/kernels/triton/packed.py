@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
@@ -73,18 +73,65 @@ def _places(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x_ptr, at, step, each, block, depth, EVEN: gl.constexpr):
+def _load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr):
     """Load the columns of every piece's block number `step`, as the right side of a product.
 
     at: the place of each row's piece, the number of columns before the piece, and those within a block. They are added
-    to the pointer in this order, so that the columns become constants of the instructions. EVEN: there is nothing
-    behind any piece's last block, so that nothing has to be zero.
+    to the pointer in this order, so that the columns become constants of the instructions. Two columns are one number
+    here, because the compiler would take them apart and put them together again. EVEN: there is nothing behind any
+    piece's last block, so that nothing has to be zero.
     """
     start, before, k = at
+    pairs = x_ptr.to(gl.pointer_type(gl.int32)) + step * (BLOCK // 2)
     if EVEN:
-        return gl.load((x_ptr + step * block) + start + k)
-    column = k + step * block
-    return gl.load((x_ptr + step * block) + start + k, mask=(column + before < depth) & (column < each * block), other=0.0)
+        return gl.load(pairs + start + k)
+    column = k + step * (BLOCK // 2)
+    inside = (column + before < depth // 2) & (column < each * (BLOCK // 2))
+    return gl.load(pairs + start + k, mask=inside, other=0)
+
+
+@gluon.jit
+def _split_pairs(pairs, dtype: gl.constexpr, RIGHT: gl.constexpr):
+    """Return the columns of pairs `[pieces, pairs, rows of x]` one below the other."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).permute((0, 1, 3, 2))
+    found = both.reshape((pairs.shape[0], pairs.shape[1] * 2, pairs.shape[2]))
+    return gl.convert_layout(found, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch_x(x_ptr, ring, at, step, each, depth, BLOCK: gl.constexpr):
+    """Copy the columns of every piece's block number `step` to shared memory; zeros where there are none."""
+    m, inside, before, k = at
+    STAGES: gl.constexpr = ring.shape[0]
+    column = k + step * BLOCK
+    mask = inside & (column + before < depth) & (column < each * BLOCK)
+    buffer = ring.index(step % STAGES)
+    async_copy.async_copy_global_to_shared(buffer, x_ptr + step * BLOCK + (m * depth + before) + k, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr, RIGHT: gl.constexpr):
+    """Return block number `step` of x as the right side of a product, and request a later one.
+
+    x: block number `step` in registers, where rows are few. ring: shared memory for some blocks, where they are more.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    if ring is None:
+        right = _split_pairs(x, dtype, RIGHT)
+        following = step + 1
+        if EVEN:
+            following = gl.minimum(following, each - 1)
+        x = _load_x(x_ptr, at, following, each, depth, EVEN, BLOCK)
+    else:
+        STAGES: gl.constexpr = ring.shape[0]
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        _fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
+        right = ring.index(step % STAGES).permute((0, 2, 1)).load(RIGHT)
+    return right, x
 
 
 @gluon.constexpr_function
@@ -112,7 +159,7 @@ def lanes_of(pieces, warps, rows):
 
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "each"])
-def packed_narrow(
+def packed_narrow(  # noqa: PLR0912 - branches of constants
     words_ptr,
     scale_ptr,
     inner_ptr,
@@ -133,7 +180,6 @@ def packed_narrow(
     EVEN: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
-    EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -141,7 +187,9 @@ def packed_narrow(
     one row of out to the next.
 
     A program owns BLOCK_N rows of w, and each of its warps one piece of the columns of some of them. A warp has the
-    packed words of AHEAD blocks in registers or on their way there. It waits for no other until all pieces are added.
+    packed words of AHEAD blocks in registers or on their way there. Up to eight rows of x come from memory to
+    registers, and no warp waits for another until all pieces are added. More rows come to shared memory first: a load
+    of registers touches the line of each row, which takes as many cycles as there are lines.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
@@ -158,32 +206,52 @@ def packed_narrow(
     held = ()
     for ahead in gl.static_range(AHEAD):
         held = held + (_load(matrix, places, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
-    k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))[:, None, None] * (each * BLOCK)
-    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
-    at = (gl.minimum(m, rows - 1) * depth + before, before, k)
+    STAGED: gl.constexpr = BLOCK_M > 8
+    STAGES: gl.constexpr = 3
+    ring = None
+    x = gl.to_tensor(0)  # never read where x comes from shared memory
+    if STAGED:
+        COPY: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 8], [1, 256 // BLOCK, BLOCK // 8], [PIECES, num_warps // PIECES, 1], [2, 1, 0]
+        )
+        BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        ring = gl.allocate_shared_memory(dtype, [STAGES, PIECES, BLOCK_M, BLOCK], BANKS)
+        k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (each * BLOCK)
+        m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+        at = (gl.minimum(m, rows - 1), m < rows, before, k)
+    else:
+        HALVES: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
+        k = gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
+        before = before * (each * (BLOCK // 2))
+        m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
+        at = (gl.minimum(m, rows - 1) * (depth // 2) + before, before, k)
     if PDL:
-        if EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         gdc_wait()
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+    if STAGED:
+        for stage in gl.static_range(STAGES - 1):
+            _fetch_x(x_ptr, ring, at, stage, each, depth, BLOCK)
+    else:
+        x = _load_x(x_ptr, at, 0, each, depth, EVEN, BLOCK)
     for step in range(0, each - AHEAD, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
-            x = _load_x(x_ptr, at, step + ahead, each, BLOCK, depth, EVEN)
-            block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
+            right, x = _next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
             w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+            block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
             coming = coming + (_load(matrix, places, block, blocks, FORM),)  # noqa: RUF005
-            acc = mma_v2(w, x, acc)
+            acc = mma_v2(w, right, acc)
         held = coming
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
-        x = _load_x(x_ptr, at, last + ahead, each, BLOCK, depth, EVEN)
+        right, x = _next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
         w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
-        acc = mma_v2(w, x, acc)
-    if PDL:
-        if not EARLY:
-            gdc_launch_dependents()
+        acc = mma_v2(w, right, acc)
+    if STAGED:
+        async_copy.wait_group(0)
     total = _add_pieces(acc, num_warps)
     if GATED:
         gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))

@@ -2,8 +2,8 @@
 
 Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
-of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie side by
-side, block after block, and so do their levels, so that one copy brings what several threads read.
+of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
+side by side, block after block, and so do their levels, so that one load brings whole lines.
 """
 
 from __future__ import annotations
