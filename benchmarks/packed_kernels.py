@@ -1,11 +1,11 @@
-"""Single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
+"""Time single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
 
     python -m benchmarks.packed_kernels [--formats q4_k fp8 ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...] [--check]
 
-Microseconds a product of one recorded graph of many, over weights in turn that are more than caches hold; the shapes
-are those of an 8B layer. A tile: rows of x, rows of the weight and blocks loaded ahead, as `PackedTile` has them, with
-`+128` for at most 128 registers; `served` is what serves. --check instead compares the bits of each tile with those of
-wide products of unpacked weights.
+The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
+hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
+`PackedTile` has them, and `+128` for at most 128 registers; `served` is what serves. --check instead compares the bits
+of each tile with those of wide products of unpacked weights.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that k
 PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
 FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
 _ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
-NARROW_PACKED = 32  # rows that are multiplied without unpacking the weight first
+NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
 _WIDEST = 256  # columns of whole tiles of every wide product
+_AHEAD = 256  # columns that each warp loads ahead
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
@@ -264,8 +265,8 @@ def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> Pack
     """
     rows = 8 if count <= 8 else 16 if count <= 16 or (pieces > 1 and shared < _ROOMY) else 32
     if pieces > 1:
-        return PackedTile(rows, 16, 256 // block, registers=128 if rows <= 16 else None)
-    return PackedTile(rows, 64, 4 if rows <= 16 else 2, warps=4, registers=168)
+        return PackedTile(rows, 16, _AHEAD // block, registers=128 if rows <= 16 else None)
+    return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
 
 
 def multiply_narrow(
