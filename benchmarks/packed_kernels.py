@@ -1,6 +1,6 @@
 """Time single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
 
-    python -m benchmarks.packed_kernels [--formats q4_k fp8 ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...] [--check]
+    python -m benchmarks.packed_kernels [--formats q4_k ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...] [--check]
 
 The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
 hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
