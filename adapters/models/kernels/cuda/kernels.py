@@ -122,8 +122,9 @@ class TritonKernels:
         return TritonKernels(self.device, self.pdl)
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
-        """Every element is one chain over ascending K, or chains of pieces that follow from the weight's shape, at every
-        row count. The probe's whole layer is the proof.
+        """Every element is one chain over ascending K, or chains of pieces that follow from the weight's shape.
+
+        Both are so at every row count. The probe's whole layer is the proof.
         """
         return Proof(None)
 
