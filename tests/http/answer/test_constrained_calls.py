@@ -25,10 +25,15 @@ from tests.text import small
 from tests.text.answer.test_detect import FORMS, template
 from tests.text.answer.test_harmony import TEMPLATE
 
+GEMMA = """<|tool_call>call:{{ call.function.name }}{{ '{' }}
+{%- for k, v in call.function.arguments | items %}{{ k }}:
+{%- if v is string %}<|"|>{{ v }}<|"|>
+{%- elif v is iterable %}[{% for one in v %}<|"|>{{ one }}<|"|>{{ ',' if not loop.last }}{% endfor %}]
+{%- else %}{{ v | tojson }}{% endif %}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>"""
 # The tokens around messages are those of the small tokenizer.
 SOURCES = {
     form: template(call).source.replace("<|head|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
-    for form, call in FORMS.items()
+    for form, call in (FORMS | {"gemma4": GEMMA}).items()
     if form != "none"
 } | {"harmony": TEMPLATE}
 SOURCES["pythonic"] = SOURCES["pythonic"].replace(
@@ -42,7 +47,7 @@ SCHEMA: dict[str, Any] = {
         "depth": {"type": "integer", "enum": [0, -7, 1234]},
         "ratio": {"type": "number", "enum": [0.5, 2, -1.25]},
         "force": {"type": "boolean"},
-        "lines": {"type": "array", "items": {"type": "string", "enum": PATHS}, "maxItems": 2},
+        "lines": {"type": "array", "items": {"type": "string", "enum": PATHS}},
         "options": {
             "type": "object",
             "properties": {"mode": {"type": "string", "enum": ["new", 'mo"re']}, "level": {"type": "null"}},
@@ -53,6 +58,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["path", "depth", "ratio", "force", "lines", "options"],
     "additionalProperties": False,
 }
+OLDER = pytest.mark.long
+LONG = ("hermes", "qwen-xml", "llama3-json", "pythonic")  # other tests have these forms as well
 ASKED = "Write it."
 RESULT = "It is written."
 TOKENS = 3000
@@ -86,8 +93,8 @@ def speak(site: Site, seed: int, said: list[int]) -> None:
 Call = tuple[str, str, str, str]  # the id, the name, the arguments as they were streamed, and the text before the call
 
 
-async def ask_chat(site: Site, call: Call | None = None) -> Call | None:
-    tool = {"name": "write", "parameters": SCHEMA, "strict": True}
+async def ask_chat(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
+    tool = {"name": "write", "parameters": schema, "strict": True}
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
         function = {"name": call[1], "arguments": call[2]}
@@ -113,8 +120,8 @@ async def ask_chat(site: Site, call: Call | None = None) -> Call | None:
     return pieces[0]["id"], pieces[0]["function"]["name"], arguments, text
 
 
-async def ask_responses(site: Site, call: Call | None = None) -> Call | None:
-    tool = {"type": "function", "name": "write", "parameters": SCHEMA, "strict": True}
+async def ask_responses(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
+    tool = {"type": "function", "name": "write", "parameters": schema, "strict": True}
     items: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
         items += [{"role": "assistant", "content": call[3]}] if call[3] else []
@@ -137,14 +144,14 @@ async def ask_responses(site: Site, call: Call | None = None) -> Call | None:
     return done[0]["call_id"], done[0]["name"], "".join(deltas), text
 
 
-async def ask_messages(site: Site, call: Call | None = None) -> Call | None:
+async def ask_messages(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
         use = {"type": "tool_use", "id": call[0], "name": call[1], "input": json.loads(call[2])}
         before = [{"type": "text", "text": call[3]}] if call[3] else []
         result = {"type": "tool_result", "tool_use_id": call[0], "content": RESULT}
         messages += [{"role": "assistant", "content": [*before, use]}, {"role": "user", "content": [result]}]
-    tool = {"name": "write", "input_schema": SCHEMA, "strict": True}
+    tool = {"name": "write", "input_schema": schema, "strict": True}
     choice = {"type": "any", "disable_parallel_tool_use": True} if call is None else {"type": "auto"}
     body = {"messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": TOKENS}
     response, found = await stream(site, "/v1/messages", body)
@@ -158,6 +165,14 @@ async def ask_messages(site: Site, call: Call | None = None) -> Call | None:
     arguments = "".join(delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta")
     text = "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta")
     return used[0]["id"], used[0]["name"], arguments, text
+
+
+def schema_of(form: str) -> dict[str, Any]:
+    """Gemma's form holds no schemas of objects inside arguments."""
+    if form != "gemma4":
+        return SCHEMA
+    properties = {name: one for name, one in SCHEMA["properties"].items() if name != "options"}
+    return {**SCHEMA, "properties": properties, "required": [*properties]}
 
 
 ASKS: tuple[Callable[..., Any], ...] = (ask_chat, ask_responses, ask_messages)
@@ -176,20 +191,25 @@ def make_folder(folder: Path, form: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", SOURCES)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=OLDER if form in LONG else ()) for form in SOURCES])
 async def test_arguments_arrive_as_the_model_says_them_and_go_back_so(form: str, tmp_path: Path) -> None:
     async with served(make_folder(tmp_path, form)) as site:
         assert site.text.calls == form
+        schema = schema_of(form)
         arrived = []
         for ask in ASKS:
             said: list[int] = []
             speak(site, 3, said)
-            call = await ask(site)
+            call = await ask(site, schema)
             assert call is not None
             assert call[1] == "write"
-            jsonschema.validate(json.loads(call[2]), SCHEMA)
+            jsonschema.validate(json.loads(call[2]), schema)
             arrived.append(json.loads(call[2]))
             site.say("Well.")
-            assert await ask(site, call) is None
-            assert contains(site.door.tickets[-1].job.prompt, said), "the next prompt has the call as it was said"
+            assert await ask(site, schema, call) is None
+            prompt = site.door.tickets[-1].job.prompt
+            if form == "harmony":  # its template writes the function's name before the channel, unlike the model
+                assert json.dumps(arrived[-1], ensure_ascii=False) in site.text.tokenizer.decode(prompt)
+            else:
+                assert contains(prompt, said), "the next prompt has the call as it was said"
         assert arrived[0] == arrived[1] == arrived[2]
