@@ -17,7 +17,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
-from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.attention import (
     KV_TILE,
@@ -65,8 +64,7 @@ class CudaWeight:
 
 def can_be_grouped(weights: GatedWeights) -> bool:
     """Return whether products of many such experts can be one launch."""
-    packed = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
-    return packed and weights.activation == SILU
+    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
 
 
 def _pad_row_count(rows: int) -> int:
@@ -176,10 +174,11 @@ class TritonKernels:
         """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
-            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
         self.graphs.enabled = False
-        if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
-            return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
+        places = each.places.weights if isinstance(each, ChosenExperts) else None
+        if places is not None and can_be_grouped(places) and places.down_bias is None:
+            return self.grouped_experts.run_experts(self, x, experts, places, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
     def _options(self, warps: int) -> dict[str, Any]:
