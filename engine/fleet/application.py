@@ -26,6 +26,11 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 STATS_PERIOD_S = 1.0  # between two reports of what a replica holds
 INGRESS_GRACE_S = 60.0  # for the requests of an ingress that is replaced
+# Requests and choices of a replica stay in one event loop of an ingress. Each change of the thread would cost 0.2 ms.
+INGRESS_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 
 
 def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
@@ -57,7 +62,8 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         name=INGRESSES,
         num_replicas=1 if is_local else 2,
         max_ongoing_requests=MOST_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
+        logging_config={"enable_access_log": False},  # the ingress has a log of its own
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=INGRESS_GRACE_S,
     )

@@ -199,9 +199,7 @@ class SharedTier:
         Raises Damaged (the object is not found any more by then), OSError or MemoryError.
         """
         pieces = await self._fetch(entry)
-        buffer = await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory)
-        await asyncio.get_running_loop().run_in_executor(workers, then, buffer)
-        return buffer
+        return await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory, then)
 
     async def _fetch(self, entry: Entry) -> ObjectPieces:
         name = name_entry(self.catalogue.root, entry)
@@ -218,7 +216,7 @@ class SharedTier:
         self.counts["read_bytes"] += entry.size
         return ObjectPieces(pieces)
 
-    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory) -> Buffer:
+    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory, then: ReadCallback) -> Buffer:
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
         expected = Expected(entry.size, entry.run, self.layout)
         try:
@@ -227,6 +225,7 @@ class SharedTier:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
+        then(buffer)
         return buffer
 
     # --- measurements, before any request is served ---
