@@ -12,9 +12,10 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from engine.fleet.engine_replica import LATE_S, EngineReplica
-from engine.fleet.fleet_options import MOST_REPLICAS, read_gpus
+from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
 from engine.fleet.ingress_replica import IngressReplica
 from engine.fleet.prefix_router import ROUTER_PATH
+from engine.fleet.scaling_policy import build_scaling
 from engine.settings.config_file import parse_values
 from engine.settings.preload import gpu_driver
 
@@ -33,11 +34,21 @@ INGRESS_ENVIRONMENT = {
 }
 
 
+def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a deployment that decide how many replicas there are. Raises ValueError."""
+    replicas = ReplicaRange.parse(str(arguments.get("replicas", FleetOptions().replicas)))
+    if replicas.is_fixed:
+        return {"num_replicas": replicas.least}
+    delays = (float(arguments[name]) for name in ("upscale_delay_s", "downscale_delay_s"))
+    return {"autoscaling_config": build_scaling(replicas.least, replicas.most, *delays)}
+
+
 def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
-    """Return the application. arguments: `replicas`, `options` by flat name, and `is_local` for one machine."""
-    replicas = int(arguments.get("replicas", 2))
-    if not 1 <= replicas <= MOST_REPLICAS:
-        raise ValueError(f"replicas: {replicas}; accepted: 1 to {MOST_REPLICAS}")
+    """Return the application.
+
+    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range, `options` by
+    flat name, and `is_local` for one machine. Raises ValueError.
+    """
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))
     options = parse_values(values)
@@ -45,7 +56,7 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
     engines = serve.deployment(
         EngineReplica,
         name=REPLICAS,
-        num_replicas=replicas,
+        **choose_scaling(arguments),
         max_ongoing_requests=MOST_REQUESTS,
         # On one machine Ray must not refuse a replica because the cores are counted already.
         ray_actor_options={"num_cpus": 0 if is_local or gpus else max(1, options.runtime.threads), "num_gpus": gpus},

@@ -42,14 +42,14 @@ def fleet(
 
     log_format.configure(options.diagnostics.log_format, options.diagnostics.log_level)
     if fleet_options.yaml:
-        print(write_serve_file(options, fleet_options.replicas), end="")
+        print(write_serve_file(options, fleet_options), end="")
         return 0
     if importlib.util.find_spec("ray") is None:
         raise UserError("a fleet needs Ray Serve: pip install 'rekindle[fleet]'")
     from engine.fleet.deploy_fleet import deploy_to_cluster, run_local_fleet  # noqa: PLC0415
 
     if fleet_options.address:
-        return deploy_to_cluster(options, fleet_options.replicas, fleet_options.address)
+        return deploy_to_cluster(options, fleet_options)
     prepare_options(options)
     check_address(options.http)
-    return run_local_fleet(options, fleet_options.replicas)
+    return run_local_fleet(options, fleet_options)

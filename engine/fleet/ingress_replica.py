@@ -23,7 +23,7 @@ from engine.fleet.replica_picker import ReplicaPicker
 from engine.loading.load_text import begin_text
 from engine.settings.config_file import parse_values
 from engine.settings.log_format import configure
-from engine.settings.options import Options
+from engine.settings.options import Options, evolve_options
 from engine.settings.preflight import prepare_options
 
 
@@ -34,7 +34,7 @@ class IngressReplica:
     """
 
     def __init__(self, values: Mapping[str, Any], replicas: Any) -> None:
-        options = prepare_options(parse_values(values))
+        options = prepare_options(evolve_options(parse_values(values), trace=None))  # replicas write traces
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
         self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
 

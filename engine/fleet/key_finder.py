@@ -45,7 +45,7 @@ class KeyFinder:
     most_bytes: int
     thread: ReadingThread = field(factory=ReadingThread)
     known: KnownPrompts = field(factory=KnownPrompts)
-    _waiting_bytes: int = field(default=0, init=False)
+    waiting_bytes: int = field(default=0, init=False)  # of bodies that will be read
     _turn: anyio.Lock = field(factory=anyio.Lock, init=False)  # of prompts that are read later, one at a time
 
     async def find_keys(self, path: str, body: bytearray, owner: str, facts: ReplicaFacts) -> FoundKeys:
@@ -86,9 +86,9 @@ class KeyFinder:
         self, conversation: ConversationDigests, read: Callable[[], Awaitable[RouteKeys | None]], size: int
     ) -> None:
         """Start to read a prompt on the thread, if not too many wait already. size: bytes of its body."""
-        if self._waiting_bytes + size > self.most_bytes:
+        if self.waiting_bytes + size > self.most_bytes:
             return
-        self._waiting_bytes += size
+        self.waiting_bytes += size
         loop = asyncio.get_running_loop()
 
         async def read_in_turn() -> RouteKeys | None:
@@ -96,7 +96,7 @@ class KeyFinder:
                 return await read()
 
         def finish(done: Future[Any]) -> None:
-            self._waiting_bytes -= size
+            self.waiting_bytes -= size
             if not done.cancelled():
                 self._note(conversation, done.result())
 

@@ -14,6 +14,7 @@ from engine.settings.options import Options
 
 MARK = "rekindle_local"  # a resource that only such a Ray has
 OBJECT_STORE_BYTES = 80 << 20  # about the least that Ray accepts: no request passes through its object store
+LOOPBACK = "127.0.0.1"
 # What Ray Serve reads from the environment of each of its processes.
 ENVIRONMENT = {
     # HAProxy in front of the ingresses, instead of a proxy in Python that takes 10 ms a request on two cores.
@@ -21,6 +22,8 @@ ENVIRONMENT = {
     # A choice of a replica stays in the event loop of the ingress.
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    # A decision about the number of replicas takes no longer than --upscale-delay.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
@@ -42,6 +45,7 @@ def run_local_ray(options: Options) -> Iterator[None]:
         os.environ.setdefault(name, value)
     ray.init(
         address="local",
+        _node_ip_address=LOOPBACK,  # where Ray's own processes listen
         num_cpus=os.cpu_count(),
         resources={MARK: 1},
         object_store_memory=OBJECT_STORE_BYTES,

@@ -71,3 +71,24 @@ def test_a_killed_replica_fails_no_request_and_the_end_is_clean(fleet: tuple[str
     assert [ask(url)[0] for _ in range(8)] == [text] * 8
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    end = time.monotonic() + 150
+    while len([one for one in list_replicas(url) if one["state"] == "ready"]) != count:
+        assert time.monotonic() < end, f"there are not {count} replicas"
+        time.sleep(0.5)
+
+
+def test_a_range_of_replicas_follows_the_load(tmp_path: Path) -> None:
+    words = ["--replicas", "1..2", "--upscale-delay", "1", "--downscale-delay", "2", "--trace", str(tmp_path / "t.jsonl")]
+    with run_fleet(tmp_path, words) as (url, _):
+        assert len(list_replicas(url)) == 1
+        with ThreadPoolExecutor(8) as threads:
+            answers = threads.map(lambda _: ask(url, max_tokens=200), range(400))
+            wait_for_replicas(url, 2)
+            threads.shutdown(cancel_futures=True)
+        assert len({text for text, _ in answers_of(answers)}) == 1
+        wait_for_replicas(url, 1)
+        ask(url)
+    assert len(list(tmp_path.glob("t-*.jsonl"))) == 2
