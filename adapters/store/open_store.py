@@ -20,6 +20,7 @@ from adapters.store.files.file_format import Kind, Layout
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
+from adapters.store.shared.disk_publisher import DiskPublisher
 from adapters.store.shared.object_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier
@@ -86,7 +87,8 @@ def open_store(
     host = HostTier(create_index(layout, host_bytes), pool)
     # The quickest tier comes first. A further tier is added here.
     tiers = (host, *(() if disk is None else (disk,)), *others)
-    return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
+    upkeep = DiskPublisher(disk, others[0], pool, lock) if disk is not None and others else None
+    return Store(layout, tiers, lock, run_bytes, memory_ready=ready, upkeep=upkeep)
 
 
 def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> SlabMemory:

@@ -157,6 +157,11 @@ class SharedTier:
         return self._needs_no_immediate_refresh and self._publisher.is_idle
 
     @property
+    def is_listed(self) -> bool:
+        """Say whether everything that was in the store at the start is in the index."""
+        return self._needs_no_immediate_refresh
+
+    @property
     def trouble(self) -> str:
         """The reason why nothing is found in the tier now, in one line; empty where it can be used."""
         return self.availability.trouble
