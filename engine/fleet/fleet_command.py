@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from engine.fleet.fleet_options import FleetOptions
+from engine.fleet.ray_environment import prepare_environment
 from engine.settings import log_format
 from engine.settings.option_types import SERVER
 from engine.settings.options import Options
@@ -46,6 +47,7 @@ def fleet(
         return 0
     if importlib.util.find_spec("ray") is None:
         raise UserError("a fleet needs Ray Serve: pip install 'rekindle[fleet]'")
+    prepare_environment(fleet_options.address)
     from engine.fleet.deploy_fleet import deploy_to_cluster, run_local_fleet  # noqa: PLC0415
 
     if fleet_options.address:
