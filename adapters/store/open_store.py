@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.store.block_index import BlockIndex
+from adapters.store.disk_publisher import DiskPublisher
 from adapters.store.disk_tier import MAX_QUEUED_BYTES, DiskTier
 from adapters.store.files import read_run
 from adapters.store.files.codec import DECODERS, Codec, CodecChooser
@@ -20,7 +21,6 @@ from adapters.store.files.file_format import Kind, Layout
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
-from adapters.store.shared.disk_publisher import DiskPublisher
 from adapters.store.shared.object_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier

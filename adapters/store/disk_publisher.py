@@ -79,9 +79,13 @@ class DiskPublisher:
             entry.leases += 1
         loop = asyncio.get_running_loop()
         written = asyncio.Event()
+
+        def finish() -> None:
+            loop.call_soon_threadsafe(written.set)
+
         try:
             rows = await self.disk.read(entry, self.memory, worker)
-            job = WriteRun(entry.run, rows, lambda: loop.call_soon_threadsafe(written.set))
+            job = WriteRun(entry.run, rows, finish)
             del rows
             if self.shared.submit(job):
                 self.published += 1

@@ -10,11 +10,11 @@ from attrs import evolve
 
 pytest.importorskip("obstore")
 
+from adapters.store.disk_publisher import DiskPublisher
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
 from adapters.store.open_store import SharedPlace, create_index, open_shared, open_store
-from adapters.store.shared.disk_publisher import DiskPublisher
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.store import Store
 from tests.store.kit import (
