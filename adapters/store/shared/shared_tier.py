@@ -113,7 +113,9 @@ class SharedTier:
         self._collector = GarbageCollector(
             self.client, self.catalogue, self.server, self.limits, self.clock, self.counts
         )
-        self.thread = WatchedThread("shared-store", self._run, died=self._give_up, restarts=MAX_RESTARTS)
+        self.thread = WatchedThread(
+            "shared-store", lambda: asyncio.run(self._serve()), died=self._give_up, restarts=MAX_RESTARTS
+        )
 
     # --- start and end ---
 
@@ -154,7 +156,7 @@ class SharedTier:
     @property
     def is_complete(self) -> bool:
         """Say whether nothing is queued, and no refresh follows at once to read what is left of the last listing."""
-        return self._needs_no_immediate_refresh and self._publisher.is_idle
+        return self.is_listed and self._publisher.is_idle
 
     @property
     def is_listed(self) -> bool:
@@ -277,9 +279,6 @@ class SharedTier:
         if loop is not None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._wake.set)
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         """Refresh and publish until the tier closes, then write what is left and sign off."""
