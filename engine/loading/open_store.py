@@ -120,4 +120,6 @@ def with_store(
     rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
     # It starts now, because no more times are measured.
     WatchedThread("store-pool", moving.store.memory.register_all).start()
+    if moving.store.upkeep is not None:
+        moving.store.upkeep.start()
     return evolve(settings, store=True, rates=rates)
