@@ -15,7 +15,7 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.experts_interface import (
     ChosenExperts,
     Experts,

@@ -20,23 +20,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.attention import (
-    KV_TILE,
-    CudaAttention,
-    StepTiles,
-    cache_sizes,
-    describe_blocks,
-    launch_options,
-)
+from adapters.models.kernels.cuda.attention import KV_TILE, CudaAttention, StepTiles
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.cuda.descriptors import cache_sizes, describe_blocks, launch_options
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.tiles import (
     H200_SHARED,
-    choose_tile,
     choose_tile_ahead,
     count_parts,
+    cut_columns,
     round_up_to_power,
 )
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
@@ -114,7 +108,7 @@ class TritonKernels:
             self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
             self._hopper = properties.major == 9
-        self.delta = CudaDelta(self.device, self.pdl)
+        self.delta = CudaDelta(self.device, self.pdl, self._hopper)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
         self.grouped_experts = CudaExperts(self._shared, self.pdl)
         self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
@@ -191,19 +185,22 @@ class TritonKernels:
         if self._hopper and count <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
             return
-        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
-        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
-        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
-        options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
-        sizes = (count, columns, depth, out.stride(0))
-        if count <= NARROW:
-            grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
-            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
-        else:
-            options["GROUP"] = 8 if gated else 4
-            grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
-            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
+        for cut in cut_columns(count, columns, gated, x.dtype, self._processors, self._shared):
+            tile = cut.tile
+            part = w[cut.first : cut.first + cut.columns]
+            to = out[:, cut.first // 2 if gated else cut.first :]
+            x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+            w_desc = TensorDescriptor.from_tensor(part, [tile.columns, tile.depth])
+            shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+            options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
+            sizes = (count, cut.columns, depth, out.stride(0))
+            programs = count_parts(count, tile.rows), count_parts(cut.columns, tile.columns)
+            if count <= NARROW:
+                launch(linear.linear_narrow, programs[::-1], w_desc, x_desc, to, *sizes, **shape, **options)
+            else:
+                options["GROUP"] = 8 if gated else 4
+                grid = (programs[0] * programs[1], 1)
+                launch(linear.linear_wide, grid, x_desc, w_desc, to, *sizes, **shape, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth) = x.shape

@@ -244,76 +244,85 @@ def scan(
     PARTS: tl.constexpr,
     READ: tl.constexpr,
     SETTLES: tl.constexpr,
+    WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
+    """Process the chunks of segments (runs), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
 
-    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the segment settles. SETTLES: 0 if no segment does, 1 if all
-    do, 2 if settled, int64 `[bucket]`, tells it of each row. What later steps need of the gates is kept. The programs
-    behind the last possible segment clear the padded rows.
+    WALKED: `hopper_delta.walk` follows, which processes the chunks without earlier rows of the segments that settle.
+    The last programs clear the padded rows, and the others share the runs. memory, float32 `[slots, HEADS, DK, DV]`, is
+    moved if the segment settles. SETTLES: 0 if no segment does, 1 if all do, 2 if settled, int64 `[bucket]`, tells it
+    of each row. What later steps need of the gates is kept.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    run = tl.program_id(0)
+    width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
+    whole: tl.constexpr = width + KEY_HEADS * DK
+    sharing = tl.num_programs(0) - 1
     head = tl.program_id(1) // (DV // TILE)
     v = tl.program_id(1) % (DV // TILE) * TILE + tl.arange(0, TILE)[None, :]
-    first = tl.load(runs_ptr + run * 2)
-    stop = first + tl.load(runs_ptr + run * 2 + 1)
     i = tl.arange(0, CHUNK)
-    if run == run_limit:
-        for row in range(first, bucket, CHUNK):
+    if tl.program_id(0) == sharing:
+        for row in range(tl.load(runs_ptr + run_limit * 2), bucket, CHUNK):
             rows = (row + i)[:, None].to(tl.int64)
             tl.store(out_ptr + (rows * HEADS + head) * DV + v, tl.zeros((CHUNK, TILE), tl.float32), rows < bucket)
-    elif stop > first:
-        width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
-        whole: tl.constexpr = width + KEY_HEADS * DK
-        d = tl.arange(0, DK)
-        keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
-        values = KEY_HEADS * DK + head * DV + v
-        row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
-        settles = tl.full((), SETTLES, tl.int32)
-        if SETTLES == 2:
-            settles = tl.load(settled_ptr + row0).to(tl.int32)
-        memory = memory_ptr + (slot * HEADS + head) * DK * DV
-        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
-        for item in range(first, stop):
-            row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
-            kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
-            is_old = is_old[:, None]
-            is_new = is_new[:, None]
-            k = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new, 0.0)
-            value = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new, 0.0)
-            if old > 0:
-                k = tl.where(is_old, tl.load(kept[:, None] + keys, is_old, 0.0), k)
-                value = tl.where(is_old, tl.load(kept[:, None] + values, is_old, 0.0), value)
-            here = (tl.zeros((), tl.int64) + item) * HEADS + head
-            g = tl.load(lines_ptr + here * 3 * CHUNK + i)
-            beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-            if (settles == 0) | (old + count < CHUNK):
-                keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
-                gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
-                tl.store(gates, beta, keep)
-                tl.store(gates + RING, tl.load(lines_ptr + here * 3 * CHUNK + 2 * CHUNK + i), keep)
-            zero = tl.zeros((CHUNK, TILE), tl.float32)
-            states = _split(state, PARTS)
-            known = _product(_split(k, INPUTS), states, zero, INPUTS, PARTS, PARTS)
-            u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
-            for block in range(old // READ, tl.cdiv(old + count, READ)):
-                r = block * READ + tl.arange(0, READ)
-                is_read = ((r >= old) & (r < old + count))[:, None]
-                from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + keys
-                q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
-                own = tl.load(lines_ptr + here * 3 * CHUNK + r)
-                none = tl.zeros((READ, TILE), tl.float32)
-                read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
-                at = mix_ptr + here * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
-                read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
-                to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
-                tl.store(to, read, is_read)
-            if old + count == CHUNK:
-                last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
-                at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
-                state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
-        if settles != 0:
-            tl.store(memory + d[:, None] * DV + v, state)
+    run = tl.where(tl.program_id(0) == sharing, run_limit, tl.program_id(0))
+    while run < run_limit:
+        first = tl.load(runs_ptr + run * 2)
+        number = tl.load(runs_ptr + run * 2 + 1)
+        stop = first + number
+        # Runs are without gaps, so there is none behind one that has no chunks.
+        run = tl.where(number > 0, run + sharing, run_limit)
+        if number > 0:
+            d = tl.arange(0, DK)
+            keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
+            values = KEY_HEADS * DK + head * DV + v
+            row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
+            settles = tl.full((), SETTLES, tl.int32)
+            if SETTLES == 2:
+                settles = tl.load(settled_ptr + row0).to(tl.int32)
+            if WALKED:
+                stop = tl.where(settles != 0, first + (old > 0).to(tl.int32), stop)
+            memory = memory_ptr + (slot * HEADS + head) * DK * DV
+            state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
+            for item in range(first, stop):
+                row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
+                kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
+                is_old = is_old[:, None]
+                is_new = is_new[:, None]
+                k = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new, 0.0)
+                value = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new, 0.0)
+                if old > 0:
+                    k = tl.where(is_old, tl.load(kept[:, None] + keys, is_old, 0.0), k)
+                    value = tl.where(is_old, tl.load(kept[:, None] + values, is_old, 0.0), value)
+                here = (tl.zeros((), tl.int64) + item) * HEADS + head
+                g = tl.load(lines_ptr + here * 3 * CHUNK + i)
+                beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
+                if (settles == 0) | (old + count < CHUNK):
+                    keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
+                    gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
+                    tl.store(gates, beta, keep)
+                    tl.store(gates + RING, tl.load(lines_ptr + here * 3 * CHUNK + 2 * CHUNK + i), keep)
+                zero = tl.zeros((CHUNK, TILE), tl.float32)
+                states = _split(state, PARTS)
+                known = _product(_split(k, INPUTS), states, zero, INPUTS, PARTS, PARTS)
+                u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
+                for block in range(old // READ, tl.cdiv(old + count, READ)):
+                    r = block * READ + tl.arange(0, READ)
+                    is_read = ((r >= old) & (r < old + count))[:, None]
+                    from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + keys
+                    q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
+                    own = tl.load(lines_ptr + here * 3 * CHUNK + r)
+                    none = tl.zeros((READ, TILE), tl.float32)
+                    read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
+                    at = mix_ptr + here * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
+                    read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
+                    to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
+                    tl.store(to, read, is_read)
+                if old + count == CHUNK:
+                    last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
+                    at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
+                    state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
+            if (settles != 0) & (stop > first):
+                tl.store(memory + d[:, None] * DV + v, state)
