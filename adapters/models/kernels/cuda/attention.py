@@ -118,8 +118,8 @@ class CudaAttention:
         if chained:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
             grid = (limit * kv,)
-            to = (tiles, out, pages, sinks, capacity, limit, scale)
-            launch(attention.attend_chain, grid, q, *rows_of, *to, **shape, **bounds, **joins, **options)
+            given = (tiles, out, pages, sinks, capacity, limit, scale)
+            launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
@@ -133,8 +133,8 @@ class CudaAttention:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
             options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
             options["enable_fp_fusion"] = False
-            given = (q, *tiled, *to, self._partial_counts(kv), out)
-            launch(hopper_attention.attend_splits_ahead, (programs,), *given, **shape, **options)
+            last = (self._partial_counts(kv), out)
+            launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
@@ -166,7 +166,7 @@ class CudaAttention:
         return self.hopper and is_half and rule.is_plain and q.shape[2] in heads
 
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor) -> None:
-        bucket, heads, head = q.shape
+        _, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         group = heads // kv
         options = CHAIN_AHEAD[head]

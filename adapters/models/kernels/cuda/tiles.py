@@ -67,6 +67,7 @@ def cut_columns(
     shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
     """
     largest = GATED if gated else LARGE
+    cuts: tuple[Cut, ...]
     if dtype == torch.float32:
         cuts = (Cut(Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3), 0, columns),)
     elif count <= NARROW:

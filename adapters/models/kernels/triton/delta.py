@@ -219,6 +219,15 @@ def _parts(at, size, PARTS: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _clear_padding(out_ptr, first, bucket, head, v, HEADS: tl.constexpr, DV: tl.constexpr):
+    """Set what padded rows read to zero, for one head's columns v."""
+    for row in range(first, bucket, CHUNK):
+        rows = (row + tl.arange(0, CHUNK))[:, None].to(tl.int64)
+        nothing = tl.zeros((CHUNK, v.shape[1]), tl.float32)
+        tl.store(out_ptr + (rows * HEADS + head) * DV + v, nothing, rows < bucket)
+
+
 @triton.jit(do_not_specialize=["run_limit", "bucket"])
 def scan(
     chunks_ptr,
@@ -264,65 +273,62 @@ def scan(
     v = tl.program_id(1) % (DV // TILE) * TILE + tl.arange(0, TILE)[None, :]
     i = tl.arange(0, CHUNK)
     if tl.program_id(0) == sharing:
-        for row in range(tl.load(runs_ptr + run_limit * 2), bucket, CHUNK):
-            rows = (row + i)[:, None].to(tl.int64)
-            tl.store(out_ptr + (rows * HEADS + head) * DV + v, tl.zeros((CHUNK, TILE), tl.float32), rows < bucket)
+        _clear_padding(out_ptr, tl.load(runs_ptr + run_limit * 2), bucket, head, v, HEADS, DV)
     run = tl.where(tl.program_id(0) == sharing, run_limit, tl.program_id(0))
-    while run < run_limit:
+    number = tl.load(runs_ptr + run * 2 + 1, run < run_limit, 0)
+    while number > 0:  # runs are without gaps, so there is none behind one that has no chunks
         first = tl.load(runs_ptr + run * 2)
-        number = tl.load(runs_ptr + run * 2 + 1)
         stop = first + number
-        # Runs are without gaps, so there is none behind one that has no chunks.
-        run = tl.where(number > 0, run + sharing, run_limit)
-        if number > 0:
-            d = tl.arange(0, DK)
-            keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
-            values = KEY_HEADS * DK + head * DV + v
-            row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
-            settles = tl.full((), SETTLES, tl.int32)
-            if SETTLES == 2:
-                settles = tl.load(settled_ptr + row0).to(tl.int32)
-            if WALKED:
-                stop = tl.where(settles != 0, first + (old > 0).to(tl.int32), stop)
-            memory = memory_ptr + (slot * HEADS + head) * DK * DV
-            state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
-            for item in range(first, stop):
-                row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
-                kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
-                is_old = is_old[:, None]
-                is_new = is_new[:, None]
-                k = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new, 0.0)
-                value = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new, 0.0)
-                if old > 0:
-                    k = tl.where(is_old, tl.load(kept[:, None] + keys, is_old, 0.0), k)
-                    value = tl.where(is_old, tl.load(kept[:, None] + values, is_old, 0.0), value)
-                here = (tl.zeros((), tl.int64) + item) * HEADS + head
-                g = tl.load(lines_ptr + here * 3 * CHUNK + i)
-                beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-                if (settles == 0) | (old + count < CHUNK):
-                    keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
-                    gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
-                    tl.store(gates, beta, keep)
-                    tl.store(gates + RING, tl.load(lines_ptr + here * 3 * CHUNK + 2 * CHUNK + i), keep)
-                zero = tl.zeros((CHUNK, TILE), tl.float32)
-                states = _split(state, PARTS)
-                known = _product(_split(k, INPUTS), states, zero, INPUTS, PARTS, PARTS)
-                u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
-                for block in range(old // READ, tl.cdiv(old + count, READ)):
-                    r = block * READ + tl.arange(0, READ)
-                    is_read = ((r >= old) & (r < old + count))[:, None]
-                    from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + keys
-                    q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
-                    own = tl.load(lines_ptr + here * 3 * CHUNK + r)
-                    none = tl.zeros((READ, TILE), tl.float32)
-                    read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
-                    at = mix_ptr + here * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
-                    read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
-                    to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
-                    tl.store(to, read, is_read)
-                if old + count == CHUNK:
-                    last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
-                    at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
-                    state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
-            if (settles != 0) & (stop > first):
-                tl.store(memory + d[:, None] * DV + v, state)
+        d = tl.arange(0, DK)
+        keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
+        values = KEY_HEADS * DK + head * DV + v
+        row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
+        settles = tl.full((), SETTLES, tl.int32)
+        if SETTLES == 2:
+            settles = tl.load(settled_ptr + row0).to(tl.int32)
+        if WALKED:
+            stop = tl.where(settles != 0, first + (old > 0).to(tl.int32), stop)
+        memory = memory_ptr + (slot * HEADS + head) * DK * DV
+        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
+        for item in range(first, stop):
+            row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
+            kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
+            is_old = is_old[:, None]
+            is_new = is_new[:, None]
+            k = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new, 0.0)
+            value = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new, 0.0)
+            if old > 0:
+                k = tl.where(is_old, tl.load(kept[:, None] + keys, is_old, 0.0), k)
+                value = tl.where(is_old, tl.load(kept[:, None] + values, is_old, 0.0), value)
+            here = (tl.zeros((), tl.int64) + item) * HEADS + head
+            g = tl.load(lines_ptr + here * 3 * CHUNK + i)
+            beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
+            if (settles == 0) | (old + count < CHUNK):
+                keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
+                gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
+                tl.store(gates, beta, keep)
+                tl.store(gates + RING, tl.load(lines_ptr + here * 3 * CHUNK + 2 * CHUNK + i), keep)
+            zero = tl.zeros((CHUNK, TILE), tl.float32)
+            states = _split(state, PARTS)
+            known = _product(_split(k, INPUTS), states, zero, INPUTS, PARTS, PARTS)
+            u = _split(beta[:, None] * (value.to(tl.float32) - tl.exp(g)[:, None] * known), PARTS)
+            for block in range(old // READ, tl.cdiv(old + count, READ)):
+                r = block * READ + tl.arange(0, READ)
+                is_read = ((r >= old) & (r < old + count))[:, None]
+                from_step = convolved_ptr + (row0 + r - old)[:, None] * whole + keys
+                q = _split(tl.load(from_step, is_read, 0.0), INPUTS)
+                own = tl.load(lines_ptr + here * 3 * CHUNK + r)
+                none = tl.zeros((READ, TILE), tl.float32)
+                read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
+                at = mix_ptr + here * PARTS * CHUNK * CHUNK + r[:, None] * CHUNK + i[None, :]
+                read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
+                to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
+                tl.store(to, read, is_read)
+            if old + count == CHUNK:
+                last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
+                at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
+                state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
+        if (settles != 0) & (stop > first):
+            tl.store(memory + d[:, None] * DV + v, state)
+        run += sharing
+        number = tl.load(runs_ptr + run * 2 + 1, run < run_limit, 0)

@@ -1,4 +1,4 @@
-"""Attention of many rows on Hopper (compute capability 9.0): `attention.attend_chain` with warps of their own for loads.
+"""Attention of many rows on Hopper (compute capability 9.0): `attention.attend_chain` with a warp for loads alone.
 
 The arithmetic is that of `attention`: tiles of keys in order, and splits folded in order. What differs is who does
 what. One warp looks up pages and brings keys and values to rings of shared memory, by bulk copies that run ahead.
@@ -114,7 +114,7 @@ def _step(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Add the values of tile `number` while the weights of the tile behind it are computed. ENDS: the tile ends a split.
+    """Add the values of tile `number`, and compute the weights of the tile behind it. ENDS: the tile ends a split.
 
     Returns acc of this tile, and of the next one p, by how much acc fades for it, peak and total.
     """
@@ -184,7 +184,7 @@ def _consume(
         last = first + count - 1
         begin = first + NUMBER * ROWS
         position = gl.minimum(begin + m // GROUP, last)
-        k_come, k_free, v_come, v_free = bars
+        k_come, k_free, v_come, _v_free = bars
         nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
         acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
         all_peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -193,7 +193,7 @@ def _consume(
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(k_free.index(0), count=1)
         weights, _fade, peak, total = _weigh_scores(
-            scores, BLOCK_N > begin + 1, 0, position, all_peak, all_total, scale
+            scores, begin + 1 < BLOCK_N, 0, position, all_peak, all_total, scale
         )
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         whole = (tiles - 1) // OF_SPLIT
@@ -295,9 +295,26 @@ def attend_chain_ahead(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS)),
-                (_consume, (q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 1, ROWS, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS)),
-                (_produce, (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES)),
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 1, ROWS, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -305,8 +322,19 @@ def attend_chain_ahead(
     else:
         gl.warp_specialize(
             [
-                (_consume, (q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP, SPLIT, K_STAGES, V_STAGES, COLUMNS)),
-                (_produce, (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES)),
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        SPLIT, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
             ],
             [1],
             [24],

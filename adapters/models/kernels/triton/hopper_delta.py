@@ -125,11 +125,11 @@ def _move(
     STAGES: gl.constexpr,
 ):
     """Move the states through all chunks. keeps: this program keeps the gates of a chunk that is not complete."""
-    k_ring, v_ring, fold_ring, q_ring, mix_ring = rings
-    moved, moved_free, read, read_free = bars
+    k_ring, v_ring, fold_ring, _q_ring, _mix_ring = rings
+    moved, moved_free, _read, _read_free = bars
     states, us = shared
     state_ready, state_free, u_ready, u_free = turns
-    head, key_column, value_column = place
+    head, _key_column, _value_column = place
     DK: gl.constexpr = k_ring.shape[2]
     TILE: gl.constexpr = v_ring.shape[2]
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -190,11 +190,11 @@ def _read(
     STAGES: gl.constexpr,
 ):
     """Compute what the rows of all chunks read."""
-    k_ring, v_ring, fold_ring, q_ring, mix_ring = rings
-    moved, moved_free, read, read_free = bars
+    _k_ring, v_ring, _fold_ring, q_ring, mix_ring = rings
+    _moved, _moved_free, read, read_free = bars
     states, us = shared
     state_ready, state_free, u_ready, u_free = turns
-    head, key_column, value_column = place
+    head, _key_column, _value_column = place
     TILE: gl.constexpr = v_ring.shape[2]
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, TENSOR))
@@ -240,7 +240,6 @@ def walk(
     DV: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Process the step's chunks of new rows that settle, one segment after the other, for a tile of one head's values.
 
