@@ -357,9 +357,8 @@ def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geomet
 def test_columns_that_are_cut_into_several_launches_have_the_same_bits(kernels, rows, columns, gated):
     weight = normal(columns, 512, dtype=torch.bfloat16, scale=0.05)
     x = normal(rows, 512, dtype=torch.bfloat16, seed=1)
-    multiply, packed = (kernels.linear, kernels.pack(weight))
-    if gated:
-        multiply, packed = kernels.gated_linear, kernels.pack_gated(weight)
+    multiply = kernels.gated_linear if gated else kernels.linear
+    packed = kernels.pack_gated(weight) if gated else kernels.pack(weight)
     whole = multiply(x, packed)
     for bucket in (4, 128, 256):
         assert same_bits(multiply(x[-bucket:].contiguous(), packed), whole[-bucket:])

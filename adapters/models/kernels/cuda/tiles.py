@@ -50,7 +50,8 @@ class Cut:
     columns: int
 
 
-LARGE, SMALL = Tile(256, 128, 64, 8, 4), Tile(128, 64, 128, 4, 4)
+LARGE = Tile(256, 128, 64, 8, 4)
+SMALL = Tile(128, 64, 128, 4, 4)
 MIDDLE = Tile(128, 128, 64, 4, 3)
 GATED = Tile(128, 256, 64, 8, 4)
 LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
