@@ -46,4 +46,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "seed_oss": "seed_oss",
     "glm4moe": "glm4_moe",
     "minimax-m2": "minimax_m2",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
 }

@@ -183,8 +183,8 @@ class PositionalStates(Protocol):
     def places(self) -> int: ...
 
     @property
-    def settles_apart(self) -> bool:
-        """May a step that decodes have more than 64 rows of another slot, which are settled at once?"""
+    def commits_per_segment(self) -> bool:
+        """May a step that decodes have more than 64 rows of another slot, which are committed at once?"""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -246,7 +246,7 @@ class Shard(Protocol):
 
         A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
         if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step. A shard
-        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.settles_apart`).
+        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.commits_per_segment`).
         It also refuses trees, since each node would need a state of its own.
 
         If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.

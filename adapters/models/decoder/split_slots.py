@@ -73,8 +73,8 @@ class SplitStates:
         self.places = min((part.places for part in self.parts), default=0)
 
     @property
-    def settles_apart(self) -> bool:
-        return all(part.settles_apart for part in self.parts)
+    def commits_per_segment(self) -> bool:
+        return all(part.commits_per_segment for part in self.parts)
 
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:

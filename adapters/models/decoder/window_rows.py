@@ -147,7 +147,7 @@ class WindowRows:
     """
 
     block = CHUNK
-    settles_apart = False
+    commits_per_segment = False
 
     def __init__(
         self,

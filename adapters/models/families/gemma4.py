@@ -180,8 +180,10 @@ def parse(raw: Mapping[str, Any]) -> Gemma4Config:
 
 
 def _read_input_vocabulary(text: Mapping[str, Any]) -> int:
+    if not _read_inputs(text):
+        return 0
     found = read_size({"vocab_size": text.get("vocab_size_per_layer_input")}, "vocab_size", DEFAULTS["vocab_size"])
-    if found < read_size(text, "vocab_size") and _read_inputs(text):
+    if found < read_size(text, "vocab_size"):
         raise CheckpointError(f"config.json: vocab_size_per_layer_input {found} is less than vocab_size")
     return found
 

@@ -26,6 +26,7 @@ from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
+from tests.pairs import take_turns
 
 SIGMOID = SigmoidExpertsShape(12, 3, 72, is_normalized=True, shared=72, groups=3, chosen_groups=2, factor=1.5)
 CONFIGS: dict[str, DenseConfig] = {
@@ -42,19 +43,16 @@ CONFIGS: dict[str, DenseConfig] = {
     "minimax_m2": MiniMaxM2Config(203, 100, 72, 2, 6, 2, 24, 2048, 1e6, experts=SIGMOID, rotated=24),
     "qwen2": Qwen2Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, tie_word_embeddings=True),
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH = 700
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=[*CONFIGS])
-def whole(request, dtype):
+@pytest.fixture(scope="module", params=take_turns([*CONFIGS], DTYPES))
+def whole(request):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
-    config = CONFIGS[request.param]
+    name, dtype = request.param
+    config = CONFIGS[name]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shard = DenseShard(
         config,
@@ -188,6 +186,7 @@ def test_a_product_that_was_never_proven_is_refused(whole):
 LONG = 2600
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
     """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""

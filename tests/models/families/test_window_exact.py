@@ -31,6 +31,7 @@ from tests.models.hybrids import (
     whole_of,
 )
 from tests.models.windowed import WINDOWED, read_config
+from tests.pairs import take_turns
 
 SLOTS = 4
 MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts")
@@ -44,16 +45,12 @@ def shard_of(name: str, kernels, dtype=torch.float32, **more: object) -> DenseSh
     return DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def whole(request, dtype):
+@pytest.fixture(scope="module", params=take_turns(MODELS, [torch.float32, torch.bfloat16]))
+def whole(request):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
-    kernels = proven(read_config(request.param), dtype, 512).copy_for_shard()
-    return whole_of(shard_of(request.param, kernels, dtype))
+    name, dtype = request.param
+    kernels = proven(read_config(name), dtype, 512).copy_for_shard()
+    return whole_of(shard_of(name, kernels, dtype))
 
 
 @in_pieces

@@ -10,7 +10,9 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.activations import CLAMPED, GELU, SILU
 from adapters.models.kernels.experts_interface import (
+    BiasedExpertsShape,
     Experts,
     ExpertsShape,
     GatedWeights,
@@ -30,6 +32,12 @@ pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
 ROWS = 700
+
+
+class ScaledShape(ExpertsShape):
+    """As Gemma 4 has experts: gated by GELU, with a factor for each expert, and a router that reads other rows."""
+
+
 SHAPES = {
     "a shared one": (ExpertsShape(24, 4, 256, is_normalized=True, shared=128), 512),
     "odd sizes": (ExpertsShape(11, 3, 72, is_normalized=False), 104),
@@ -39,6 +47,8 @@ SHAPES = {
         104,
     ),
     "all for every row": (ExpertsShape(5, 5, 64, is_normalized=True), 128),
+    "clamped, with biases": (BiasedExpertsShape(24, 4, 96, is_normalized=True), 128),
+    "GELU, with scales": (ScaledShape(11, 3, 72, is_normalized=True), 104),
 }
 
 
@@ -58,7 +68,8 @@ class Layer:
             router,
             self.kernels.stack_experts(iter(self.each), shape.count),
             shared,
-            correction=correction if isinstance(shape, SigmoidExpertsShape) else None,
+            scales=torch.rand(shape.count, device=DEVICE) + 0.5 if isinstance(shape, ScaledShape) else None,
+            correction=correction if isinstance(shape, SigmoidExpertsShape | BiasedExpertsShape) else None,
         )
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
@@ -67,12 +78,19 @@ class Layer:
 
     def _gated(self, inner: int) -> GatedWeights:
         hidden = self.x.shape[1]
-        packed = self.kernels.pack_gated(self._weight(2 * inner, hidden))
-        return GatedWeights(packed, self.kernels.pack(self._weight(hidden, inner)))
+        both, down = self._weight(2 * inner, hidden), self.kernels.pack(self._weight(hidden, inner))
+        match self.shape:
+            case BiasedExpertsShape():
+                biases = (self._weight(1, size)[0] for size in (2 * inner, hidden))
+                return GatedWeights(self.kernels.pack(both), down, CLAMPED, *biases)
+            case ScaledShape():
+                return GatedWeights(self.kernels.pack(both), down, GELU)
+        return GatedWeights(self.kernels.pack_gated(both), down, SILU)
 
     def fed(self, x: Tensor, bucket: int, experts: Experts | None = None) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, 0, 0, bucket - len(x)), value=0.5)
-        made = self.kernels.experts(padded, experts or self.experts, batch_of(bucket, len(x)))
+        deciding = padded.flip(1) if isinstance(self.shape, ScaledShape) else None
+        made = self.kernels.experts(padded, experts or self.experts, batch_of(bucket, len(x)), deciding)
         assert not made[len(x) :].any(), "padded rows go through no expert"
         return made[: len(x)].clone()
 

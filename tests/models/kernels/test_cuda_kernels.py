@@ -77,7 +77,7 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel of Hopper's")
     ahead, plain = triton_cuda.TritonKernels(DEVICE, pdl), triton_cuda.TritonKernels(DEVICE, pdl)
-    plain._hopper = False  # noqa: SLF001 - as on every other GPU
+    plain.products.hopper = False  # as on every other GPU
     weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
     for rows in (1, 4, 8, 9, 16, 32, 64, 128):
         x = normal(rows, depth, dtype=dtype, seed=rows)

@@ -51,7 +51,7 @@ class CudaDelta:
     pdl: bool | None
     hopper: bool = False
     running: str = ""
-    settles_apart: bool = field(init=False, default=True)
+    commits_per_segment: bool = field(init=False, default=True)
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name

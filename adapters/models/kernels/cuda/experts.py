@@ -15,8 +15,10 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.experts_interface import (
+    BiasedExpertsShape,
     ChosenExperts,
     Experts,
     ExpertsShape,
@@ -91,20 +93,36 @@ class CudaExperts:
     pdl: bool | None
 
     def run_experts(
-        self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
+        self,
+        kernels: PackedProducts,
+        x: Tensor,
+        experts: Experts,
+        weights: GatedWeights,
+        batch: Batch,
+        deciding: Tensor | None = None,
     ) -> Tensor:
-        """Run x through a layer of experts. weights: of all places, one behind the other, in `[places, N, K]`."""
+        """Run x through a layer of experts.
+
+        weights: of all places, one behind the other, in `[places, N, K]`. Where they have biases, a place is the number
+        of an expert. deciding: what the router reads in place of x.
+        """
         shape = experts.shape
         rows = len(x)
-        logits = kernels.linear(x, experts.router)
+        logits = kernels.linear(x if deciding is None else deciding, experts.router)
+        if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
+            logits = logits.float().add_(experts.correction)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
+        numbers = chosen.clamp(max=shape.count - 1).long()  # padded rows have any expert: nothing reads their pairs
+        if experts.scales is not None:
+            shares[:, : shape.chosen].mul_(experts.scales[numbers])
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
-        inner = x.new_empty(chosen.numel(), shape.inner)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for places in self._fetch_places(experts, chosen):
             dealt = self._deal_pairs(chosen, places, tile, shape)
-            self._multiply_groups(x, weights.gate_up.weight, inner, dealt, tile, share=shape.chosen)
+            inner = self._run_gates(x, weights, dealt, tile, numbers)
             self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
+        if weights.down_bias is not None:
+            made.add_(weights.down_bias[numbers.flatten()])
         own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
         out = torch.empty_like(x)
         block = min(1024, triton.next_power_of_2(x.shape[1]))
@@ -125,6 +143,24 @@ class CudaExperts:
             **launch_options(4, self.pdl),
         )
         return out
+
+    def _run_gates(
+        self, x: Tensor, weights: GatedWeights, dealt: PairTiles, tile: GroupTile, numbers: Tensor
+    ) -> Tensor:
+        """Return what the gates let through, `[pairs, I]`. numbers: the experts of each row.
+
+        Only SiLU is part of the product. For another activation, every number is rounded where it is if experts are
+        computed one by one, so the bits are the same.
+        """
+        columns = weights.gate_up.weight.shape[1]
+        is_silu = weights.activation == SILU
+        both = x.new_empty(numbers.numel(), columns // 2 if is_silu else columns)
+        self._multiply_groups(x, weights.gate_up.weight, both, dealt, tile, share=numbers.shape[1])
+        if is_silu:
+            return both
+        if weights.gate_up_bias is not None:
+            both.add_(weights.gate_up_bias[numbers.flatten()])
+        return apply_gate(weights.activation, *both.chunk(2, dim=1)).contiguous()
 
     def choose_experts(
         self, logits: Tensor, shape: ExpertsShape, positions: Tensor, correction: Tensor | None = None

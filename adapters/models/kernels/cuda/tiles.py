@@ -106,6 +106,12 @@ def _estimate_time(count: int, cut: Cut, processors: int) -> float:
 
 
 @cache
+def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
+    """Choose the tile of a product in pieces. A program has two sums of each element, so its tile is smaller."""
+    return limit_stages(Tile(128, 128, 64, 8, 6), dtype, shared)
+
+
+@cache
 def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
     """Choose a tile of `hopper.linear_ahead`.
 
