@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.activations import SILU, apply_gate
-from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.experts_interface import (
     BiasedExpertsShape,
     ChosenExperts,

@@ -18,15 +18,10 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.attention import (
-    KV_TILE,
-    CudaAttention,
-    StepTiles,
-    cache_sizes,
-    launch_options,
-)
+from adapters.models.kernels.cuda.attention import KV_TILE, CudaAttention, StepTiles
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.products import CudaProducts
@@ -106,7 +101,7 @@ class TritonKernels:
             self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
             hopper = properties.major == 9
-        self.delta = CudaDelta(self.device, self.pdl)
+        self.delta = CudaDelta(self.device, self.pdl, hopper)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, hopper)
         self.grouped_experts = CudaExperts(self._shared, self.pdl)
         self.products = CudaProducts(self._processors, self._shared, self.pdl, hopper)

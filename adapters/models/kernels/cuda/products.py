@@ -7,8 +7,14 @@ from attrs import define
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.attention import describe_blocks, launch_options
-from adapters.models.kernels.cuda.tiles import choose_tile, choose_tile_ahead, choose_tile_in_pieces, count_parts
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
+from adapters.models.kernels.cuda.tiles import (
+    Cut,
+    choose_tile_ahead,
+    choose_tile_in_pieces,
+    count_parts,
+    cut_columns,
+)
 from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.triton import hopper, hopper_pieces, linear
 from adapters.models.kernels.triton_launch import launch
@@ -33,12 +39,19 @@ class CudaProducts:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
 
     def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
-        (count, depth) = x.shape
-        columns = w.shape[0]
         if piece:
-            tile = choose_tile_in_pieces(x.dtype, self.shared)
+            cuts: tuple[Cut, ...] = (Cut(choose_tile_in_pieces(x.dtype, self.shared), 0, len(w)),)
         else:
-            tile = choose_tile(count, columns, gated, x.dtype, self.processors, self.shared)
+            cuts = cut_columns(len(x), len(w), gated, x.dtype, self.processors, self.shared)
+        for cut in cuts:
+            part = w[cut.first : cut.first + cut.columns]
+            self._multiply_cut(x, part, out[:, cut.first // 2 if gated else cut.first :], cut, gated=gated, piece=piece)
+
+    def _multiply_cut(self, x: Tensor, w: Tensor, out: Tensor, cut: Cut, *, gated: bool, piece: int) -> None:
+        """Write the products with a part of a weight's rows to a part of the columns of out."""
+        (count, depth) = x.shape
+        columns = cut.columns
+        tile = cut.tile
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
