@@ -23,7 +23,6 @@ from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention, hopper_attention, rows
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
 KV_TILE = 64
 SPLIT = 256
@@ -51,7 +50,12 @@ def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
     if batch.pages is None:
         return cache.shape[0], cache.shape[1], cache.shape[2]
     slots, count = batch.pages.shape
-    return slots, cache.shape[1], count * PAGE
+    return slots, cache.shape[1], count * cache.shape[2]
+
+
+def page_size(cache: Tensor, batch: Batch) -> int:
+    """Return the rows of a page; 0: rows are not paged."""
+    return 0 if batch.pages is None else cache.shape[2]
 
 
 def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
@@ -139,7 +143,7 @@ class CudaAttention:
         out = torch.empty_like(q)
         scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
-        shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        shape |= {"PAGE": page_size(k_cache, batch)}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap}
         joins = {"SINKS": rule.sinks is not None}

@@ -25,6 +25,7 @@ from adapters.models.kernels.cuda.attention import (
     CudaAttention,
     StepTiles,
     cache_sizes,
+    page_size,
     describe_blocks,
     launch_options,
 )
@@ -55,7 +56,6 @@ from adapters.models.kernels.row_format import LIMITS, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import hopper, linear, rows
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -291,7 +291,7 @@ class TritonKernels:
             V_NORM=prep.v_norm,
             WIDE=norm is not None and norm.dtype != qkv.dtype,
             BLOCK=at_once,
-            PAGE=0 if batch.pages is None else PAGE,
+            PAGE=page_size(k_cache, batch),
             LIMIT=LIMITS.get(form.dtype, 0.0),
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
             **self._options(4),
