@@ -46,7 +46,7 @@ DRAFT = DFlashConfig(
 
 
 def save_family(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write the checkpoint and its draft below `folder`, and return where they are. The same name gives the same bits."""
+    """Write the checkpoint and its draft below `folder`, and return their folders. The same name gives the same bits."""
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     settings = {**told, **OWN}
     settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.family import Family, family_of
@@ -19,6 +21,7 @@ from tests.models.windowed import WINDOWED
 PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 YES, NO = "yes", "no"
+DTYPE = torch.bfloat16
 # The forms of calls and the tags of reasoning in the templates that are published with a family.
 PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (("llama3-json", "pythonic"), ()),
@@ -72,7 +75,8 @@ def write_table() -> str:
             ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if one in types) or NO
         ),
         "quantised": lambda family, _, __: YES if family.cut_up is cut_up else "MXFP4",
-        "split": lambda _, __, own: say([can_be_split(one) for one in own]),
+        # Whatever later layers read crosses a cut, so every model may be cut behind any layer.
+        "split": lambda _, __, own: say([one.find_crossing(1, DTYPE, DTYPE).width > 0 for one in own]),
         "DFlash": lambda family, _, __: say(family.model_type in PUBLISHED),
         "trees": lambda _, __, own: say([not has_state(one) for one in own]),
         "MTP": lambda family, _, __: say(family.head_shape is not None),
@@ -90,12 +94,6 @@ def has_state(config: DenseConfig) -> bool:
     """Has some layer a state or a window, so that trees are refused?"""
     layers = range(config.num_layers)
     return any(config.recurrent(layer) or config.shape_of(layer).traits.keeps_window for layer in layers)
-
-
-def can_be_split(config: DenseConfig) -> bool:
-    """May some first layers be on one device and the rest on another?"""
-    cuts = range(1, config.num_layers)
-    return any(all(map(config.can_be_shard, (range(cut), range(cut, config.num_layers)))) for cut in cuts)
 
 
 def check_names() -> None:

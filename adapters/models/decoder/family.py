@@ -14,6 +14,7 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
+from adapters.models.decoder.crossing import Crossing
 from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
@@ -69,6 +70,10 @@ class ModelConfig(Protocol):
         device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
         proven operations decide which data are kept.
         """
+        ...
+
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
         ...
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:

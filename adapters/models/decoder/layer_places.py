@@ -20,23 +20,29 @@ class LayerPlaces:
     """The layers of a shard by what they keep of a sequence: all rows, the rows of a window, a recurrent state, or
     nothing, because they read what another layer keeps.
 
-    places: the number of each layer among those of its kind.
+    borrowed: layers of earlier shards whose rows are kept here as well (`Crossing`). They are among `kept` and
+    `windowed`. places: the number of each layer among those of its kind.
     """
 
     config: DenseConfig
     layers: range
+    borrowed: tuple[int, ...] = field(init=False)
     kept: tuple[int, ...] = field(init=False)
     windowed: tuple[int, ...] = field(init=False)
     recurrent: tuple[int, ...] = field(init=False)
     places: dict[int, int] = field(init=False)
 
+    @borrowed.default
+    def _list_borrowed(self) -> tuple[int, ...]:
+        return self.config.list_borrowed(self.layers.start)
+
     @kept.default
     def _list_kept(self) -> tuple[int, ...]:
-        return tuple(layer for layer in self.layers if self.config.keeps_rows(layer))
+        return tuple(layer for layer in (*self.borrowed, *self.layers) if self.config.keeps_rows(layer))
 
     @windowed.default
     def _list_windowed(self) -> tuple[int, ...]:
-        attending = [layer for layer in self.layers if not self.config.recurrent(layer)]
+        attending = [layer for layer in (*self.borrowed, *self.layers) if not self.config.recurrent(layer)]
         return tuple(layer for layer in attending if self.config.shape_of(layer).traits.keeps_window)
 
     @recurrent.default

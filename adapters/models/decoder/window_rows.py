@@ -34,7 +34,6 @@ from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import check_state, hold_memory
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.delta_interface import CHUNK
-from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec
 
@@ -192,6 +191,11 @@ class WindowRows:
     @property
     def table(self) -> Tensor | None:
         return self._rows.table
+
+    @property
+    def cache(self) -> KvCache:
+        """The rows of all slots. Those outside a slot's window have no memory."""
+        return self._rows
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
@@ -23,6 +24,7 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.crossing import Crossing
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
@@ -98,10 +100,10 @@ class Gemma4Config(gemma3.GemmaConfig):
         """The experts of the model; the feed-forward proper of a layer is dense."""
         return self.sparse if self.kind is None else None
 
-    def can_be_shard(self, layers: range) -> bool:
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
         """Inputs of layers are made from tokens, which only the first shard gets."""
-        sources = [self.kinds[layer].traits.source for layer in layers]
-        return not (self.inputs and layers.start) and all(source is None or source in layers for source in sources)
+        found = super().find_crossing(cut, dtype, rows)
+        return evolve(found, inputs=self.inputs * (self.num_layers - cut))
 
     @property
     def inputs_shape(self) -> InputsShape | None:

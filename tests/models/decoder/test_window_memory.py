@@ -98,14 +98,13 @@ def test_memory_of_a_long_sequence_is_within_a_twentieth_of_the_arithmetic():
     windows = shard.states._rows  # noqa: SLF001
     needed = WINDOW * windows.spec.token_bytes + TOKENS * shard.rows.spec.token_bytes
     taken = count_resident_bytes(windows) + count_resident_bytes(shard.rows)
-    print(f"{taken} bytes are resident, {needed} are needed: {taken / needed:.3f}")
     assert needed <= taken <= 1.05 * needed
     assert shard.memory()["kv"] <= 1.05 * (needed + CHUNK * shard.rows.spec.token_bytes)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4, inputs of layers, rows shared", "gpt_oss"])
 @pytest.mark.parametrize("seed", range(3))
-def test_proposals_that_are_rejected_leave_no_trace(two_threads, name, seed):  # noqa: ARG001
+def test_proposals_that_are_rejected_leave_no_trace(two_threads, name, seed):
     """Random proposals, right and wrong ones, in steps of one slot and of several; any number of them is kept."""
     config = read_config(name)
     kernels = proven(config, torch.float32, 512).copy_for_shard()

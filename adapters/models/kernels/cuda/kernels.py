@@ -25,9 +25,9 @@ from adapters.models.kernels.cuda.attention import (
     CudaAttention,
     StepTiles,
     cache_sizes,
-    page_size,
     describe_blocks,
     launch_options,
+    page_size,
 )
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
