@@ -6,7 +6,8 @@ executed again from a trace.
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
 [--family gpt_oss] [--quantize int8] [--longest 700] [--answer 48]`
 
-`--family` measures a small random checkpoint of that family with a random draft (`benchmarks.family_checkpoints`).
+`--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
+draft. For GLM `--draft mtp` takes the checkpoint's prediction head, and for Gemma 4 `--draft assistant` an assistant.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 
@@ -430,9 +431,9 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.family:
-            model, draft = save_family(given.family, Path(folder))
+            model, draft = save_family(given.family, Path(folder), given.draft)
             given.model = str(model)
-            given.draft = "none" if given.draft == "none" else str(draft)
+            given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
         where = {"device": given.device, "threads": given.threads}
         kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "quantize": given.quantize}
         options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)

@@ -14,7 +14,7 @@ from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.kernels.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
-from tests.models.draft_models import random_tensors, save_draft
+from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_glm_head
 from tests.models.windowed import WINDOWED
 
 VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
@@ -45,12 +45,16 @@ DRAFT = DFlashConfig(
 )
 
 
-def save_family(name: str, folder: Path) -> tuple[Path, Path]:
-    """Write the checkpoint and its draft below `folder`, and return their folders. The same name gives the same bits."""
+def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
+    """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
+
+    drafts: the kind of the draft, "dflash" or, for Gemma 4, "assistant".
+    """
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     settings = {**told, **OWN}
     settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}
     settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if told.get(own)}
+    settings |= {own: 64 for own in ("global_head_dim",) if told.get(own)}
     settings.setdefault("num_hidden_layers", 3)
     model = folder / name
     draft = folder / f"{name}-draft"
@@ -58,6 +62,11 @@ def save_family(name: str, folder: Path) -> tuple[Path, Path]:
     save_model(model, model_type, **settings)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / file, model)
+    if model_type == "glm4_moe":
+        save_glm_head(model, settings)
+    if drafts == "assistant":
+        save_assistant(draft, settings, hidden=HIDDEN)
+        return model, draft
     layers = settings["num_hidden_layers"]
     causal_only = {"layer_types": ["full_attention", "full_attention"], "vocab_size": VOCABULARY}
     save_draft(draft, DRAFT, random_tensors(DRAFT), num_target_layers=layers, **causal_only)

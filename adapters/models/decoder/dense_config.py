@@ -214,14 +214,15 @@ class DenseConfig:
             weights=tuple(dict.fromkeys((*layers, head, *plain))),
             packed=tuple(dict.fromkeys(part for part in parts if part.layout is not None)),
             unpacked=(count + idle) * dtype.itemsize <= memory,
-            heads=self._list_heads(capacity),
+            heads=self.list_heads(capacity),
             deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=(count + idle) * 4 <= memory,
         )
 
-    def _list_heads(self, capacity: int) -> tuple[Heads, ...]:
+    def list_heads(self, capacity: int) -> tuple[Heads, ...]:
+        """Return the kinds of attention, over slots of this many rows."""
         shapes = [self.shape_of(layer) for layer in range(self.num_layers) if not self.recurrent(layer)]
         kinds = dict.fromkeys((shape.group, shape.head_dim) for shape in shapes)
         return tuple(Heads(group, size, -(-capacity // TILE) * TILE) for group, size in kinds)

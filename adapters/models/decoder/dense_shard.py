@@ -270,7 +270,7 @@ class DenseShard:
     def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
         """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `_run_layer`."""
         kernels = self._kernels
-        k_cache, v_cache, pages = self._find_caches(number)
+        k_cache, v_cache, pages = self.find_caches(number)
         batch = batch.with_pages(pages)
         rope = self._ropes.of_layer(number)
         projected = select_heads(kernels, layer, own)
@@ -280,10 +280,12 @@ class DenseShard:
             q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
         return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
 
-    def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values that a layer attends to, and the table of their pages, if there is one."""
+    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         source = self.config.shape_of(number).traits.source
-        cache, place = self._find_cache(number if source is None else source)
+        owner = number if source is None else source
+        if owner not in self._layout.places:
+            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack rows of layer {owner}")
+        cache, place = self._find_cache(owner)
         return *cache.layers[place], cache.table
 
     def _find_cache(self, number: int) -> tuple[KvCache, int]:

@@ -72,7 +72,12 @@ class Pipeline:
         output = self.output
         if self._embedding is None and self._parts[0].spec.device != self.spec.device:
             self._embedding = own.to(output.norm.device)
-        return TargetHead(own if self._embedding is None else self._embedding, output.packed, output.norm)
+        table = own if self._embedding is None else self._embedding
+        return TargetHead(table, output.packed, output.norm, self.find_caches)
+
+    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return those of the last shard, on the device of the head."""
+        return self._parts[-1].find_caches(number)
 
     # --- steps ---
 

@@ -19,7 +19,7 @@ another split with the same numerics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -56,11 +56,13 @@ class TargetHead:
     embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that this device can
         read (`Kernels.embed` accepts both).
     packed, norm: as in `OutputHead`.
+    find_caches: `Shard.find_caches` of the last layers, for drafts that read the target's rows; None for copies.
     """
 
     embedding: Tensor
     packed: Any
     norm: Tensor
+    find_caches: Callable[[int], tuple[Tensor, Tensor, Tensor | None]] | None = None
 
 
 @frozen(kw_only=True)
@@ -235,6 +237,13 @@ class Shard(Protocol):
     @property
     def output(self) -> OutputHead:
         """Last shard only; ValueError elsewhere."""
+        ...
+
+    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the keys and values that a layer attends to, and the table of their pages, if there is one.
+
+        ValueError if they are not in this shard, or not in this process.
+        """
         ...
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:

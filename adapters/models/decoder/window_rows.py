@@ -43,8 +43,8 @@ _NOTHING = nullcontext()
 def count_window_rows(window: int) -> int:
     """Return the rows that a slot has room for: its window in whole pages, settled rows behind it, and a narrow step.
 
-    The span begins `window` rows before a multiple of 64, with up to 63 settled rows and 64 new ones behind that. A page
-    has 64 rows, as few as a tile of keys, so little of it lies before the window.
+    The span begins `window` rows before a multiple of 64. Up to 63 settled rows and 64 new ones are behind that
+    multiple. A page has 64 rows, as few as a tile of keys, so little of it lies before the window.
     """
     return (-(-window // CHUNK) + 2) * CHUNK
 

@@ -233,10 +233,10 @@ def _find_own_settings(text: Mapping[str, Any], types: Sequence[str]) -> Mapping
     """Return the sizes of heads in layers that see all rows: published by name, or by transformers for each layer."""
     by_layer = text.get("per_layer_config")
     if isinstance(by_layer, Mapping):
-        found = [by_layer.get(str(layer)) for layer, kind in enumerate(types) if kind == FULL]
+        found = [by_layer.get(str(layer), {}) for layer, kind in enumerate(types) if kind == FULL]
         if not all(isinstance(one, Mapping) and one == found[0] for one in found):
             raise CheckpointError("config.json: per_layer_config is not the same for all layers that see all rows")
-        return found[0]  # type: ignore[return-value]
+        return {"head_dim": text["head_dim"], **found[0]}
     shared = text.get("num_global_key_value_heads") if read_flag(text, "attention_k_eq_v") else None
     return {"head_dim": text.get("global_head_dim"), "num_key_value_heads": shared}
 
