@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.family import Family, family_of
 from adapters.models.decoder.feed_forward import cut_up
+from adapters.models.families.gemma4 import Gemma4Config
 from adapters.text.answer.answer_parser import CALL_FORMS, REASONING
 from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.hybrids import HYBRIDS, SPARSE
@@ -79,7 +80,7 @@ def write_table() -> str:
         "split": lambda _, __, own: say([one.find_crossing(1, DTYPE, DTYPE).width > 0 for one in own]),
         "DFlash": lambda family, _, __: say(family.model_type in PUBLISHED),
         "trees": lambda _, __, own: say([not has_state(one) for one in own]),
-        "MTP": lambda family, _, __: say(family.head_shape is not None),
+        "own draft": lambda family, _, own: name_own_draft(family, own),
         "scores prompts": lambda _, __, own: say([one.can_score_prompts for one in own]),
         "calls": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][0]) or NO,
         "reasoning": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][1]) or NO,
@@ -88,6 +89,13 @@ def write_table() -> str:
     for name, (family, types) in by_type.items():
         rows.append([write(family, types, configs[name]) for write in columns.values()])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def name_own_draft(family: Family, configs: Sequence[DenseConfig]) -> str:
+    """Return the kind of draft that is published with the models of a family, besides DFlash drafts."""
+    if family.head_shape is not None:
+        return "`mtp`"
+    return "assistant" if all(isinstance(one, Gemma4Config) for one in configs) else NO
 
 
 def has_state(config: DenseConfig) -> bool:

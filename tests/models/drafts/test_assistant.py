@@ -108,6 +108,10 @@ def ask(tokens, position: int, slot: int = 0, count: int = COUNT) -> BlockReques
 def compute_oracle(model, assistant, tokens, position: int) -> torch.Tensor:
     """The loop of transformers' generator, with greedy picks; of a window it sees the rows that we keep."""
     window = model.config.sliding_window
+    if not model.config.num_kv_shared_layers:  # transformers 5.23 returns no rows then, unless layers are told to
+        last = {layer.self_attn.layer_type: layer.self_attn for layer in model.model.layers}
+        for attention in last.values():
+            attention.store_full_length_kv = True
     with torch.no_grad():
         out = model(tokens[None, :position], output_hidden_states=True, return_shared_kv_states=True)
         states = {
@@ -145,8 +149,9 @@ def test_proposals_do_not_depend_on_how_rows_came_about(pair, dtype, rows):
     folder, beside, *_ = pair
     tokens = tokens_of(LENGTH)
     whole = Assisted(folder, beside, dtype=dtype, rows=rows)
-    layers = whole.draft.config.target_layers
-    split = Assisted(folder, beside, layers - 2, dtype=dtype, rows=rows)
+    # Behind the layers whose rows the last ones share; a model that shares none has the rows that are read behind 1.
+    cut = 4 if whole.draft.config.target_layers == 6 else 1
+    split = Assisted(folder, beside, cut, dtype=dtype, rows=rows)
     for position in (64, 131):
         whole.fill(0, tokens[:position], [256])
         [expected] = whole.propose(ask(tokens, position))
