@@ -12,13 +12,12 @@ from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
-from adapters.models.decoder.crossing import Passage
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_rows, build_states
+from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_passage, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
@@ -76,9 +75,7 @@ class DenseShard:
         self._layout = LayerPlaces(config, layers)
         self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
         self.states = build_states(config, self._layout, self.spec, placement, kernels)
-        cuts = (layers.start, layers.stop)
-        given, left = (config.find_crossing(cut, placement.dtype, placement.rows or placement.dtype) for cut in cuts)
-        self._passage = Passage(given, left, self._find_cache)
+        self._passage = build_passage(config, layers, placement, self._find_cache)
         self._load(
             WeightReader(weights, device, placement.dtype, offloaded, config.wide_norms),
             offload_embedding=placement.offload_embedding,
@@ -125,7 +122,7 @@ class DenseShard:
     def output(self) -> OutputHead:
         if self._norm is None:
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the head")
-        return OutputHead(self._head, self._norm)
+        return OutputHead(self._head, self._norm, self._find_caches)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
@@ -270,7 +267,7 @@ class DenseShard:
     def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
         """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `_run_layer`."""
         kernels = self._kernels
-        k_cache, v_cache, pages = self.find_caches(number)
+        k_cache, v_cache, pages = self._find_caches(number)
         batch = batch.with_pages(pages)
         rope = self._ropes.of_layer(number)
         projected = select_heads(kernels, layer, own)
@@ -280,7 +277,7 @@ class DenseShard:
             q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
         return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
 
-    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         source = self.config.shape_of(number).traits.source
         owner = number if source is None else source
         if owner not in self._layout.places:

@@ -10,10 +10,10 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_size
-from adapters.models.decoder.crossing import Crossing
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard_crossing import Crossing
 
 PROBED_LAYERS = 3  # of a small model: a layer, one that reads its rows, and one behind them
 FULL = "full_attention"

@@ -73,11 +73,7 @@ class Pipeline:
         if self._embedding is None and self._parts[0].spec.device != self.spec.device:
             self._embedding = own.to(output.norm.device)
         table = own if self._embedding is None else self._embedding
-        return TargetHead(table, output.packed, output.norm, self.find_caches)
-
-    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return those of the last shard, on the device of the head."""
-        return self._parts[-1].find_caches(number)
+        return TargetHead(table, output.packed, output.norm, output.find_caches)
 
     # --- steps ---
 

@@ -137,9 +137,6 @@ class RemoteShard:
             what = "embedding" if first else "head"
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the {what}")
 
-    def find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        raise ValueError(f"the rows of layer {number} are in another process")
-
     # --- steps ---
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
