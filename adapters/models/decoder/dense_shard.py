@@ -17,7 +17,7 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_passage, build_rows, build_states
+from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_crossing_port, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
@@ -75,7 +75,7 @@ class DenseShard:
         self._layout = LayerPlaces(config, layers)
         self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
         self.states = build_states(config, self._layout, self.spec, placement, kernels)
-        self._passage = build_passage(config, layers, placement, self._find_cache)
+        self._crossing = build_crossing_port(config, layers, placement, self._find_cache)
         self._load(
             WeightReader(weights, device, placement.dtype, offloaded, config.wide_norms),
             offload_embedding=placement.offload_embedding,
@@ -130,7 +130,7 @@ class DenseShard:
         with use_inference_mode():
             buffers.batch.before = self.states.start(step)
             if self._embedding is None:
-                self._passage.receive(step, inputs, buffers)
+                self._crossing.receive(step, inputs, buffers)
             buffers.batch.settle(step)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare_step(buffers.batch)
@@ -145,7 +145,7 @@ class DenseShard:
                 name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
             with self.states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
-                self._passage.leave(step, buffers)
+                self._crossing.leave(step, buffers)
         return buffers.forward
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
@@ -302,13 +302,13 @@ class DenseShard:
             if self.spec.layers.stop - 1 in aux_hidden_states:
                 aux_hidden_states[self.spec.layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self.spec.device, pages=self.rows.table)
-            forward = Forward(self._passage.make_left(hidden), aux_hidden_states)
+            forward = Forward(self._crossing.make_left(hidden), aux_hidden_states)
             rope = self._ropes.of_layer(self.spec.layers.start)
             fused_layers = fuse_layers(self._kernels, self._attending(), rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
             if self._embedding is None:
                 behind = self.config.num_layers - self.spec.layers.start
-                self._buffers[bucket].row_inputs = self._passage.make_inputs(hidden, behind)
+                self._buffers[bucket].row_inputs = self._crossing.make_inputs(hidden, behind)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
@@ -321,7 +321,7 @@ class DenseShard:
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
-        expected = (step.rows,) if self._embedding is not None else (step.bucket, self._passage.given.width)
+        expected = (step.rows,) if self._embedding is not None else (step.bucket, self._crossing.given.width)
         check_step(step, inputs, expected, self.spec.buckets)
         for segment in step.segments:
             self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)

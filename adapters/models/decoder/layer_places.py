@@ -12,7 +12,7 @@ from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
-from adapters.models.decoder.shard_crossing import Passage
+from adapters.models.decoder.shard_crossing import CrossingPort
 from adapters.models.decoder.window_rows import WindowRows, WindowShape
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.row_format import RowFormat
@@ -125,13 +125,13 @@ def build_states(
     )
 
 
-def build_passage(
+def build_crossing_port(
     config: DenseConfig, layers: range, placement: ShardPlacement, find_cache: Callable[[int], tuple[KvCache, int]]
-) -> Passage:
-    """Return what takes apart what a shard of these layers is given. find_cache: as in `Passage`."""
+) -> CrossingPort:
+    """Return what takes apart what a shard of these layers is given. find_cache: as in `CrossingPort`."""
     rows = placement.dtype if placement.rows is None else placement.rows
     given, left = (config.find_crossing(cut, placement.dtype, rows) for cut in (layers.start, layers.stop))
-    return Passage(given, left, find_cache)
+    return CrossingPort(given, left, find_cache)
 
 
 def find_row_shape(config: DenseConfig, layers: tuple[int, ...]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Crossing:
 
 
 @define(eq=False)
-class Passage:
+class CrossingPort:
     """Takes apart what a shard is given, and puts together what it leaves.
 
     given, left: the numbers of a token, at both ends of the shard. find_cache: returns the cache of a layer's rows, and
