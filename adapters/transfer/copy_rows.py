@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from typing import Protocol, TypeAlias, cast
 
 import torch
@@ -175,14 +174,21 @@ def view_by_layer(tensors: Tensor) -> Tensor:
 
 
 def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMover, ...]:
-    """Return a mover for each part that has rows. ValueError unless together they have those of `rows`."""
+    """Return a mover for each part that has rows. ValueError unless together they have those of `rows`.
+
+    Two parts may have the rows of one layer. Both are moved in, and either gives the same bytes when it is moved out.
+    """
     having = [part for part in parts if part.spec.names]
-    names = tuple(name for part in having for name in part.spec.names)
-    if names != rows.names:
+    names = tuple(dict.fromkeys(name for part in having for name in part.spec.names))
+    firsts = [rows.names.index(part.spec.names[0]) for part in having if part.spec.names[0] in rows.names]
+    together = all(
+        rows.names[first : first + len(part.spec.names)] == part.spec.names
+        for first, part in zip(firsts, having, strict=False)
+    )
+    if names != rows.names or not together:
         odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
         raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
-    firsts = accumulate((len(part.spec.names) for part in having), initial=0)
-    return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=False))
+    return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=True))
 
 
 @define(eq=False)

@@ -190,8 +190,9 @@ class SpeculationOptions:
     """The draft model and how its proposals are verified."""
 
     draft: Annotated[str, flag(DRAFT)] = "auto"
-    """Draft model for speculative decoding. A folder with a DFlash draft that was trained for the model; mtp: the
-    prediction head in the model's own checkpoint; none: no draft; auto: the draft of a demo model, otherwise none."""
+    """Draft model for speculative decoding. A folder with a DFlash draft that was trained for the model, or with a
+    Gemma 4 assistant; mtp: the prediction head in the model's own checkpoint; none: no draft; auto: the draft of a demo
+    model, otherwise none."""
 
     draft_device: Annotated[Device, flag(DRAFT, validator=check_draft_device)] = ""
     """Device of the draft: cpu, cuda or cuda:N. By default the device of the model's last layers. ipc+cpu:0 and

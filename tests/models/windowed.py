@@ -42,6 +42,18 @@ SHARING = {
 }
 BESIDE = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 40}
 
+# As in the 31B model five of six layers have a window, and their rows are four times as wide as those of the others.
+LAYOUT_31B = {
+    "num_hidden_layers": 12,
+    "layer_types": [*[SLIDING] * 5, FULL] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 1024,
+    "max_position_embeddings": 32768,
+}
+
 GPT_OSS = {
     **rope(),
     "num_local_experts": 9,
@@ -70,10 +82,13 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3, a long window": ("gemma3_text", {**GEMMA3, "sliding_window": 290}),
 }
 
+# Configurations that are too slow for tests of every model.
+LARGE = {"gemma4, 31b layout": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **LAYOUT_31B})}
+
 
 def read_config(name: str) -> LayeredConfig:
     """The configuration of one of them, without a checkpoint."""
-    model_type, told = WINDOWED[name]
+    model_type, told = (WINDOWED | LARGE)[name]
     sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
     raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
     found = family_of({"model_type": model_type}).parse(raw)

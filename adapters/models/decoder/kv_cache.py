@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,21 +18,23 @@ from adapters.models.decoder.shard import NamedTensors
 from adapters.sequence_layout import RowSpec, dtype_name
 from effects.ids import PAGE, Span
 
-Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE rows in it
+Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows in it
 
 
 class KvCache:
     """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
+    page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
     rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
     capacity: the rows of a slot that may be used; all by default.
     pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
-        covers PAGE rows of one slot. When it goes to another slot, the memory of these rows is given back.
+        covers one page of rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
 
     table: Tensor | None = None
     is_addressable = True
+    page: ClassVar[int] = PAGE
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class KvCache:
     @property
     def nbytes(self) -> int:
         """The most bytes that the rows can take."""
-        return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
+        return min(self._all.nbytes, self.pages * self.page * self.spec.token_bytes) if self.pages else self._all.nbytes
 
     def check_span(self, slot: int, start: int, stop: int) -> None:
         """Raise ValueError for rows that no slot has."""
@@ -94,8 +96,8 @@ class KvCache:
         The copy comes before memory is given back, so a page may come from the source itself.
         """
         self._check_pages(slot, 0, pages)
-        if keep > len(pages) * PAGE:
-            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
+        if keep > len(pages) * self.page:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {self.page} for them")
         lost = self._permit(slot, 0, pages)
         if keep and source != slot:
             self.copy(source, slot, keep)
@@ -109,7 +111,7 @@ class KvCache:
     def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
         stop = first + len(pages)
-        most = -(-self.capacity // PAGE)
+        most = -(-self.capacity // self.page)
         if stop > most:
             raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
         if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
@@ -141,10 +143,10 @@ class KvCache:
         if self._memory is None:
             return
         for slot, number in pieces:
-            rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
+            rows = self._all[0, 0, slot, 0, number * self.page : (number + 1) * self.page]
             step = self._all.stride(3) * rows.itemsize
             size = rows.nbytes
-            for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
+            for both in self._all[:, :, slot, 0, number * self.page].flatten(0, 1):
                 begin = both.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
                     start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -201,7 +203,7 @@ class KvCache:
 
 
 class PagedKvCache(KvCache):
-    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots whose sequences begin alike may share pages.
+    """`[layers, 2, pages, KV, page, hd]`, zeroed. Slots whose sequences begin alike may share pages.
 
     table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays. Entries for pages that
         a slot does not have name some page. It is written on the lane, in order with the launches there.
@@ -211,8 +213,8 @@ class PagedKvCache(KvCache):
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         layers, _, slots, heads, rows, width = shape
-        most = -(-rows // PAGE)  # of a slot
-        self._all = torch.zeros(layers, 2, self.pages, heads, PAGE, width, dtype=dtype, device=device)
+        most = -(-rows // self.page)  # of a slot
+        self._all = torch.zeros(layers, 2, self.pages, heads, self.page, width, dtype=dtype, device=device)
         # Before anybody is given pages, as while a server starts, slots have theirs in turn.
         self._pages = [[(slot * most + at) % self.pages for at in range(most)] for slot in range(slots)]
         self.table = torch.tensor(self._pages, dtype=torch.int32).to(device)
@@ -224,29 +226,29 @@ class PagedKvCache(KvCache):
     def view(self, slot: int, start: int, stop: int) -> Tensor:
         """Return the rows where they are. All must be in one page."""
         self.check_span(slot, start, stop)
-        number, first = divmod(start, PAGE)
-        if stop - start > PAGE - first:
-            raise ValueError(f"rows {start}..{stop} are in several pages of {PAGE}")
+        number, first = divmod(start, self.page)
+        if stop - start > self.page - first:
+            raise ValueError(f"rows {start}..{stop} are in several pages of {self.page}")
         return self._all[:, :, self._pages[slot][number], :, first : first + stop - start]
 
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         for begin, end in self.spans(start, start + keys.shape[1]):
-            number, first = divmod(begin, PAGE)
+            number, first = divmod(begin, self.page)
             for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
                 place = cache[self._pages[slot][number], :, first : first + end - begin]
                 place.copy_(rows[:, begin - start : end - start])
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         while start < stop:
-            end = min(stop, (start // PAGE + 1) * PAGE)
+            end = min(stop, (start // self.page + 1) * self.page)
             yield start, end
             start = end
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
         self._check_pages(slot, 0, pages)
-        if keep > len(pages) * PAGE:
-            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
-        before = self._pages[source][: -(-keep // PAGE)]
+        if keep > len(pages) * self.page:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {self.page} for them")
+        before = self._pages[source][: -(-keep // self.page)]
         moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
         read = {old for old, _ in moves}
         written = {new for _, new in moves}

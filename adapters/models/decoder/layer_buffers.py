@@ -22,7 +22,9 @@ from adapters.models.kernels.step_batch import StateBatch
 class Buffers:
     """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number.
 
-    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs.
+    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs, and of this
+    shard's layers and those behind them. hidden: of the step's rows; `forward.hidden` is another tensor if more than
+    hidden states crosses to the next shard.
     """
 
     batch: StateBatch
@@ -42,7 +44,8 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
-        own = (self.logits, self.tree, self.batch.table, self.hidden, *aux_hidden_states)
+        left = None if self.forward.hidden is self.hidden else self.forward.hidden
+        own = (self.logits, self.tree, self.batch.table, self.hidden, left, *aux_hidden_states)
         return sum(one.nbytes for one in own if one is not None)
 
 

@@ -19,7 +19,7 @@ another split with the same numerics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -32,6 +32,7 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+FindCaches: TypeAlias = Callable[[int], tuple[Tensor, Tensor, Tensor | None]]  # see `OutputHead`
 # The rows that stay of one slot in a step: the first this many; or, for a tree, the rows of one path from its root,
 # numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
@@ -43,10 +44,13 @@ class OutputHead:
 
     packed: the head `[V, D]` as the target's kernels packed it. A draft on kernels of the same kind uses it as it is.
     norm: the weights `[D]` of the final norm before the head, in the form that `Kernels.add_norm` takes.
+    find_caches: returns the keys and values that a layer attends to, and the table of their pages, if there is one.
+        ValueError if the layers with this head do not have them. None: the layers are in another process.
     """
 
     packed: Any
     norm: Tensor
+    find_caches: FindCaches | None = None
 
 
 @frozen(eq=False)
@@ -55,12 +59,13 @@ class TargetHead:
 
     embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that this device can
         read (`Kernels.embed` accepts both).
-    packed, norm: as in `OutputHead`.
+    packed, norm, find_caches: as in `OutputHead`. find_caches: None for copies on another device, too.
     """
 
     embedding: Tensor
     packed: Any
     norm: Tensor
+    find_caches: FindCaches | None = None
 
 
 @frozen(kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from adapters.models.decoder.window_rows import WindowPages
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.functions.seeded import make_generator
@@ -33,9 +34,11 @@ ANGLES = torch.outer(torch.arange(CAPACITY), 1e4 ** -torch.linspace(0, 1, HEAD /
 ROPE = Rope(ANGLES.cos(), ANGLES.sin())
 
 
-def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, paged: bool = False) -> torch.Tensor:
-    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
-    shape = (3, KV, PAGE, HEAD) if paged else (1, KV, CAPACITY, HEAD)
+def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, page: int = 0) -> torch.Tensor:
+    """page: rows of a page; 0: the slot's rows are in one piece."""
+    count = CAPACITY // page if page else 0
+    pages = torch.tensor([[(at + 2) % count for at in range(count)]], dtype=torch.int32) if page else None
+    shape = (count, KV, page, HEAD) if page else (1, KV, CAPACITY, HEAD)
     caches = [torch.full(shape, float("nan")) for _ in "kv"]
     found, at = [], 0
     for bucket, count in pieces:
@@ -56,9 +59,9 @@ def check_rules() -> None:
         whole = attended(kernels, rule, [(LENGTH, LENGTH)])
         theirs = attended(ReferenceKernels(), rule, [(LENGTH, LENGTH)])
         torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
-        for paged in (False, True):
-            found = attended(kernels, rule, [(200, 200), (64, 60), (36, 36), (4, 3), (4, 1)], paged=paged)
-            assert torch.equal(found, whole), (rule, paged, (found - whole).abs().max())
+        for page in (0, PAGE, WindowPages.page):
+            found = attended(kernels, rule, [(200, 200), (64, 60), (36, 36), (4, 3), (4, 1)], page=page)
+            assert torch.equal(found, whole), (rule, page, (found - whole).abs().max())
     batch = Batch(64, CPU)
     batch.load(Step((Segment(0, 33, 50),), 64), [0] * 50)
     kernels.prepare_step(batch)

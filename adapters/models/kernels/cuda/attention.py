@@ -22,7 +22,6 @@ from adapters.models.kernels.step_batch import Batch, BlockBatch
 from adapters.models.kernels.triton import attention, hopper_attention, hopper_chain, rows
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
 KV_TILE = 64
 SPLIT = 256
@@ -111,7 +110,7 @@ class CudaAttention:
         tiles = self._step_tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
-        shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        shape |= {"PAGE": page_size(k_cache, batch)}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap}
         joins = {"SINKS": rule.sinks is not None}
@@ -188,7 +187,7 @@ class CudaAttention:
             GROUP=group,
             SPLIT=SPLIT,
             **options,
-            PAGE=0 if batch.pages is None else PAGE,
+            PAGE=page_size(k_cache, batch),
             enable_fp_fusion=False,
             **self._options(4 if consumers == 2 else 8),
         )

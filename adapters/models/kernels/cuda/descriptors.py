@@ -13,7 +13,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch
-from effects.ids import PAGE
 
 
 def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
@@ -21,7 +20,12 @@ def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
     if batch.pages is None:
         return cache.shape[0], cache.shape[1], cache.shape[2]
     slots, count = batch.pages.shape
-    return slots, cache.shape[1], count * PAGE
+    return slots, cache.shape[1], count * cache.shape[2]
+
+
+def page_size(cache: Tensor, batch: Batch) -> int:
+    """Return the rows of a page; 0: rows are not paged."""
+    return 0 if batch.pages is None else cache.shape[2]
 
 
 def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:

@@ -21,7 +21,7 @@ from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, Attenti
 from adapters.models.kernels.cuda.attention import KV_TILE, CudaAttention, StepTiles
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
-from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options
+from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.products import CudaProducts
@@ -42,7 +42,6 @@ from adapters.models.kernels.row_format import LIMITS, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -253,7 +252,7 @@ class TritonKernels:
             V_NORM=prep.v_norm,
             WIDE=norm is not None and norm.dtype != qkv.dtype,
             BLOCK=at_once,
-            PAGE=0 if batch.pages is None else PAGE,
+            PAGE=page_size(k_cache, batch),
             LIMIT=LIMITS.get(form.dtype, 0.0),
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
             **self._options(4),

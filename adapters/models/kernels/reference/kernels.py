@@ -18,7 +18,6 @@ from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
-from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ def read_rows(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
     """Return the rows of a slot up to `stop`, `[KV, stop, hd]`, whether or not they are paged."""
     if batch.pages is None:
         return cache[slot, :, :stop]
-    pages = batch.pages[slot, : -(-stop // PAGE)].long()
+    pages = batch.pages[slot, : -(-stop // cache.shape[2])].long()
     return cache[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
 
 
@@ -104,8 +103,8 @@ class ReferenceKernels:
             rows = slice(row, row + segment.count)
             span = slice(segment.start, segment.start + segment.count)
             if batch.pages is not None:
-                page = batch.pages[segment.slot, at[rows] // PAGE].long()
-                place = at[rows] % PAGE
+                page = batch.pages[segment.slot, at[rows] // k_cache.shape[2]].long()
+                place = at[rows] % k_cache.shape[2]
                 k_cache[page, :, place] = k[rows]
                 v_cache[page, :, place] = v[rows]
             else:
