@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
@@ -23,6 +23,7 @@ from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
 from adapters.models.kernels.decode_pass import DecodePass

@@ -31,8 +31,9 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.attention_heads import gate_attention
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
+from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
