@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, str] = {
     "glm4_moe": "adapters.models.families.glm4_moe",
     "minimax_m2": "adapters.models.families.minimax_m2",
     "gpt_oss": "adapters.models.families.gpt_oss",
+    "laguna": "adapters.models.families.laguna",
 }
 
 # `model_type` -> what such models need that is not built, for a message.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
+from adapters.models.kernels.activations import gate_by_softplus
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.step_batch import Batch
 
@@ -33,11 +34,14 @@ def scale_queries(q: Tensor, rope: Rope, batch: Batch) -> Tensor:
 
 
 def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
-    """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
+    """Return the output of attention, multiplied with the sigmoid or the softplus of its gate if the layer has one.
 
-    own: the projection of the layer, which contains the gate.
+    projected: the projection of the layer, which contains the gate.
     """
     if projected.shape[1] == layer.width:
         return attended
+    gate = projected[:, layer.width :]
+    if layer.gates:
+        return gate_by_softplus(attended, gate, layer.gates)
     assert kernels.delta is not None
-    return kernels.delta.apply_gate(attended, projected[:, layer.width :])
+    return kernels.delta.apply_gate(attended, gate)

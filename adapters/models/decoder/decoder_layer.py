@@ -108,7 +108,7 @@ class DecoderLayer:
 
     width: columns of queries, keys and values in the projection. Gates may follow them. source: the layer whose keys
     and values it reads; None: it has its own. norms: the factors of norms over all query heads and over all key heads;
-    None where each head has its own, or none.
+    None where each head has its own, or none. gates: as in `LayerTraits`.
     """
 
     frame: Frame
@@ -118,11 +118,12 @@ class DecoderLayer:
     source: int | None = None
     ending: LayerEnding | None = None
     norms: tuple[Tensor, Tensor] | None = None
+    gates: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Does the layer consist of operations that `Kernels.fuse_layers` can put together?"""
-        return self.norms is None and self.frame.out_bias is None
+        return self.norms is None and self.frame.out_bias is None and not self.gates
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
@@ -155,6 +156,8 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
         shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in [*both][: len(parts)]}
     if shape.qkv_bias:
         shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in parts}
+    if shape.traits.gates:
+        shapes["self_attn.g_proj.weight"] = (shape.num_heads * shape.traits.gates, hidden)
     if shape.traits.out_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if shape.traits.sinks:
@@ -174,7 +177,7 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     head = shape.head_dim
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
-    own = kv * (len(projected_parts(shape)) - 1)
+    own = kv * (len(projected_parts(shape)) - 1) + shape.num_heads * shape.traits.gates
     return frame_products(shape, (2 * q if shape.output_gate else q) + own, q)
 
 
@@ -195,7 +198,9 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
     parts = [(f"{own}{part}_proj.weight", q if part == "q" else kv) for part in projected_parts(shape)]
-    yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
+    gates = shape.num_heads * shape.traits.gates
+    parts += [(f"{own}g_proj.weight", gates)] if gates else parts[:1] if shape.output_gate else []
+    yield projection, tuple(parts)
     yield out, ((f"{own}o_proj.weight", out.outputs),)
     yield from feed_matrices(shape, prefix)
 
@@ -225,7 +230,8 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     head = shape.head_dim
     traits = shape.traits
     parts_read = projected_parts(shape)
-    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in parts_read))
+    gates = "g" if traits.gates else ""
+    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in parts_read + gates))
     width = (shape.num_heads + (len(parts_read) - 1) * shape.num_kv_heads) * head
     if shape.output_gate:  # published for each head as `q | gate`; here all gates follow the values
         both, *rest = projection.parts
@@ -253,7 +259,8 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     )
     sinks = read.wide(f"{attention}sinks") if traits.sinks else None
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
-    return DecoderLayer(frame, prep, width, AttentionRule(traits.window, traits.cap, sinks), traits.source, norms=norms)
+    rule = AttentionRule(traits.window, traits.cap, sinks)
+    return DecoderLayer(frame, prep, width, rule, traits.source, norms=norms, gates=traits.gates)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:

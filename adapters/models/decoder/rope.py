@@ -165,13 +165,14 @@ def count_rotated(head_dim: int, part: float) -> int:
 
 
 def parse_rope(
-    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None
+    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None, partial: float | None = None
 ) -> tuple[float, Scaling | None]:
     """Read theta and the scaling from a config.json. Raises CheckpointError.
 
-    accepted: the rope types that the family supports. theta: the default; None if config.json must give it.
+    accepted: the rope types that the family supports. theta: the default; None if config.json must give it. partial: as
+    in `read_rope`.
     """
-    rope = read_rope(raw, accepted, theta)
+    rope = read_rope(raw, accepted, theta, partial)
     base = rope["rope_theta"]
     kind = rope["rope_type"]
     if kind == "default":

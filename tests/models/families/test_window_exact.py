@@ -33,7 +33,7 @@ from tests.models.hybrids import (
 from tests.models.windowed import WINDOWED, read_config
 
 SLOTS = 4
-MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts")
+MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts", "laguna")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 

@@ -38,7 +38,7 @@ _TERMS = 1024  # keys of one product with values where there is no plan
 
 @define(eq=False)
 class CpuAttention:
-    """Attention of one shard, with an output buffer for each bucket.
+    """Attention of one shard, with an output buffer for each bucket and width of a row.
 
     plan: the shapes in which products run; None: in whatever shape comes, and nothing is promised.
     """
@@ -46,7 +46,7 @@ class CpuAttention:
     kernels: Multiplier
     dtype: torch.dtype
     plan: ProductPlan | None
-    _outputs: dict[int, Tensor] = field(init=False, factory=dict)
+    _outputs: dict[tuple[int, int], Tensor] = field(init=False, factory=dict)
     _attentions: dict[tuple[int, int], ServedHeads] = field(init=False, factory=dict)
     _later: Tensor = field(init=False)
 
@@ -191,9 +191,10 @@ class CpuAttention:
         return out
 
     def _output_buffer(self, q: Tensor, batch: Batch) -> Tensor:
-        out = self._outputs.get(batch.bucket)
+        size = (batch.bucket, q[0].numel())
+        out = self._outputs.get(size)
         if out is None:
-            out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self.dtype)
+            out = self._outputs[size] = torch.zeros(size, dtype=self.dtype)
         return out
 
     def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, rule: AttentionRule) -> Tensor:
