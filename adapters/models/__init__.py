@@ -25,6 +25,10 @@ FAMILIES: Mapping[str, str] = {
     "minimax_m2": "adapters.models.families.minimax_m2",
     "gpt_oss": "adapters.models.families.gpt_oss",
     "laguna": "adapters.models.families.laguna",
+    "deepseek_v2": "adapters.models.families.deepseek_v2",
+    "deepseek_v3": "adapters.models.families.deepseek_v3",
+    "glm4_moe_lite": "adapters.models.families.glm4_moe_lite",
+    "mistral4": "adapters.models.families.mistral4",
 }
 
 # `model_type` -> what such models need that is not built, for a message.

@@ -16,6 +16,7 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import LayerEnding, layer_matrices, layer_products, layer_tensors
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement
@@ -109,6 +110,11 @@ class DenseConfig:
     @property
     def delta(self) -> DeltaShape | None:
         """The shape of the recurrent layers; None if there are none."""
+        return None
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The sizes of attention over compressed rows; None if the layers have other attention."""
         return None
 
     @property

@@ -18,6 +18,7 @@ class LayerTraits:
     all heads together, and so does that of keys.
     gates: numbers of each query head's gate, 1 or hd; what is attended is multiplied with their softplus. 0: there is no
     such gate.
+    latent: rows are keys and values at once, as in `AttentionRule`.
     v_norm: values are normed. shares_projection: values are what keys are before these are normed and rotated.
     source: the layer whose keys and values this one reads, because it has none of its own.
     post_norms: what attention and the feed-forward return is normed as well. The norm before the feed-forward then is
@@ -30,6 +31,7 @@ class LayerTraits:
     out_bias: bool = False
     norms_all_heads: bool = False
     gates: int = 0
+    latent: int = 0
     query_scale: float = 1.0
     v_norm: bool = False
     shares_projection: bool = False

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from attrs import evolve, field, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import check_field, read_rope, read_size, refuse_flag
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_sigmoid_experts
+from adapters.models.decoder.experts_config import read_dense_list, read_sigmoid_experts
 from adapters.models.decoder.family import Family
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.layered_config import (
@@ -93,7 +93,7 @@ def parse(raw: Mapping[str, Any]) -> LagunaConfig:
         rope_theta=rotary[FULL].theta,
         kinds=kinds,
         experts=_read_experts(raw),
-        dense=_read_dense_layers(raw, layers),
+        dense=read_dense_list(raw, layers),
     )
 
 
@@ -119,19 +119,6 @@ def _read_heads(raw: Mapping[str, Any], layers: int, kv_heads: int) -> list[int]
                 f"{kv_heads}"
             )
     return counts
-
-
-def _read_dense_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the layers without experts: by default the first one. Raises CheckpointError."""
-    found = raw.get("mlp_layer_types")
-    if found is None:
-        return (0,)
-    if not isinstance(found, list) or len(found) != layers or any(kind not in ("dense", "sparse") for kind in found):
-        raise CheckpointError(
-            f"config.json: mlp_layer_types {describe_value(found)} is not a list of {layers} kinds of feed-forwards; "
-            "accepted: 'dense', 'sparse'"
-        )
-    return tuple(layer for layer, kind in enumerate(found) if kind == "dense")
 
 
 def _read_rotary(raw: Mapping[str, Any], kind: str, head: int) -> Rotary:

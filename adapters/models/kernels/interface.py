@@ -215,6 +215,8 @@ class Kernels(Protocol):
         Heads go through `prep`, then q and k through half-split rotary at each row's position, over as much of the
         head as the tables cover. k and v are written at (slot, position). The returned q may be laid out in whatever
         form `attend` reads fastest.
+
+        If both caches are one tensor, rows have no values of their own: they are laid out `q heads | k heads`.
         """
         ...
 
@@ -233,7 +235,7 @@ class Kernels(Protocol):
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
-        """Return causal attention, `[R, H hd]`, with scale hd ** -0.5: the row at position p of slot s sees keys `[0,
+        """Return causal attention, `[R, H * size of a value]`, with scale hd ** -0.5: the row at position p of slot s sees keys `[0,
         p]` of s, as far as `rule` does not say otherwise.
 
         Query head h reads key head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles start at
@@ -263,6 +265,14 @@ class Kernels(Protocol):
 
         It is one operation, so that a device can finish the product before it leaves the registers.
         """
+        ...
+
+    def pack_heads(self, weight: Tensor) -> Any:
+        """Pack a weight for each head, `[H, N, K]`, in the form that `multiply_heads` reads fastest."""
+        ...
+
+    def multiply_heads(self, x: Tensor, packed: Any) -> Tensor:
+        """Multiply the heads of x `[R, H, K]`, each with its own weight: `[R, H, N]`, with the sums of `linear`."""
         ...
 
     def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:

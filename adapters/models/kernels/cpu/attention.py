@@ -60,7 +60,7 @@ class CpuAttention:
         capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
             seen = (plan.find_nearest_keys(rule.window, batch), batch.lengths)
-            return self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule)
+            return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule), q, rule)
 
         def make() -> list[Span]:
             return [
@@ -69,7 +69,8 @@ class CpuAttention:
                 for span in self._causal_spans(row, one, how, capacity, rule.window)
             ]
 
-        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(rule.window, make), rule)
+        spans = plan.make_spans_once(rule.window, make)
+        return keep_values(self._attend_spans(q, k_cache, v_cache, batch, spans, rule), q, rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -248,6 +249,14 @@ class CpuAttention:
         for part in rest:
             total += part
         return total
+
+
+def keep_values(attended: Tensor, q: Tensor, rule: AttentionRule) -> Tensor:
+    """Return what is attended, `[R, H hd]`, without the numbers of keys that belong to no value.
+
+    q: the queries, `[R, KV, H / KV, hd]`.
+    """
+    return attended.view(len(q), -1, q.shape[3])[..., -rule.latent :].flatten(1) if rule.latent else attended
 
 
 def _weigh_beside_sinks(scores: Tensor, sinks: Tensor) -> Tensor:

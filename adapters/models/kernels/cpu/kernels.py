@@ -218,6 +218,13 @@ class CpuKernels:
         gate, up = packed.weights
         return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
 
+    def pack_heads(self, weight: Tensor) -> tuple[CpuWeight, ...]:
+        return tuple(self._pack(one, gated=False) for one in weight)
+
+    def multiply_heads(self, x: Tensor, packed: Sequence[CpuWeight]) -> Tensor:
+        heads = zip(x.transpose(0, 1).contiguous(), packed, strict=True)
+        return torch.stack([self.linear(one, weight) for one, weight in heads], 1)
+
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)
 
