@@ -130,6 +130,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "mistral4",
         {
             **LATENT,
+            "head_dim": 40,
             "first_k_dense_replace": 0,
             **rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
         },

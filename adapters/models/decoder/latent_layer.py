@@ -108,7 +108,7 @@ class LatentLayer(DecoderLayer):
         query, latent, rotated = torch.split(projected, [self.width - shape.row, shape.latent, shape.rotated], 1)
         if self.query_norm is not None:
             query = kernels.linear(kernels.add_norm(query.contiguous(), None, self.query_norm, EPS), self.queries)
-        heads = query.unflatten(1, (-1, shape.query))
+        heads = query.reshape(len(query), -1, shape.query)
         found = projected.new_empty(len(projected), heads.shape[1] + 1, shape.row)
         found[:, :-1, : shape.rotated] = heads[..., shape.plain :]
         found[:, :-1, shape.rotated :] = kernels.multiply_heads(heads[..., : shape.plain], self.to_latent)
@@ -120,7 +120,7 @@ class LatentLayer(DecoderLayer):
 
     def project_values(self, kernels: Kernels, attended: Tensor) -> Tensor:
         """Return the values of all heads, `[R, H * values]`, of attended latents `[R, H * latent]`."""
-        return kernels.multiply_heads(attended.unflatten(1, (-1, self.shape.latent)), self.to_values).flatten(1)
+        return kernels.multiply_heads(attended.view(len(attended), -1, self.shape.latent), self.to_values).flatten(1)
 
 
 def latent_layer_tensors(shape: LatentLayerShape, prefix: str) -> Shapes:

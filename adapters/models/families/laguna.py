@@ -52,8 +52,8 @@ class LagunaConfig(LayeredConfig):
     dense: tuple[int, ...] = field(kw_only=True)
 
     def shape_of(self, layer: int) -> LayeredConfig:
-        found = super().shape_of(layer)
-        return evolve(found, experts=None) if layer in self.dense else found
+        model = evolve(self, experts=None) if layer in self.dense else self
+        return super(LagunaConfig, model).shape_of(layer)
 
     def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return one layer of each kind, dense or with few experts."""
