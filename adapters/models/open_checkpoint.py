@@ -14,6 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from adapters.checkpoint import tekken
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import DTYPES, read_json
 from adapters.checkpoint.gguf.header import is_gguf
@@ -67,9 +68,8 @@ class Checkpoint:
             quantised = find_quantisation(raw)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        if not (path / "tokenizer.json").is_file():
-            only = "; tekken.json alone is not supported" if (path / "tekken.json").is_file() else ""
-            raise CheckpointError(f"{path}: tokenizer.json is missing{only}")
+        if not any((path / name).is_file() for name in ("tokenizer.json", tekken.FILE)):
+            raise CheckpointError(f"{path}: tokenizer.json is missing")
         scanned = (
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )
