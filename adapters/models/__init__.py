@@ -33,9 +33,8 @@ FAMILIES: Mapping[str, str] = {
 
 # `model_type` -> what such models need that is not built, for a message.
 MISSING: Mapping[str, str] = {
-    "glm4_moe_lite": "attention over compressed keys and values (MLA)",
-    "deepseek_v3": "attention over compressed keys and values (MLA)",
-    "mistral4": "attention over compressed keys and values (MLA)",
+    "deepseek_v32": "attention to rows that an indexer chooses (DSA)",
+    "glm_moe_dsa": "attention to rows that an indexer chooses (DSA)",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.

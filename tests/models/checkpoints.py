@@ -171,9 +171,8 @@ def save_model(
         **overrides,
     }
     torch.manual_seed(seed)
-    # The automatic class does not know this one, because published checkpoints have it inside mistral3.
-    kind = Mistral4ForCausalLM if model_type == "mistral4" else AutoModelForCausalLM
-    build = getattr(kind, "from_config", kind._from_config)  # noqa: SLF001
+    # The automatic class does not know mistral4, because published checkpoints have it inside mistral3.
+    build = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config  # noqa: SLF001
     model = build(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
