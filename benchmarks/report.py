@@ -1,4 +1,7 @@
-"""docs/BENCHMARKS.md, made from the result files: `python -m benchmarks.report`. A test holds the page to the files."""
+"""docs/BENCHMARKS.md and docs/BENCHMARK_RUNS.md, made from the result files: `python -m benchmarks.report`.
+
+A test holds the pages to the files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from attrs import frozen
 
 from benchmarks.results import PROMISES, Figure, Goal, Machine, Result, read_results
 
-PAGE = Path(__file__).parents[1] / "docs" / "BENCHMARKS.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "BENCHMARKS.md"
+RUNS_PAGE = DOCS / "BENCHMARK_RUNS.md"
 COLUMNS = 100  # of prose
 MODULE = "python -m benchmarks."  # what commands begin with, so that the page leaves it out
 
@@ -22,15 +27,19 @@ not this page.
 
 Each table is about one promise. A row has what was measured, our figure, and what the same run
 measured beside it. Numbers that share a row keep its order. A goal is a bound on our figure, or on
-its ratio to a peer's. The last column numbers the run: its command, commit and machine are under
-[Runs](#runs).
+its ratio to a peer's. The last column numbers the run: its command, commit and machine are in the
+[list of runs](BENCHMARK_RUNS.md).
 
 Compare figures within a row only, since machines and hours differ. "8B shape" means random weights of such a model.
 "vLLM exact" is vLLM with `VLLM_BATCH_INVARIANT=1`. What was tried and left is under
 [decisions](decisions/README.md).
 """
 
-RUNS = f"""Commands begin with `{MODULE}` where no program is named. A run without a command has its file's name.
+RUNS_HEAD = f"""# Runs of the benchmarks
+
+`python -m benchmarks.report` makes this page, too. The numbers are those of the last column in
+[Benchmarks](BENCHMARKS.md). Commands begin with `{MODULE}` where no program is named.
+A run without a command has its file's name.
 """
 
 
@@ -51,16 +60,24 @@ class TableRow:
 
 
 def make_page(results: Sequence[Result]) -> str:
-    """Figures that nothing is compared with, and runs that have no others, stay in the files alone."""
-    results = [result for result in results if any(map(is_shown, result.figures))]
-    rows = [row for number, result in enumerate(results, 1) for row in make_rows(number, result)]
+    """Write the tables. Figures that nothing is compared with stay in the files alone."""
+    rows = [row for number, result in enumerate(select_runs(results), 1) for row in make_rows(number, result)]
     parts = [HEAD, *list_missed(rows)]
     for promise, title in PROMISES.items():
         own = [row for row in rows if row.first.promise == promise]
         if own:
             parts += [f"## {title}\n", *draw_table(own), ""]
-    parts += ["## Runs\n", RUNS, *draw_runs(results)]
     return wrap_prose("\n".join(parts))
+
+
+def make_runs_page(results: Sequence[Result]) -> str:
+    """Write the command, commit and date of each run that the tables show, by machine."""
+    return wrap_prose("\n".join([RUNS_HEAD, *draw_runs(select_runs(results))]))
+
+
+def select_runs(results: Sequence[Result]) -> list[Result]:
+    """Leave out the runs none of whose figures is shown."""
+    return [result for result in results if any(map(is_shown, result.figures))]
 
 
 def wrap_prose(page: str) -> str:
@@ -102,7 +119,8 @@ def list_missed(rows: Sequence[TableRow]) -> Iterator[str]:
     for promise, title in PROMISES.items():
         own = [row for row in rows if row.first.promise == promise and row.missed]
         if own:
-            yield f"* **{title}**: {'; '.join(describe_missed(own))}."
+            yield f"* **{title}**"
+            yield from (f"  * {miss}" for miss in describe_missed(own))
     yield ""
 
 
@@ -180,7 +198,7 @@ def draw_runs(results: Sequence[Result]) -> Iterator[str]:
     """List the runs of each machine: number, command or file, commit and date."""
     machines = {result.machine.name: result.machine for result in results}
     for name, machine in sorted(machines.items()):
-        yield f"**{name}**{describe_hardware(machine)}\n"
+        yield f"## {name}{describe_hardware(machine)}\n"
         for number, result in enumerate(results, 1):
             if result.machine.name == name:
                 command = f"`{result.command.removeprefix(MODULE)}`" if result.command else result.benchmark
@@ -197,7 +215,9 @@ def describe_hardware(machine: Machine) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(make_page(read_results()), encoding="utf-8")
+    results = read_results()
+    PAGE.write_text(make_page(results), encoding="utf-8")
+    RUNS_PAGE.write_text(make_runs_page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

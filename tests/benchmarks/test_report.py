@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chart import IMAGES, SCHEMES, collect_panels, describe_panels, draw_chart
-from benchmarks.report import PAGE, make_page
+from benchmarks.report import PAGE, RUNS_PAGE, make_page, make_runs_page
 from benchmarks.results import PROMISES, Figure, Goal, Machine, Result, read_results
 
 README = PAGE.parents[1] / "README.md"
@@ -22,7 +22,9 @@ def make_result(*figures: Figure, command: str | None = "python -m benchmarks.st
 
 
 def test_the_page_is_what_the_files_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == make_page(read_results()), "run: make figures"
+    results = read_results()
+    assert PAGE.read_text(encoding="utf-8") == make_page(results), "run: make figures"
+    assert RUNS_PAGE.read_text(encoding="utf-8") == make_runs_page(results), "run: make figures"
 
 
 def test_the_page_can_be_read_in_a_sitting() -> None:
@@ -31,7 +33,7 @@ def test_the_page_can_be_read_in_a_sitting() -> None:
 
 def test_the_page_has_a_table_for_each_promise() -> None:
     titles = re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert titles == ["Missed today", *PROMISES.values(), "Runs"]
+    assert titles == ["Missed today", *PROMISES.values()]
 
 
 def test_figures_of_one_subject_share_a_row_beside_their_peers() -> None:
@@ -42,10 +44,11 @@ def test_figures_of_one_subject_share_a_row_beside_their_peers() -> None:
     ]
     page = make_page([make_result(*figures)])
     assert "| 8B, 2k/64k | 245/1,500 tok/s | vLLM 189/2,000 | ≥ vLLM | **missed** at 64k | 1 |" in page
-    assert "* **Decode**: 8B (vLLM): 64k by 33 %." in page
+    assert "* **Decode**\n  * 8B (vLLM): 64k by 33 %" in page
     assert "1 of 2 figures that have a goal miss it:" in page
-    assert "**epyc-avx2-2** (AMD EPYC, avx2, 2 cores)" in page
-    assert "* 1: `steps --runs 3`, abc1234, 2026-11-28" in page
+    runs = make_runs_page([make_result(*figures)])
+    assert "## epyc-avx2-2 (AMD EPYC, avx2, 2 cores)" in runs
+    assert "* 1: `steps --runs 3`, abc1234, 2026-11-28" in runs
 
 
 @pytest.mark.parametrize(
@@ -62,13 +65,14 @@ def test_a_miss_is_told_by_how_much(figure: Figure, told: str) -> None:
 
 
 def test_a_figure_that_nothing_is_compared_with_stays_in_its_file() -> None:
-    page = make_page([make_result(Figure("start", "demo", "first", "s", 71.7))])
-    assert "71.7" not in page
-    assert "steps" not in page
+    results = [make_result(Figure("start", "demo", "first", "s", 71.7))]
+    assert "71.7" not in make_page(results)
+    assert "steps" not in make_runs_page(results)
 
 
 def test_a_run_without_a_command_is_named_by_its_file() -> None:
-    page = make_page([make_result(Figure("start", "8B", "second", "s", 3, goal=Goal(at_most=5)), command=None)])
+    figure = Figure("start", "8B", "second", "s", 3, goal=Goal(at_most=5))
+    page = make_runs_page([make_result(figure, command=None)])
     assert "* 1: steps, abc1234, 2026-11-28" in page
 
 
