@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import (
+    AnswerPiece,
+    ArgumentsPiece,
+    CallBegun,
+    CallEnded,
+    ReasoningPiece,
+    TextPiece,
+)
 from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning
+from adapters.text.conversation import FunctionTool
 from adapters.text.template import ChatTemplate, ControlToken
 
 NAMES = ["<assistant>", "</assistant>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -38,3 +50,33 @@ async def test_calls_and_reasoning_are_found_in_the_template(model: str, default
     assert await detect_call_form(template) == "glm-xml"
     assert detect_reasoning(template) == "think"
     await template.aclose()
+
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
+TOOLS = {"read": FunctionTool("read", None, SCHEMA)}
+PATH = "  if a < b:\n    <x>\n"
+
+
+def join(pieces: list[AnswerPiece], kind: type) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("model", BREAKS)
+def test_streamed_answers_are_read_alike_however_they_are_cut(model: str, size: int, thinks: bool) -> None:
+    line = BREAKS[model]
+    argument = "<arg_key>{}</arg_key>" + line + "<arg_value>{}</arg_value>" + line
+    call = f"<tool_call>read{line}{argument.format('path', PATH)}{argument.format('lines', 3)}</tool_call>"
+    answer = ("Let me see.</think>\n" if thinks else "\n") + f"I read.\n{call}\n{call}\n"
+    reader = AnswerReader("glm-xml", TOOLS, reasoning="think", starts_in_reasoning=thinks)
+    parser = reader.start_parser(lambda: "id")
+    pieces = [piece for at in range(0, len(answer), size) for piece in parser.push(answer[at : at + size])]
+    pieces += parser.finish()
+    assert join(pieces, ReasoningPiece) == ("Let me see." if thinks else "")
+    assert join(pieces, TextPiece).strip() == "I read."
+    assert [piece.name for piece in pieces if isinstance(piece, CallBegun)] == ["read", "read"]
+    assert sum(isinstance(piece, CallEnded) for piece in pieces) == 2
+    for place in (0, 1):
+        own = [piece for piece in pieces if isinstance(piece, ArgumentsPiece) and piece.place == place]
+        assert json.loads(join(own, ArgumentsPiece)) == {"path": PATH, "lines": 3}
