@@ -22,8 +22,10 @@ from adapters.checkpoint.byte_alphabet import CHARACTERS
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import TOKENIZER, read_json, read_size
 
-FILE = "tekken.json"
-FIRST, LAST, PADDING = "<s>", "</s>", "<pad>"
+TEKKEN_FILE = "tekken.json"
+FIRST = "<s>"
+LAST = "</s>"
+PADDING = "<pad>"
 # The special tokens of files that do not list them, by rank.
 UNLISTED = (
     "<unk>",

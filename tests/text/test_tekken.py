@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def encode_plainly(text: str) -> list[int]:
         word = match[0].encode()
         parts = [word] if word in ranks else [bytes([one]) for one in word]
         while len(parts) > 1:
-            joined = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
+            joined = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
             at = joined.index(min(joined))
             if joined[at] == len(ranks):
                 break
@@ -71,7 +72,7 @@ async def test_texts_become_the_tokens_of_the_format(tmp_path):
 async def test_special_tokens_come_first_and_are_found_in_prompts_alone(tmp_path):
     tokenizer = Tokenizer.load(save(tmp_path, describe()))
     assert tokenizer.end_tokens == (2,)
-    assert tokenizer.variables["bos_token"] == "<s>"
+    assert list(tokenizer.variables.values()) == ["<s>", "</s>"]
     assert {name: tokenizer.controls[name].id for name in ("[INST]", "<SPECIAL_4>", "[THINK]")} == {
         "[INST]": 3,
         "<SPECIAL_4>": 4,

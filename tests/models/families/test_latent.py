@@ -32,12 +32,9 @@ from tests.models.checkpoints import (
     tokens_of,
 )
 from tests.models.families.test_families_exact import CONFIGS
+from tests.models.families.test_window_exact import PagedReference
 
 CONFIG = CONFIGS["latent rows"]
-
-
-class PagedReference(ReferenceKernels):
-    is_paged = True
 
 
 def build(kernels, dtype=torch.float32, **more) -> DenseShard:

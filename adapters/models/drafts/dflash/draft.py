@@ -40,15 +40,8 @@ from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import Experts
-from adapters.models.kernels.interface import (
-    ContextLayer,
-    ContextPass,
-    Embedding,
-    FusedContext,
-    FusedLayers,
-    Kernels,
-    WholeLayer,
-)
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, Kernels, WholeLayer
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

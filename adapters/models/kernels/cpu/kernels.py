@@ -41,16 +41,8 @@ from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
-from adapters.models.kernels.interface import (
-    ContextLayer,
-    ContextPass,
-    Embedding,
-    FusedContext,
-    FusedLayers,
-    HeadPrep,
-    Rope,
-    WholeLayer,
-)
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.multiplier import dtype_name
 from adapters.models.kernels.product_list import (
     NARROW,

@@ -48,7 +48,8 @@ from adapters.models.kernels.experts_interface import (
     StackedExperts,
     run_experts,
 )
-from adapters.models.kernels.interface import NARROW, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.fused_layers import FusedLayers
+from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, format_of

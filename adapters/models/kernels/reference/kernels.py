@@ -13,7 +13,8 @@ from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, Attenti
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
-from adapters.models.kernels.interface import FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.fused_layers import FusedLayers
+from adapters.models.kernels.interface import FusedContext, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.row_format import format_of

@@ -22,7 +22,8 @@ def load_q(
 ):
     """Load a tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
 
-    HEAD: numbers that are loaded of each head of WIDTH numbers, from START on. Also returns which of them are real, and the number of each in `[bucket, HEADS]`.
+    HEAD: numbers that are loaded of each head of WIDTH numbers, from START on. Also returns which of them are real, and
+    the number of each in `[bucket, HEADS]`.
     """
     i = tl.arange(0, BLOCK_M)
     row = i // PADDED

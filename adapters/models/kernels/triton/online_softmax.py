@@ -47,7 +47,9 @@ def absorb_tile(
     k_rest=None,
     REST: tl.constexpr = 0,
 ):
-    """Add one key tile to the online softmax. q_rest, k_rest: tiles of REST more numbers of queries and keys. acc: `[M, HEAD]`; peak and total: `[M]`, in base-2 exponents.
+    """Add one key tile to the online softmax. acc: `[M, HEAD]`; peak and total: `[M]`, in base-2 exponents.
+
+    q_rest, k_rest: tiles of REST more numbers of queries and keys.
 
     Of coded rows the scores and the weights are scaled, because there are fewer of them than codes.
     """

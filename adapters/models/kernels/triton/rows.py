@@ -176,8 +176,9 @@ def rotate_store(
 
     The rotated part of a head is read as its two halves `[BLOCK, HALF]`. The squares of a pair are added first, then
     those along the half, then those of the REST, which is not rotated. What the model does not have is not computed,
-    and its pointer is never read. VALUES: heads of values; none where rows are keys and values at once. V_NORM: values are normed as well. WIDE: weights of norms are float32, and nothing is
-    rounded before they are multiplied. PAGE: rows of a page, where a slot's rows are paged; 0: they lie in one piece.
+    and its pointer is never read. VALUES: heads of values; none where rows are keys and values at once. V_NORM: values
+    are normed as well. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied. PAGE:
+    rows of a page, where a slot's rows are paged; 0: they lie in one piece.
     LIMIT: the greatest code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0:
     rows are not coded.
     """
