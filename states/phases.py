@@ -151,7 +151,7 @@ def start_prefill(
     slot_lease = slot_lease.with_computed_rows(slot_lease.valid_rows)
     chunk = make_prefill_chunk(settings, slot_lease, prompt, prompt.prefill_rows)
     if scope.should_keep_held_state(settings, slot_lease, prompt):
-        chunk = evolve(chunk, held=True)
+        chunk = evolve(chunk, keeps_state_first=True)
     return Transition(Prefilling(slot_lease, prompt, speculation), chunk)
 
 
@@ -163,12 +163,12 @@ def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
-    row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
+    row_limit = settings.chunk * (settings.chunks_per_prefill if logprobs < 0 else 1)
     stop = min(start + row_limit, target)
     mark = scope.find_next_mark(settings, slot_lease, prompt)
     if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
         stop = mark.at
-    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.beside_rows:
+    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.prompt_lane_min_rows:
         stop -= (stop - start) % settings.chunk
     keeps = mark is not None and mark.beyond_device and mark.at == scope.find_state_row(settings, stop)
     return RunPrefill(slot_lease.slot, start, stop, checkpoint=keeps, logprobs=logprobs)

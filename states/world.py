@@ -202,7 +202,7 @@ class Fold:
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
         if teaches_times(answer, lane, self.settings, is_beside=is_beside):
             self.learn_times(effect_request.effect, answer, lane)
-        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
+        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.max_proposals))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
@@ -283,7 +283,7 @@ class Fold:
             self.lanes[number] = lane_queue.enqueue_effect(self.lanes[number], effect_request)
             return
         for number, lane in self.lanes.items() if isinstance(effect_request.effect, Abandon) else ():
-            self.lanes[number], was_waiting = lane_queue.withdraw_effect(lane, effect_request.request)
+            self.lanes[number], was_waiting = lane_queue.remove_abandoned(lane, effect_request.request)
             if was_waiting:
                 failure = DeviceFailed("abandoned", "gave up its place in the queue")
                 self.pending.append((effect_request.request, failure))
@@ -297,7 +297,7 @@ class Fold:
             if lane_queue.can_join(self.lanes[number], self.settings):
                 self.join_launch(number)
             if lane_queue.is_blocking(lane := self.lanes[number]):
-                self.lanes[number] = evolve(lane, continues_alone=False)
+                self.lanes[number] = evolve(lane, runs_unattended=False)
                 self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
     def launch_on_lane(self, number: LaneId) -> bool:
@@ -312,8 +312,8 @@ class Fold:
                     self.slots, prefill = slots.assign_checkpoint_place(*given)
                     launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
-                if self.settings.block and lane.last_was_decode:
-                    self.rates = speculation_control.record_launch(self.rates, lane.plan)
+                if self.settings.max_proposals and lane.last_was_decode:
+                    self.rates = speculation_control.record_step(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))
             case EffectOutcome(request, outcome):
