@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from adapters.checkpoint.byte_alphabet import BYTES
 from adapters.checkpoint.split_patterns import GPT2, LLAMA3, O200K, QWEN, QWEN35, SEED, TEKKEN
-from adapters.text.token_spelling import BYTES, SPACE, Spelling
+from adapters.text.token_spelling import SPACE, Spelling
 
 PIECE_CHARS = 1 << 16  # encoding one piece takes some 20 ms
 CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-&(-@\\[-`{-\\x7f\u3001\u3002\uff0c])")

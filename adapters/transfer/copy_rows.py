@@ -109,11 +109,11 @@ class RowMover:
         if device.type == "cuda":
             with borrow_stream(device, after):
                 for (first, last), target in places:
-                    copy_box(target, view_by_layer(own)[..., first - begin : last - begin, :])
+                    copy_box(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
         else:
             for (first, last), target in places:
                 map_host_rows(target)
-                copy(target, view_by_layer(own)[..., first - begin : last - begin, :])
+                copy(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
 
     def copy_out(self, slot: int, span: Span, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
         """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns.
@@ -132,10 +132,10 @@ class RowMover:
         if device.type == "cuda":
             with borrow_stream(device, after):
                 for (first, last), rows in places:
-                    copy_box(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+                    copy_box(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
         else:
             for (first, last), rows in places:
-                copy(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+                copy(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
 
     def _view_slot(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:
         """Return views of the slot's rows: page by page on a GPU, all at once in host memory."""
@@ -161,16 +161,18 @@ def split_pages(start: int, stop: int) -> Iterator[Span]:
 
 
 def map_host_rows(rows: Tensor) -> None:
-    """Map the memory of rows `[layers, 2, heads, rows, width]` of a slot, which may never have been written."""
+    """Map the memory of rows `[layers, parts, heads, rows, width]` of a slot, which may never have been written."""
     size = rows[0, 0, 0].nbytes
     for heads in rows.flatten(0, 1):
         for head in heads:
             map_pages(head.data_ptr(), size)
 
 
-def view_by_layer(tensors: Tensor) -> Tensor:
-    """Return `[names, ...]` as `[layers, 2, ...]`: keys and values."""
-    return tensors.view(-1, 2, *tensors.shape[1:])
+def view_by_layer(tensors: Tensor, rows: Tensor) -> Tensor:
+    """Return `[names, ...]` as `[layers, parts, ...]`, with the layers and parts of `rows`: keys and values, or one
+    part that is both.
+    """
+    return tensors.view(*rows.shape[:2], *tensors.shape[1:])
 
 
 def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMover, ...]:

@@ -39,6 +39,11 @@ PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "glm4_moe": (("glm-xml",), ("think",)),
     "minimax_m2": (("minimax-xml",), ("think",)),
     "gpt_oss": (("harmony",), ("harmony",)),
+    "laguna": (("glm-xml",), ("think",)),
+    "deepseek_v2": ((), ()),
+    "deepseek_v3": ((), ("think",)),
+    "glm4_moe_lite": (("glm-xml",), ("think",)),
+    "mistral4": (("mistral",), ("mistral",)),
 }
 
 

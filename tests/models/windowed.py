@@ -63,6 +63,35 @@ GPT_OSS = {
     "layer_types": [SLIDING, FULL, SLIDING],
 }
 
+LAGUNA = {
+    "num_hidden_layers": 4,
+    "layer_types": [FULL, SLIDING, SLIDING, FULL],
+    "num_attention_heads_per_layer": [4, 6, 2, 4],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "sliding_window": 48,
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "moe_routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+LAGUNA_YARN = {
+    **LAGUNA,
+    **GEOMETRIES["mqa"],
+    "num_attention_heads_per_layer": [5, 3, 5, 1],
+    "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    "gating": "per-element",
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        FULL: {"rope_type": "yarn", **YARN, "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
 # model_type, and what transformers is told.
 WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("gemma3_text", GEMMA3),
@@ -79,6 +108,9 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
         "gpt_oss",
         {**GPT_OSS, **GEOMETRIES["mqa"], **rope("yarn", **YARN, truncate=False), "tie_word_embeddings": True},
     ),
+    "laguna": ("laguna", LAGUNA),
+    "laguna, mqa, yarn, wide gates": ("laguna", LAGUNA_YARN),
+    "laguna, no windows": ("laguna", {**LAGUNA, "layer_types": [FULL] * 4, "mlp_layer_types": None}),
     "gemma3, a long window": ("gemma3_text", {**GEMMA3, "sliding_window": 290}),
 }
 

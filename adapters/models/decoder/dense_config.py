@@ -14,17 +14,13 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import (
-    LayerEnding,
-    WeightReader,
-    layer_matrices,
-    layer_products,
-    layer_tensors,
-)
+from adapters.models.decoder.decoder_layer import LayerEnding, layer_matrices, layer_products, layer_tensors
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -116,6 +112,11 @@ class DenseConfig:
     @property
     def delta(self) -> DeltaShape | None:
         """The shape of the recurrent layers; None if there are none."""
+        return None
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The sizes of attention over compressed rows; None if the layers have other attention."""
         return None
 
     @property

@@ -11,11 +11,12 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_crossing_port, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
@@ -25,6 +26,7 @@ from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_checks import check_arguments, check_step
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
 from adapters.models.kernels.decode_pass import DecodePass
@@ -104,6 +106,8 @@ class DenseShard:
         prefix = f"model.layers.{layer}."
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
+        if shape.latent is not None:
+            return load_latent_layer(read, self._kernels, shape, prefix)
         found = load_layer(read, self._kernels, shape, prefix)
         ending = self.config.load_ending(read, self._kernels, layer)
         return found if ending is None else evolve(found, ending=ending)
@@ -154,10 +158,8 @@ class DenseShard:
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Run a step with trees. Its shape changes from step to step, so no CUDA graph is recorded of it."""
         if buffers.tree is None:
-            first = self.config.shape_of(self.spec.layers.start)
-            width = first.num_heads * first.head_dim
             rope = self._ropes.of_layer(self.spec.layers.start)
-            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows, (width, self.spec.dtype))
+            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows)
         buffers.tree.load(step)
         if self.spec.device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -247,14 +249,13 @@ class DenseShard:
             assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gate_attention(
-                kernels, layer, tree.attend(place, select_heads(kernels, layer, own), layer.prep), own
-            )
+            attended = tree.attend(place, select_heads(kernels, layer, own), layer.prep, layer.rule)
+            mixed = finish_attention(kernels, layer, attended, own)
         else:
-            attended = self._attend(number, layer, own, batch, stops=stops)
-            if attended is None:
+            found = self._attend(number, layer, own, batch, stops=stops)
+            if found is None:
                 return None
-            mixed = gate_attention(kernels, layer, attended, own)
+            mixed = finish_attention(kernels, layer, found, own)
         if stops:
             return None
         if isinstance(layer, DeltaLayer) or layer.ending is None:

@@ -18,16 +18,19 @@ from adapters.models.decoder.shard import NamedTensors
 from adapters.sequence_layout import RowSpec, dtype_name
 from effects.ids import PAGE, Span
 
+BOTH = "kv"  # the parts of a row in most models
+ONE = "k"  # the part of a row that is key and value at once
 Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows in it
 
 
 class KvCache:
-    """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
+    """`[layers, parts, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
     page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
     rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
     capacity: the rows of a slot that may be used; all by default.
+    parts: of a row, by name: keys and values, or one part that is both.
     pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
         covers one page of rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
@@ -45,19 +48,21 @@ class KvCache:
         device: torch.device,
         capacity: int | None = None,
         pages: int = 0,
+        parts: str = BOTH,
     ) -> None:
         """Allocate the memory. shape: slots, key heads, rows, numbers of a head."""
         self.slots, heads, rows, width = shape
         self.capacity = rows if capacity is None else capacity
-        keys = tuple(f"{name}.{part}" for name in names for part in "kv")
+        keys = tuple(f"{name}.{part}" for name in names for part in parts)
         self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
         self.pages = pages
         self._pieces = dict[int, Piece]()  # by page, the piece that it permits
         self._permits = dict[Piece, int]()  # the other way round
         self._counts = [0] * self.slots  # pages of each
-        self._make((len(names), 2, *shape), dtype, device)
-        # Keys and values of each layer, `[slots, KV, rows, hd]`.
-        self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in self._all]
+        self._make((len(names), len(parts), *shape), dtype, device)
+        # Keys and values of each layer, `[slots, KV, rows, hd]`: the same object where a row is both.
+        layers = (tuple(layer) for layer in self._all)
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[-1]) for layer in layers]
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
@@ -81,7 +86,7 @@ class KvCache:
             raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return the rows where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+        """Return the rows where they are: a view `[layers, parts, KV, stop - start, hd]`."""
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
@@ -178,7 +183,7 @@ class KvCache:
         """Write rows that `export` returned, from `start` on. ValueError for another name, shape or dtype."""
         odd = sorted(set(self.spec.names).symmetric_difference(rows))
         if odd:
-            raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
+            raise ValueError(f"rows of {len(self.layers)} layers: {odd[0]} is odd")
         first = rows[self.spec.names[0]]
         count = first.shape[1] if first.dim() == 3 else 0
         dtype = self._all.dtype
@@ -203,7 +208,7 @@ class KvCache:
 
 
 class PagedKvCache(KvCache):
-    """`[layers, 2, pages, KV, page, hd]`, zeroed. Slots whose sequences begin alike may share pages.
+    """`[layers, parts, pages, KV, page, hd]`, zeroed. Slots whose sequences begin alike may share pages.
 
     table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays. Entries for pages that
         a slot does not have name some page. It is written on the lane, in order with the launches there.
@@ -212,9 +217,9 @@ class PagedKvCache(KvCache):
     table: Tensor
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        layers, _, slots, heads, rows, width = shape
+        layers, parts, slots, heads, rows, width = shape
         most = -(-rows // self.page)  # of a slot
-        self._all = torch.zeros(layers, 2, self.pages, heads, self.page, width, dtype=dtype, device=device)
+        self._all = torch.zeros(layers, parts, self.pages, heads, self.page, width, dtype=dtype, device=device)
         # Before anybody is given pages, as while a server starts, slots have theirs in turn.
         self._pages = [[(slot * most + at) % self.pages for at in range(most)] for slot in range(slots)]
         self.table = torch.tensor(self._pages, dtype=torch.int32).to(device)

@@ -13,7 +13,8 @@ from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import Embedding, FusedLayers, Kernels, Rope, WholeLayer
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 

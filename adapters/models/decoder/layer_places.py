@@ -8,7 +8,7 @@ import torch
 from attrs import define, field, frozen
 
 from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.kv_cache import BOTH, ONE, KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
@@ -92,6 +92,7 @@ def build_rows(
         dtype=row_format.dtype,
         device=spec.device,
         pages=placement.pages,
+        parts=ONE if config.shape_of(kept[0]).traits.latent else BOTH,
     )
 
 

@@ -129,7 +129,7 @@ class ReadableRows(Protocol):
     def is_addressable(self) -> bool: ...
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return the rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `spec`.
+        """Return the rows where they are: a view `[layers, parts, heads, stop - start, width]` in the order of `spec`.
 
         On a CUDA device the rows must be in one page, else ValueError. Any thread may read and write the rows if no
         other thread uses them at that time.

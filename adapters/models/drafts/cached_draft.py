@@ -16,11 +16,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import TargetHead
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interface import Kernels, Rope

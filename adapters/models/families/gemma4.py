@@ -24,7 +24,6 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
@@ -41,6 +40,7 @@ from adapters.models.decoder.layered_config import (
 )
 from adapters.models.decoder.rope import Proportional, Rotary, parse_rope
 from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.families import gemma3
 from adapters.models.families.gemma4_layer import (
     EndingShape,

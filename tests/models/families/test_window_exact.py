@@ -36,7 +36,7 @@ from tests.models.windowed import WINDOWED, read_config
 from tests.pairs import take_turns
 
 SLOTS = 4
-MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts")
+MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts", "laguna")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
@@ -158,7 +158,7 @@ def test_memory_of_windows_is_counted(whole):
     assert place == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * own.kv_bytes_per_token(shard.spec.dtype)
     assert shard.memory()["kv"] == rows + 2 * place + SLOTS * held
-    window = own.kinds[0].traits.window
+    window = max(kind.traits.window for kind in own.kinds)
     token = place // window
     assert held == token * count_window_rows(window)
     paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)

@@ -16,6 +16,7 @@ from adapters.models.kernels.experts_interface import (
     Experts,
     ExpertsShape,
     GatedWeights,
+    GroupedExpertsShape,
     SigmoidExpertsShape,
     choose_experts,
 )
@@ -140,14 +141,17 @@ def test_rows_choose_as_they_do_on_a_cpu(count):
     torch.testing.assert_close(shares[:60, 8].cpu(), logits[:60, count].sigmoid(), equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", [SigmoidExpertsShape, GroupedExpertsShape])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 8)])
-def test_rows_choose_by_sigmoids_as_they_do_on_a_cpu(groups):
+def test_rows_choose_in_groups_as_they_do_on_a_cpu(kind, groups):
     count, open_groups = groups
-    shape = SigmoidExpertsShape(32, 8, 8, is_normalized=True, shared=1, groups=count, chosen_groups=open_groups)
+    shape = kind(32, 8, 8, is_normalized=True, shared=1, groups=count, chosen_groups=open_groups)
     logits = torch.randn(64, 32, generator=make_generator(1)).bfloat16().float()
     logits[3, :9], logits[4, ::2], logits[4, 1::2] = 2.0, 0.0, -0.0
     # A step that is wider than any rounding of a sigmoid: both devices order scores alike.
     correction = (torch.randn(32, generator=make_generator(2)) * 8).round() / 8
+    if kind is GroupedExpertsShape:
+        correction = torch.zeros(32)
     chosen, weights = choose_experts(logits, shape, correction)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
     found, shares = kernels.grouped_experts.choose_experts(

@@ -28,10 +28,11 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
+from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import TargetHead
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.assistant.config import AssistantConfig
 from adapters.models.drafts.assistant.weights import LoadedAssistant, load_assistant
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick

@@ -14,8 +14,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.descriptors import cache_sizes, describe_blocks, describe_cache, launch_options
-from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power, rows_to_plan
+from adapters.models.kernels.cuda.descriptors import (
+    cache_sizes,
+    describe_blocks,
+    describe_cache,
+    launch_options,
+    page_size,
+)
+from adapters.models.kernels.cuda.tiles import count_parts, count_shares, round_up_to_power, rows_to_plan
 from adapters.models.kernels.interface import ALONE, NARROW
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
@@ -97,14 +103,17 @@ class CudaAttention:
         bucket, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         pages = batch.positions if batch.pages is None else batch.pages  # never read without
+        size = rule.latent or head  # of a value
+        query_tile, key_tile = choose_tiles(q)
+        share = count_shares(heads // kv, query_tile)
+        kv *= share
         group = heads // kv
         padded = round_up_to_power(group)
         splits = count_parts(capacity, SPLIT)
-        query_tile, key_tile = choose_tiles(q)
-        out = torch.empty_like(q)
+        out = q.new_empty(bucket, heads, size)
         scale = head**-0.5 * LOG2_E
-        chained = bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES
-        if chained and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
+        chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
+        if chained and share == 1 and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
         tiles = self._step_tiles(batch, query_tile // padded, slots)
@@ -112,21 +121,21 @@ class CudaAttention:
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
         shape |= {"PAGE": page_size(k_cache, batch)}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
-        bounds = {"WINDOW": rule.window, "CAP": rule.cap}
+        bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None}
         if chained:
-            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             grid = (limit * kv,)
             given = (tiles, out, pages, sinks, capacity, limit, scale)
             launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
             return out.view(bucket, -1)
-        acc, sums = self._scratch(heads, splits, head)
+        acc, sums = self._scratch(heads, splits, size)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
-        at_once = 16 if head <= 128 else 8
-        ahead = self._can_run_ahead(q, k_cache, rule, (64, 128))
+        at_once = 16 if size <= 128 else 8
+        ahead = share == 1 and self._can_run_ahead(q, k_cache, rule, (64, 128))
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
@@ -135,7 +144,7 @@ class CudaAttention:
             last = (self._partial_counts(kv), out)
             launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
-            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not merged:
             launch(
@@ -148,7 +157,7 @@ class CudaAttention:
                 sinks,
                 splits,
                 HEADS=heads,
-                HEAD=head,
+                HEAD=size,
                 SPLIT=SPLIT,
                 WINDOW=rule.window,
                 **joins,
@@ -256,12 +265,16 @@ class CudaAttention:
         return out.view(bucket, -1)
 
     def _cache_arguments(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int
+        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int, size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for keys, values and the scales of both, and the constants that describe them."""
-        keys, values = (describe_cache(cache, key_tile) for cache in caches)
-        shape = {"HEAD": q.shape[2], "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
-        return (keys[0], values[0], keys[1], values[1]), shape | self._attention_options(q, query_tile, key_tile)
+        """Return the arguments for keys, values, the scales of both and the rest of keys, and the constants that
+        describe them. size: numbers of a value.
+        """
+        keys, values = (describe_cache(cache, key_tile, size) for cache in caches)
+        rest, _ = describe_cache(caches[0], key_tile, q.shape[2] - size or size)  # never read where there is none
+        shape = {"HEAD": size, "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
+        given = (keys[0], values[0], keys[1], values[1], rest)
+        return given, shape | self._attention_options(q, query_tile, key_tile)
 
     def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
         head = q.shape[2]

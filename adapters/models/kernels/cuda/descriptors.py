@@ -28,12 +28,12 @@ def page_size(cache: Tensor, batch: Batch) -> int:
     return 0 if batch.pages is None else cache.shape[2]
 
 
-def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
-    """Return how kernels read tiles of rows, and where the scales of coded rows are (of other rows anything, never
-    read).
+def describe_cache(cache: Tensor, tile: int, size: int) -> tuple[Any, Tensor]:
+    """Return how kernels read tiles of `size` numbers of some rows, and where the scales of coded rows are (of other
+    rows anything, never read).
     """
     if not format_of(cache).is_coded:
-        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, cache.shape[-1]]), cache
+        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, size]), cache
     return cache, cache.view(torch.float32)
 
 

@@ -23,13 +23,14 @@ from adapters.models.kernels.experts_interface import (
     Experts,
     ExpertsShape,
     GatedWeights,
+    GroupedExpertsShape,
     PackedProducts,
     SigmoidExpertsShape,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
-from adapters.models.kernels.triton.sigmoid_choice import choose_by_sigmoid
+from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
@@ -118,7 +119,7 @@ class CudaExperts:
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for places in self._fetch_places(experts, chosen):
-            dealt = self._deal_pairs(chosen, places, tile, shape)
+            dealt = self._deal_pairs(chosen, places, tile, shape.count)
             inner = self._run_gates(x, weights, dealt, tile, numbers)
             self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
         if weights.down_bias is not None:
@@ -162,6 +163,16 @@ class CudaExperts:
             both.add_(weights.gate_up_bias[numbers.flatten()])
         return apply_gate(weights.activation, *both.chunk(2, dim=1)).contiguous()
 
+    def multiply_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the heads of x `[R, H, K]`, each with its own weight of `[H, N, K]`: each row chose every one."""
+        rows, heads, depth = x.shape
+        chosen = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(rows, 1)
+        tile = choose_group_tile(rows * heads, heads, x.dtype, self.shared)
+        out = x.new_empty(rows, heads, weight.shape[1])
+        dealt = self._deal_pairs(chosen, None, tile, heads)
+        self._multiply_groups(x.reshape(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
+        return out
+
     def choose_experts(
         self, logits: Tensor, shape: ExpertsShape, positions: Tensor, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -172,9 +183,9 @@ class CudaExperts:
         ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
         chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
         shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
-        if isinstance(shape, SigmoidExpertsShape):
+        if isinstance(shape, GroupedExpertsShape):
             launch(
-                choose_by_sigmoid,
+                choose_in_groups,
                 (rows,),
                 logits,
                 logits.new_zeros(shape.count, dtype=torch.float32) if correction is None else correction,
@@ -190,6 +201,7 @@ class CudaExperts:
                 CHOSEN_GROUPS=shape.chosen_groups,
                 PLACES=triton.next_power_of_2(shape.groups),
                 NORMED=shape.is_normalized,
+                SIGMOID=isinstance(shape, SigmoidExpertsShape),
                 **launch_options(1, self.pdl),
             )
             return chosen, shares
@@ -223,9 +235,9 @@ class CudaExperts:
             places = [turn.get(number, -1) for number in range(count)]
             yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, shape: ExpertsShape) -> PairTiles:
+    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, count: int) -> PairTiles:
         pairs = chosen.numel()
-        some = min(pairs, shape.count)  # experts with pairs: each may have a tile that is not full
+        some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
         dealt = PairTiles(
             torch.empty_like(chosen.view(-1)),
             chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
@@ -233,15 +245,15 @@ class CudaExperts:
         )
         launch(
             programs.deal,
-            (shape.count,),
+            (count,),
             chosen,
             chosen if places is None else places,  # never read without
             dealt.pairs,
             dealt.tiles,
             dealt.total,
             pairs,
-            COUNT=shape.count,
-            EXPERTS=triton.next_power_of_2(shape.count),
+            COUNT=count,
+            EXPERTS=triton.next_power_of_2(count),
             PLACED=places is not None,
             TILE=tile.pairs,
             BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import triton
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
@@ -26,6 +26,7 @@ from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.tiles import H200_SHARED, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import (
     ChosenExperts,
@@ -35,7 +36,8 @@ from adapters.models.kernels.experts_interface import (
     StackedExperts,
     run_experts,
 )
-from adapters.models.kernels.interface import NARROW, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.fused_layers import FusedLayers
+from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, format_of
@@ -46,19 +48,6 @@ from adapters.models.kernels.triton_launch import launch
 T = TypeVar("T")
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
-
-
-@frozen
-class CudaWeight:
-    """A weight `[N, K]` as products read it; gated ones hold gate rows and up rows in turn."""
-
-    weight: Tensor
-    gated: bool = False
-
-
-def can_be_grouped(weights: GatedWeights) -> bool:
-    """Return whether products of many such experts can be one launch."""
-    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
 
 
 def _pad_row_count(rows: int) -> int:
@@ -129,7 +118,7 @@ class TritonKernels:
         return self._pack(weight)
 
     def _pack(self, weight: Tensor) -> CudaWeight:
-        if weight.shape[1] * weight.element_size() % 16:
+        if weight.shape[-1] * weight.element_size() % 16:
             raise ValueError(
                 f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
             )
@@ -163,6 +152,12 @@ class TritonKernels:
             for target, source in zip(list_tensors(stack), list_tensors(weights), strict=True):
                 target[number].copy_(source)
         return StackedExperts(stack)
+
+    def pack_heads(self, weight: Tensor) -> CudaWeight:
+        return self._pack(weight)
+
+    def multiply_heads(self, x: Tensor, packed: CudaWeight) -> Tensor:
+        return self.grouped_experts.multiply_heads(x, packed.weight)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
@@ -209,18 +204,23 @@ class TritonKernels:
     def _rotate(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor], kv: int
     ) -> Tensor:
-        """Prepare and rotate heads of queries, and `kv` heads of keys and of values, which are written."""
+        """Prepare and rotate heads of queries, and `kv` heads of keys and of values, which are written.
+
+        Caches that are one tensor take the keys alone.
+        """
         k_cache, v_cache = caches
         form = format_of(k_cache)
         head = form.head_size(k_cache.shape[3])
         coded = form.is_coded
-        if head not in HEAD_SIZES:
+        rotated = 2 * rope.cos.shape[1]
+        is_shared = kv > 0 and v_cache is k_cache
+        values = 0 if is_shared else kv
+        if not {*((rotated, head - rotated) if is_shared else (head,))}.issubset(HEAD_SIZES):
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
-        heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
+        heads = qkv.shape[1] // head - kv - values  # none, if rows are only stored
         q = qkv.new_empty(len(qkv), heads, head)
         at_once = 8
-        grid = (len(qkv), count_parts(heads + 2 * kv, at_once))
-        rotated = 2 * rope.cos.shape[1]
+        grid = (len(qkv), count_parts(heads + kv + values, at_once))
         norm = prep.q_norm if prep.k_norm is None else prep.k_norm
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, norm))
         launch(
@@ -244,6 +244,7 @@ class TritonKernels:
             prep.eps,
             HEADS=heads,
             KV=kv,
+            VALUES=values,
             HALF=rotated // 2,
             REST=head - rotated,
             PADDED=round_up_to_power(head - rotated),

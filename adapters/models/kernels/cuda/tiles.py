@@ -18,6 +18,11 @@ def count_parts(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def count_shares(group: int, tile: int) -> int:
+    """Return into how many equal parts the query heads of one key head are cut, so that each fits into a tile."""
+    return next(parts for parts in range(1, group + 1) if not group % parts and group // parts <= tile)
+
+
 def round_up_to_power(number: int) -> int:
     """Return the smallest power of two that is not less; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
