@@ -1,6 +1,6 @@
 """Launches of attention on a CUDA device: tiles, splits of the keys, and the memory for partial results.
 
-`KV_TILE` and `SPLIT` are constants because they can change bits. Tiles of queries and the number of stages are free.
+`SPLIT` is a constant because it can change bits. Tiles of queries and the number of stages are free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from adapters.models.kernels.cuda.descriptors import (
     launch_options,
     page_size,
 )
-from adapters.models.kernels.cuda.tiles import count_parts, count_shares, round_up_to_power, rows_to_plan
+from adapters.models.kernels.cuda.tiles import (
+    KV_TILE,
+    choose_tiles,
+    count_parts,
+    count_shares,
+    round_up_to_power,
+    rows_to_plan,
+)
 from adapters.models.kernels.interface import ALONE, NARROW
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
@@ -29,11 +36,9 @@ from adapters.models.kernels.triton import attention, hopper_attention, hopper_c
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton_launch import launch
 
-KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
-WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
 LOG2_E = 1.4426950408889634
 # For each size of heads the consumers of a tile, their registers, and the tiles that are loaded ahead. A processor runs
 # one program.
@@ -55,11 +60,6 @@ class StepTiles:
     tiles: dict[int, Tensor] = field(factory=dict)
     fresh: set[int] = field(factory=set)
     merges: bool = False
-
-
-def choose_tiles(q: Tensor) -> tuple[int, int]:
-    """Return the rows of a tile of queries and the keys of a tile, for queries of this type and size."""
-    return (32, 32) if q.dtype == torch.float32 or q.shape[2] > WIDE_HEAD else (64, KV_TILE)
 
 
 @define(eq=False)

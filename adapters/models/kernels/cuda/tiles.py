@@ -1,4 +1,8 @@
-"""Tiles of products on a CUDA device. The choice is free, because a product's rows and columns cannot change bits."""
+"""Tiles of products and of attention on a CUDA device.
+
+The choice is free, because a product's rows and columns cannot change bits. `KV_TILE` is not free: keys of a tile are
+added up together.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,19 @@ from functools import cache
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
 from adapters.models.kernels.interface import NARROW
 
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
+KV_TILE = 64  # keys of a tile of attention
+WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
+
+
+def choose_tiles(q: Tensor) -> tuple[int, int]:
+    """Return the rows of a tile of queries and the keys of a tile, for queries of this type and size."""
+    return (32, 32) if q.dtype == torch.float32 or q.shape[2] > WIDE_HEAD else (64, KV_TILE)
 
 
 def count_parts(count: int, size: int) -> int:
