@@ -23,6 +23,7 @@ from adapters.models.kernels.cuda.descriptors import (
 )
 from adapters.models.kernels.cuda.tiles import (
     KV_TILE,
+    StepTiles,
     choose_tiles,
     count_parts,
     count_shares,
@@ -48,18 +49,6 @@ CHAIN_AHEAD = {
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
-
-
-@define
-class StepTiles:
-    """The step's tiles of rows on the device, by the rows of a tile.
-
-    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
-    """
-
-    tiles: dict[int, Tensor] = field(factory=dict)
-    fresh: set[int] = field(factory=set)
-    merges: bool = False
 
 
 @define(eq=False)

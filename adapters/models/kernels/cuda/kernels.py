@@ -18,14 +18,14 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.attention import CudaAttention, StepTiles
+from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
 from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.products import CudaProducts
-from adapters.models.kernels.cuda.tiles import H200_SHARED, KV_TILE, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.tiles import H200_SHARED, KV_TILE, StepTiles, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import (
