@@ -202,7 +202,7 @@ def test_the_kernel_of_hopper_has_the_bits_of_the_one_for_every_gpu(kernels, sha
     plain = triton_delta.CudaDelta(DEVICE, True)
     sequence = Rows(shape, torch.bfloat16, 900)
     for pieces in ([(1024, 900, 0)], [(256, 192, 0)], [(256, 130, 0)], [(256, 64, 0), (256, 7, 0), (1024, 829, 0)]):
-        states = [poisoned(kernels, sequence) for _ in "of each"]
+        states = [poisoned(kernels, sequence) for _ in range(2)]
         found = [
             in_pieces(own, sequence, state, pieces, 1) for own, state in zip((kernels, plain), states, strict=True)
         ]

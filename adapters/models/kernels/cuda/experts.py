@@ -170,7 +170,7 @@ class CudaExperts:
         tile = choose_group_tile(rows * heads, heads, x.dtype, self.shared)
         out = x.new_empty(rows, heads, weight.shape[1])
         dealt = self._deal_pairs(chosen, None, tile, heads)
-        self._multiply_groups(x.reshape(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
+        self._multiply_groups(x.contiguous().view(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
         return out
 
     def choose_experts(
