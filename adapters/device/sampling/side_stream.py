@@ -1,4 +1,7 @@
-"""A CUDA stream for work that runs parallel to what the current stream gets afterwards."""
+"""A CUDA stream on which a copy runs while the current stream goes on with later work.
+
+The sampler uses it to bring picked tokens to pinned memory while the next forward runs.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_aside = dict[tuple[torch.device, int], torch.cuda.Stream]()  # by device and current stream
+_side_streams = dict[tuple[torch.device, int], torch.cuda.Stream]()  # by device and current stream
 
 
 @contextmanager
-def side_stream(used: Tensor) -> Iterator[torch.cuda.Stream]:
-    """Make a stream current that begins behind all work of the current one so far.
+def side_stream(source: Tensor) -> Iterator[torch.cuda.Stream]:
+    """Make a stream current that waits for all work launched on the current one so far.
 
-    used: a tensor that the work reads. Its memory is not reused before that work is done.
+    source: a tensor that the new work reads. Its memory is not reused before that work is done.
     """
-    here = torch.cuda.current_stream(used.device)
-    key = (here.device, here.cuda_stream)
-    if key not in _aside:
+    current = torch.cuda.current_stream(source.device)
+    key = (current.device, current.cuda_stream)
+    if key not in _side_streams:
         # torch shares a few streams per priority among all callers. Only this module asks for high priority ones.
-        _aside[key] = torch.cuda.Stream(here.device, priority=-1)  # type: ignore[no-untyped-call]
-    stream = _aside[key]
-    stream.wait_stream(here)
+        _side_streams[key] = torch.cuda.Stream(current.device, priority=-1)  # type: ignore[no-untyped-call]
+    stream = _side_streams[key]
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         yield stream
-    used.record_stream(stream)
+    source.record_stream(stream)

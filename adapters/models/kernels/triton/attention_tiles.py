@@ -1,4 +1,8 @@
-"""Loads of attention in Triton: queries of some rows, and tiles of keys and values, paged or not, coded or not."""
+"""Functions in Triton that load queries, keys and values for the attention kernels.
+
+Rows may be paged. They may be coded, which means quantised to 8 bits: a row then has one byte for each number, and its
+scale follows as one float32.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ def load_q(
 ):
     """Load a tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
 
-    HEAD: numbers that are loaded of each head of WIDTH numbers, from START on. Also returns which of them are real, and
-    the number of each in `[bucket, HEADS]`.
+    HEAD: numbers that are loaded of each head of WIDTH numbers, from START on. Returns the tile, a mask of the entries
+    that are real queries, and the index of each entry in `[bucket, HEADS]`.
     """
     i = tl.arange(0, BLOCK_M)
     row = i // PADDED
@@ -36,8 +40,9 @@ def load_q(
 
 @triton.jit
 def row_of(at, base, pages_ptr, kv_head, KV: tl.constexpr, PAGE: tl.constexpr):
-    """Return the cache row of key `at` of the slot; a tile from there on lies in one piece. PAGE: 0 if rows are not
-    paged.
+    """Return the row of the cache that has the key at position `at`. The rows of a tile that begins there follow it.
+
+    base: the first row of the slot, where rows are not paged. PAGE: 0 if rows are not paged.
     """
     row = base + at
     if PAGE > 0:
@@ -60,7 +65,7 @@ def load_tile(
     """Load BLOCK_N rows from `row` on, and the scale of each CODED row. rows: a descriptor, or a pointer to coded
     rows.
 
-    HEAD: numbers that are loaded of each row of WIDTH numbers, from START on. A code is exact in every dtype.
+    HEAD: numbers that are loaded of each row of WIDTH numbers, from START on. The codes convert to every dtype without rounding.
     """
     if CODED:
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64) * (WIDTH + 4)

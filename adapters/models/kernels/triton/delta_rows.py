@@ -1,4 +1,11 @@
-"""Row-wise kernels of recurrent layers in Triton: the plan of chunks, convolution, rings, norm and gates."""
+"""Row-wise kernels of recurrent layers in Triton: the plan of chunks, convolution, rings, norm and gates.
+
+A sequence is cut at multiples of 64 rows into chunks. A segment, which is what a step has of one slot, covers one or
+several chunks; these follow each other in the plan and are called its run. The state of a slot stands at a chunk's
+beginning. The rows after it are in a ring of 128 rows, because proposals may have to be rolled back. A row is settled
+when it stays for certain. The edge is the last three rows before the state, which the convolution reads: each row is
+convolved with the three before it, by the weights called taps.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +40,9 @@ def plan_chunks(
     """Cut the step's segments at multiples of 64. One program, once a forward.
 
     chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps. runs[s] =
-    the segment's first chunk and how many it has. The run behind the last possible one holds the number of real rows.
+    the segment's first chunk and how many it has. The entry after the last possible run holds the number of real rows.
     walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
-    there on, their first row, slot, position of that row, and number of rows. The walk behind the last possible one
+    there on, their first row, slot, position of that row, and number of rows. The entry after the last possible walk
     holds the number of walks.
     """
     i = tl.arange(0, ROWS)
@@ -152,8 +159,8 @@ def convolve(
     """Convolve ROWS rows, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
 
     mixed, out: `[bucket, q | k | v]`. inputs: `[slots, 128, channels]`. conv: `[slots, 3, channels]`. kept: `[slots,
-    128, k | v]`. settled: int64 `[bucket]`. Rows that settle are not kept here, because rings may still be read. ROLLS:
-    there may be other rows.
+    128, k | v]`. settled: int64 `[bucket]`. ROLLS: the step may have rows that can be rolled back. Only those are stored
+    in the ring here, because other rows of the ring may still be read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -182,8 +189,8 @@ def convolve(
                 x = (x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]).to(dtype)
                 tl.store(out_ptr + row * channels + channel, x, known)
                 if ROLLS:
-                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
-                    tl.store(keep + channel, x, known & rolls & (head >= KEY_HEADS))
+                    ring_at = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(ring_at + channel, x, known & rolls & (head >= KEY_HEADS))
     else:  # names of their own: heads of values may have another size
         value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
         of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
@@ -204,8 +211,8 @@ def convolve(
                 ).to(dtype)  # fmt: skip
                 tl.store(out_ptr + row * channels + place, value, of_value)
                 if ROLLS:
-                    keep = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
-                    tl.store(keep + place, value, of_value & rolls)
+                    ring_at = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
+                    tl.store(ring_at + place, value, of_value & rolls)
 
 
 @triton.jit
@@ -222,10 +229,10 @@ def store_settled_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Keep rows of segments that have settled. One program handles one segment and BLOCK columns.
+    """Store the settled rows of each segment. One program handles one segment and BLOCK columns.
 
-    Rows `[bucket, WIDTH]` behind a segment's last multiple of 64 go into the ring `[slots, 128, WIDTH]`. If EDGE, the
-    three rows before it go into edge `[slots, 3, WIDTH]`, from the step or else from the ring.
+    Rows `[bucket, WIDTH]` after a segment's last multiple of 64 go into the ring `[slots, 128, WIDTH]`. If EDGE, the
+    three rows before that multiple go into edge `[slots, 3, WIDTH]`, from the step or else from the ring.
     """
     if PDL:
         gdc_launch_dependents()
