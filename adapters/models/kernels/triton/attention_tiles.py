@@ -65,7 +65,8 @@ def load_tile(
     """Load BLOCK_N rows from `row` on, and the scale of each CODED row. rows: a descriptor, or a pointer to coded
     rows.
 
-    HEAD: numbers that are loaded of each row of WIDTH numbers, from START on. The codes convert to every dtype without rounding.
+    HEAD: numbers that are loaded of each row of WIDTH numbers, from START on. The codes convert to
+    every dtype without rounding.
     """
     if CODED:
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64) * (WIDTH + 4)

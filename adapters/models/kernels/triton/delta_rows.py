@@ -159,8 +159,8 @@ def convolve(
     """Convolve ROWS rows, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
 
     mixed, out: `[bucket, q | k | v]`. inputs: `[slots, 128, channels]`. conv: `[slots, 3, channels]`. kept: `[slots,
-    128, k | v]`. settled: int64 `[bucket]`. ROLLS: the step may have rows that can be rolled back. Only those are stored
-    in the ring here, because other rows of the ring may still be read.
+    128, k | v]`. settled: int64 `[bucket]`. ROLLS: the step may have rows that can be rolled back. Only those are
+    stored in the ring here, because other rows of the ring may still be read.
     """
     if PDL:
         gdc_launch_dependents()
