@@ -146,10 +146,10 @@ def is_blocking(lane: Lane) -> bool:
 def can_join(lane: Lane, settings: Settings) -> bool:
     """May all waiting effects join the running launch?
 
-    Only decode steps can, and only where there is no draft: what each member proposes was chosen for the members of
-    this launch, so a launch with a draft keeps them to its end.
+    Only decode steps can, and only where there is no draft and nothing is proposed: what each member proposes was
+    chosen for the members of this launch, so such a launch keeps them to its end.
     """
-    if settings.block or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.block or any(lane.plan.proposals) or not (is_blocking(lane) and lane.last_was_decode):
         return False
     free_rows = settings.batch_rows - len(lane.running)
     return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
@@ -158,7 +158,8 @@ def can_join(lane: Lane, settings: Settings) -> bool:
 def join_waiting(lane: Lane) -> Lane:
     """Make all waiting effects members of the running launch."""
     running = (*lane.running, *lane.waiting)
-    return evolve(with_effect_requests(lane, (), running), member_count=len(running))
+    plan = evolve(lane.plan, proposals=(0,) * len(running))
+    return evolve(with_effect_requests(lane, (), running), member_count=len(running), plan=plan)
 
 
 def start_launch(

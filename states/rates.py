@@ -45,13 +45,21 @@ class Rates:
     spare: int = INITIAL_SPARE  # thousandths of a plain launch that may still be lost
     rest: int = 0  # plain launches until the next try
     pause: int = 1  # plain launches of the rest after that
+    # What `states/suffix_control.py` has learned of all requests together. Times are those of launches with copies, in
+    # the format of `decode`; their plain launches are in `decode`.
+    copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
+    copied: tuple[tuple[int, ...], ...] = ()  # by class of matches: decode steps, then gains by width in thousandths
+    copy_steps_until_trial: int = 0  # plain steps until copies that do not pay may be tried again
+    copy_next_trial_gap: int = 1  # plain steps between that trial and the one after it
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
         besides = (self.prefill_beside, self.load_beside)
         single = (self.drafter, *besides, self.seen, self.rest, self.pause)
+        copying = (self.copy_steps_until_trial, self.copy_next_trial_gap)
         if (
-            min(chain(single, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            min(chain(single, copying, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            or min(chain(*self.copy_times, *self.copied), default=0) < 0
             or len(self.prefill) > 64
         ):
             raise ValueError(f"rates that cannot be: {self}")
@@ -73,6 +81,10 @@ class Rates:
             self.spare,
             self.rest,
             self.pause,
+            self.copy_times,
+            self.copied,
+            self.copy_steps_until_trial,
+            self.copy_next_trial_gap,
         )
 
 

@@ -37,6 +37,7 @@ class Settings:
     interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: it keeps them only where it ends
     cold_max: int = 0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
     block: int = 0  # tokens that the draft proposes in a decode step at most; 0: there is no draft
+    max_copied: int = 0  # tokens of earlier text that a decode step proposes at most; 0: no text is searched
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
     no_trees: bool = False  # trees were asked for, but positional state is kept behind one row, not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
@@ -54,7 +55,7 @@ class Settings:
         """Raise ValueError for impossible settings. They also come out of traces, which are hostile input."""
         positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
         natural = (
-            *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
+            *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree, self.max_copied),
             *(
                 self.mixed_rows,
                 self.beside_rows,

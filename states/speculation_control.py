@@ -39,7 +39,7 @@ from itertools import accumulate
 
 from attrs import evolve, frozen
 
-from effects.decode import Decoded
+from effects.decode import Decoded, ProposalSource
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
 from states.rates import INITIAL_SPARE, Rates
 from states.settings import Settings
@@ -69,6 +69,8 @@ class Plan:
         ""  # machine-readable: why some members propose nothing; empty: a plain launch is due, or none wants to
     )
     steps: int = 1  # for which the plan holds, whatever they bring
+    worth: int = 0  # thousandths of tokens in the time of a plain launch, if something is proposed
+    source: ProposalSource = "draft"  # of the proposals
 
 
 NO_PLAN = Plan()
@@ -84,6 +86,10 @@ class SpeculationControl:
     seen: int = 0  # decode steps with proposals
     spare: int = 0  # thousandths of a plain launch that may still be lost: the account
     plan: Plan = NO_PLAN  # of the launch that the request is in, or was in last
+    # Used by `states/suffix_control.py`; no widths where no text is searched.
+    copy_widths: tuple[int, ...] = ()
+    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
+    matched: int = 0  # as in `Decoded`, of the last outcome
 
 
 def list_widths(settings: Settings) -> tuple[int, ...]:
@@ -133,11 +139,21 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     """
     gains = control.gains
     seen = control.seen
-    if done.proposed:
+    if done.proposed and control.plan.source == "draft":
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
     spare = update_balance(control.spare, control.plan, done)
-    return SpeculationControl(control.widths, gains, control.branching, seen, spare, control.plan)
+    return SpeculationControl(
+        control.widths,
+        gains,
+        control.branching,
+        seen,
+        spare,
+        control.plan,
+        control.copy_widths,
+        control.copied,
+        control.matched,
+    )
 
 
 def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
@@ -231,6 +247,7 @@ def plan_launch(
         self_funded=gained > rates.spare,
         reason="does_not_pay",
         steps=count_bearable_steps(best.price, spare) if is_settled else 1,
+        worth=rate_option(best),
     )
 
 
@@ -310,7 +327,7 @@ def record_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) 
         return rates
     spare = min(update_balance(rates.spare, plan, done, len(plan.proposals)), MAX_SERVER_SPARE)
     spare = max(spare, rates.spare) if plan.self_funded else spare
-    if not done.proposed:
+    if not done.proposed or plan.source == "suffix":
         return evolve(rates, spare=spare)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
     return evolve(rates, gains=gains, seen=rates.seen + 1, spare=spare)

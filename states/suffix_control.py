@@ -32,7 +32,7 @@ from attrs import evolve
 
 from effects.decode import Decoded
 from states import speculation_control
-from states.launch_prices import DecodeTimes, LaunchPrices
+from states.launch_prices import DecodeTimes, LaunchPrices, Shape, record_launch_time
 from states.rates import Rates
 from states.settings import Settings
 from states.speculation_control import (
@@ -63,9 +63,7 @@ def list_copy_widths(settings: Settings) -> tuple[int, ...]:
 @cache
 def list_prior_gains(widths: tuple[int, ...]) -> ClassGains:
     """Return what is expected of every class before anything is known."""
-    return tuple(
-        (0, *(estimate_chain_gain(width, acceptance) for width in widths)) for acceptance in PRIOR_ACCEPTANCES
-    )
+    return tuple((0, *(estimate_chain_gain(width, acceptance) for width in widths)) for acceptance in PRIOR_ACCEPTANCES)
 
 
 def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
@@ -123,12 +121,17 @@ def view_as_draft(control: SpeculationControl) -> SpeculationControl:
     """Return the control as that of a draft whose gains are those of the present match."""
     gains = control.copied[find_class(control.matched)][1:]
     # `seen` is never 0: copies need not catch up with anything.
-    return SpeculationControl(control.copy_widths, gains, seen=1, account=control.account, plan=control.plan)
+    return SpeculationControl(control.copy_widths, gains, seen=1, spare=control.spare, plan=control.plan)
 
 
 def has_match(control: SpeculationControl | None) -> bool:
     """May the request copy in its next step?"""
     return control is not None and control.matched >= CLASS_STARTS[0] and bool(control.copy_widths)
+
+
+def find_widest(control: SpeculationControl) -> int:
+    """Return the most tokens that the request may propose in its next step, from a draft or as a copy."""
+    return max((*control.widths, *(control.copy_widths if has_match(control) else ())), default=0)
 
 
 def plan_copies(wanted: Wanted, prices: LaunchPrices, rates: Rates, row_limit: int) -> Plan:
@@ -139,9 +142,7 @@ def plan_copies(wanted: Wanted, prices: LaunchPrices, rates: Rates, row_limit: i
         else (0, control)
         for most, control in wanted
     ]
-    own_trials = evolve(
-        rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap
-    )
+    own_trials = evolve(rates, rest=rates.copy_steps_until_trial, pause=rates.copy_next_trial_gap)
     plan = speculation_control.plan_launch(copying, prices, own_trials, row_limit)
     return evolve(plan, source="suffix")
 
@@ -166,18 +167,16 @@ def merge_copy_times(rates: Rates) -> DecodeTimes:
 def record_step(rates: Rates, plan: Plan) -> Rates:
     """Return the rates after a step has begun. Trials of copies are counted apart from those of a draft."""
     if plan.source == "suffix" and any(plan.proposals):
-        own_trials = evolve(
-            rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap
-        )
-        after = speculation_control.record_step(own_trials, plan)
+        own_trials = evolve(rates, rest=rates.copy_steps_until_trial, pause=rates.copy_next_trial_gap)
+        after = speculation_control.record_launch(own_trials, plan)
         return evolve(
             after,
-            steps_until_trial=rates.steps_until_trial,
-            next_trial_gap=rates.next_trial_gap,
-            copy_steps_until_trial=after.steps_until_trial,
-            copy_next_trial_gap=after.next_trial_gap,
+            rest=rates.rest,
+            pause=rates.pause,
+            copy_steps_until_trial=after.rest,
+            copy_next_trial_gap=after.pause,
         )
-    after = speculation_control.record_step(rates, plan)
+    after = speculation_control.record_launch(rates, plan)
     if not after.copy_steps_until_trial:
         return after
     return evolve(after, copy_steps_until_trial=after.copy_steps_until_trial - 1)
@@ -188,3 +187,9 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
     widths = list_copy_widths(settings)
     copied = update_class_gains(find_server_gains(widths, rates), widths, control.matched, done, SERVER_MEMORY)
     return evolve(rates, copied=copied)
+
+
+def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:
+    """Return the rates after a launch with copies took this long."""
+    times = record_launch_time(merge_copy_times(rates), shape, took_ns)
+    return evolve(rates, copy_times=tuple(one for one in times if one[2]))

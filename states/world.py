@@ -37,6 +37,7 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect, EffectRequest, Launch
+from effects.decode import Decoded
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
@@ -45,7 +46,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, pacing, policy, rates, residency, slot_admission, slots, speculation_control
+from states import experts, pacing, policy, rates, residency, slot_admission, slots, suffix_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
 from states.events import (
@@ -70,7 +71,7 @@ from states.events import (
 from states.experts import Residents
 from states.followers import note_awaited_rows
 from states.lane import Lane
-from states.launch_choice import choose_launch, with_launch_plan
+from states.launch_choice import choose_launch, should_stop_to_copy, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome, teaches_times
 from states.pacing import Pacing
@@ -186,6 +187,17 @@ class Fold:
                 raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
             self.react(answer.request, answer.outcome)
         self.process_pending()
+        if self.settings.max_copied and any(
+            isinstance(one.outcome, Decoded) and one.outcome.matched for one in outcomes
+        ):
+            self.stop_to_copy()
+
+    def stop_to_copy(self) -> None:
+        """End the launch of decode steps after its current step if copies would pay."""
+        lane = self.lanes[MAIN]
+        if should_stop_to_copy(lane, self.requests, self.rates, self.settings):
+            self.lanes[MAIN] = evolve(lane, continues_alone=False)
+            self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
         """Take an outcome off its lane and learn from it."""
@@ -202,7 +214,8 @@ class Fold:
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
         if teaches_times(answer, lane, self.settings, is_beside=is_beside):
             self.learn_times(effect_request.effect, answer, lane)
-        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.block))
+        ends_together = bool(self.settings.block) or any(lane.plan.proposals)
+        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
@@ -312,8 +325,8 @@ class Fold:
                     self.slots, prefill = slots.assign_checkpoint_place(*given)
                     launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
-                if self.settings.block and lane.last_was_decode:
-                    self.rates = speculation_control.record_launch(self.rates, lane.plan)
+                if (self.settings.block or self.settings.max_copied) and lane.last_was_decode:
+                    self.rates = suffix_control.record_step(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))
             case EffectOutcome(request, outcome):
@@ -332,6 +345,8 @@ class Fold:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
         self.lanes[number] = lane_queue.join_waiting(ready)
+        if self.settings.max_copied:
+            self.requests |= with_launch_plan(self.lanes[number], self.requests)
         self.outputs.append(Launch(ready.waiting, number, joins=True))
 
     def admit_waiting(self) -> None:

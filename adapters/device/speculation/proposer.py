@@ -114,12 +114,24 @@ class DraftRequest:
     depth: int
 
 
-class Proposer(Protocol):
+class TreeSource(Protocol):
     """Says what may follow the last tokens of slots. Every call runs on the lane."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
         """Return for each request a tree from the slot's last token on; node 0 alone where nothing is proposed."""
         ...
+
+
+class TextProposer(TreeSource, Protocol):
+    """Proposes what followed earlier text that ended as a slot's text does now."""
+
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+        """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
+        ...
+
+
+class Proposer(TreeSource, Protocol):
+    """A draft, which follows the target."""
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
@@ -152,7 +164,7 @@ class Proposer(Protocol):
 
 
 def make_members(
-    proposer: Proposer | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int
+    proposer: TreeSource | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
