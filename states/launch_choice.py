@@ -288,7 +288,7 @@ def plan_proposals(
         prices = launch_prices.estimate_prices(times, shape.span, shape.members, row_limit)
         plain_is_due = proposing_launches >= PLAIN_LAUNCH_INTERVAL or (proposing_launches and prices.plain_suspect)
         copied = suffix_control.plan_copies(wanted, prices, rates, 0 if plain_is_due else row_limit)
-        plan = suffix_control.choose_source(plan, copied) if has_draft else copied
+        plan = suffix_control.choose_source(plan, copied, controls) if has_draft else copied
     if not any(plan.proposals):
         return plan if has_draft else evolve(plan, steps=PLAIN_LAUNCH_INTERVAL)
     return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_launches))

@@ -69,7 +69,6 @@ class Plan:
         ""  # machine-readable: why some members propose nothing; empty: a plain launch is due, or none wants to
     )
     steps: int = 1  # for which the plan holds, whatever they bring
-    worth: int = 0  # thousandths of tokens in the time of a plain launch, if something is proposed
     source: ProposalSource = "draft"  # of the proposals
 
 
@@ -247,7 +246,6 @@ def plan_launch(
         self_funded=gained > rates.spare,
         reason="does_not_pay",
         steps=count_bearable_steps(best.price, spare) if is_settled else 1,
-        worth=rate_option(best),
     )
 
 

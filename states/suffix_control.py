@@ -32,7 +32,7 @@ from attrs import evolve
 
 from effects.decode import Decoded
 from states import speculation_control
-from states.launch_prices import DecodeTimes, LaunchPrices, Shape, record_launch_time
+from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape, record_launch_time
 from states.rates import Rates
 from states.settings import Settings
 from states.speculation_control import (
@@ -147,13 +147,23 @@ def plan_copies(wanted: Wanted, prices: LaunchPrices, rates: Rates, row_limit: i
     return evolve(plan, source="suffix")
 
 
-def choose_source(drafted: Plan, copied: Plan) -> Plan:
-    """Return the plan that gives more tokens for its time. A trial gives way to what pays, and to nothing else."""
+def choose_source(drafted: Plan, copied: Plan, controls: Sequence[SpeculationControl | None]) -> Plan:
+    """Return the plan that gives more tokens for its time. A trial gives way to what pays."""
     if not any(copied.proposals):
         return drafted
     if not any(drafted.proposals):
         return copied
-    return max(drafted, copied, key=lambda plan: (not plan.is_trial, plan.worth))
+    return max(drafted, copied, key=lambda plan: (not plan.is_trial, rate_plan(plan, controls)))
+
+
+def rate_plan(plan: Plan, controls: Sequence[SpeculationControl | None]) -> int:
+    """Return the tokens that a plan gives in the time of a plain launch, in thousandths."""
+    tokens = UNIT * len(controls)
+    for propose, control in zip(plan.proposals, controls, strict=True):
+        if propose and control is not None:
+            own = view_as_draft(control) if plan.source == "suffix" else control
+            tokens += speculation_control.estimate_gain(own, propose)
+    return UNIT * tokens // plan.price
 
 
 def merge_copy_times(rates: Rates) -> DecodeTimes:

@@ -23,6 +23,7 @@ from engine.loading.device_survey import Placement, count_state_tokens
 from engine.loading.load_draft import (
     BATCH_ROWS,
     choose_proposal_widths,
+    count_most_copied,
     count_most_proposals,
     is_short_of_memory,
 )
@@ -36,6 +37,7 @@ from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.residency import resolve_residency
 from states.settings import Settings
+from states.speculation_control import list_bucket_widths
 
 log = logging.getLogger("rekindle")
 
@@ -77,7 +79,9 @@ def choose_settings(
     block = count_most_proposals(draft, shard)
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
-    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree))
+    batch_rows = min(BATCH_ROWS, numerics.batch_rows)
+    max_copied = min(count_most_copied(parts.text_proposer, shard), batch_rows - 1)
+    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
     places = (
         describe_placement(shard.parts) if draft is None else f"{describe_placement(shard.parts)},draft@{draft.place}"
     )
@@ -93,12 +97,13 @@ def choose_settings(
         span=choose_prefill_span(shard, concurrent=bool(concurrent_rows)),
         block_size=numerics.block_size,
         keep_decoded=has_buckets,
-        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
+        batch_rows=batch_rows,
         mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
         settles_apart=stateful and shard.states.settles_apart,
         beside_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,
         block=block,
+        max_copied=max_copied,
         tree=tree,
         no_trees=no_trees,
         residency=residency,

@@ -15,7 +15,8 @@ from attrs import evolve, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import StoredTensor
-from adapters.device.speculation.proposer import DraftModel
+from adapters.device.speculation.proposer import DraftModel, TextProposer
+from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.family import ModelConfig
@@ -32,6 +33,7 @@ from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.projection import LastHidden
 from adapters.models.drafts.mtp.weights import list_head_products
+from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
 from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
@@ -44,13 +46,14 @@ from engine.loading.device_survey import Placement, build_kernels, choose_device
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_options import SpeculationOptions
 from engine.settings.options import Options
-from engine.settings.paths import OWN, choose_draft_name
+from engine.settings.paths import OWN, choose_draft_name, copies_text
 from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
 
 # The numbers of proposals of the decode steps that are measured at start.
 WIDTHS = (3, 7, 15)
+MOST_COPIED = 31  # tokens that a decode step copies at most: 32 rows, of which most are right where text is repeated
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
 
@@ -313,6 +316,26 @@ def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
             most,
         )
     return most
+
+
+def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer | None:
+    """Return what copies earlier text, if that was asked for and copies can be verified exactly."""
+    if not copies_text(options.speculation.draft):
+        return None
+    if numerics.mode != "buckets":
+        log.warning("nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here")
+        return None
+    matcher = build_text_matcher()
+    if matcher is None:
+        log.warning("--draft %s: nothing is copied, because there is no compiled library", options.speculation.draft)
+        return None
+    return SuffixProposer(matcher)
+
+
+def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline) -> int:
+    """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
+    most = 0 if text_proposer is None else MOST_COPIED
+    return min(most, shard.states.block - 1) if shard.states.specs else most
 
 
 def choose_proposal_widths(block: int, tree: int) -> list[int]:

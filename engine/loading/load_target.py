@@ -50,6 +50,7 @@ from engine.loading.load_draft import (
     BATCH_ROWS,
     DraftNeighbours,
     FoundDraft,
+    build_text_proposer,
     check_provable,
     find_draft,
 )
@@ -278,7 +279,7 @@ def load_with_peers(
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
     drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
-    parts = evolve(parts, proposer=drafting)
+    parts = evolve(parts, proposer=drafting, text_proposer=build_text_proposer(options, numerics))
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)

@@ -16,6 +16,11 @@ class IndexedText(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def address(self) -> int:
+        """Where the library finds the text, as long as this object lives."""
+        ...
+
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens of 0 to 2^31 - 1. In an archive, END_OF_TEXT separates one text from the next one."""
         ...

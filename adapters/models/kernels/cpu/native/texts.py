@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
+from adapters.models.kernels.text_matching import IndexedText
 from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for
@@ -89,7 +90,7 @@ class NativeMatches:
 
     code: ctypes.CDLL
     matches: NDArray[np.int64]
-    texts: Sequence[tuple[NativeText, NativeText | None]]
+    texts: Sequence[tuple[IndexedText, IndexedText | None]]
 
     @property
     def lengths(self) -> list[int]:
@@ -111,7 +112,7 @@ class NativeTextMatcher:
     def make_text(self) -> NativeText:
         return NativeText()
 
-    def match(self, texts: Sequence[tuple[NativeText, NativeText | None]]) -> NativeMatches:
+    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> NativeMatches:
         matches = np.zeros((len(texts), 5), np.int64)
         matches[:, _OWN] = [own.address for own, _ in texts]
         matches[:, _ARCHIVE] = [0 if archive is None else archive.address for _, archive in texts]
