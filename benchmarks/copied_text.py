@@ -16,19 +16,16 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
-from attrs import define, evolve, field
+from attrs import evolve
 from tokenizers import Tokenizer
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
-from adapters.device.sampling.grammar_mask import Mask, Matching
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import AGAIN, compared, row
 from benchmarks.results import Figure, Goal, publish
@@ -43,6 +40,7 @@ from engine.loading.load_target import Target
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import run_engine
 from engine.settings.options import Options, evolve_options
+from engine.tools.bench.forced_answer import force_answers
 
 LONGEST = 1500  # tokens of a file
 MOST_CHANGED = 40  # lines of an edit
@@ -50,43 +48,11 @@ COMMITS = 400  # that edits are looked for in
 OFF = Scope("off")
 
 
-@define(eq=False)
-class ForcedAnswer:
-    """Implements `Matching`: the answer is this text, whatever the model finds likely."""
-
-    tokens: Tokens
-    vocab: int
-    _said: int = field(init=False, default=0)
-
-    def mask(self, path: Tokens) -> Mask | str:
-        """Allow the next token; behind a wrong proposal, whose row is rolled back, any token."""
-        at = self._said + len(path)
-        is_right = path == self.tokens[self._said : at] and at < len(self.tokens)
-        bits = np.zeros(-(-self.vocab // 8), np.uint8)
-        if is_right:
-            bits[self.tokens[at] // 8] = 1 << self.tokens[at] % 8
-        else:
-            bits.fill(255)
-        return bits
-
-    def count_allowed(self, path: Tokens) -> int:
-        """Return the length of the path: it forbids nothing, so what is wrong is verified."""
-        return len(path)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        self._said += len(tokens)
-
-
-def force_answers(answers: Mapping[str, Tokens], vocab: int) -> Callable[[Grammar], Matching]:
-    """Return what takes the source of a grammar as the name of an answer."""
-    return lambda grammar: ForcedAnswer(answers[grammar.source], vocab)
-
-
 def run_git(*words: str) -> str:
     """Return what git prints about this repository; nothing where there is none."""
     try:
-        done = subprocess.run(  # noqa: S603 - fixed words
-            ["git", *words],  # noqa: S607
+        done = subprocess.run(
+            ["git", *words],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

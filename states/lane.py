@@ -158,8 +158,7 @@ def can_join(lane: Lane, settings: Settings) -> bool:
 def join_waiting(lane: Lane) -> Lane:
     """Make all waiting effects members of the running launch."""
     running = (*lane.running, *lane.waiting)
-    plan = evolve(lane.plan, proposals=(0,) * len(running))
-    return evolve(with_effect_requests(lane, (), running), member_count=len(running), plan=plan)
+    return evolve(with_effect_requests(lane, (), running), member_count=len(running))
 
 
 def start_launch(

@@ -346,6 +346,8 @@ class Fold:
             return
         self.lanes[number] = lane_queue.join_waiting(ready)
         if self.settings.max_copied:
+            lane = self.lanes[number]
+            self.lanes[number] = evolve(lane, plan=evolve(lane.plan, proposals=(0,) * len(lane.running)))
             self.requests |= with_launch_plan(self.lanes[number], self.requests)
         self.outputs.append(Launch(ready.waiting, number, joins=True))
 

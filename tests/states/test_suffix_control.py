@@ -11,6 +11,7 @@ from effects.ids import MAIN, SlotId
 from effects.stream import StopLaunch
 from states import launch_choice, speculation_control
 from states import suffix_control as control
+from states.events import EffectOutcome, ForLaunch
 from states.launch_prices import UNIT
 from states.rates import Rates
 from states.request_states import Drafted, Speculating
@@ -20,7 +21,9 @@ from states.world import World, make_world
 from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
 COPYING = evolve(PLAIN, max_copied=7, batch_rows=64)
-CHEAP = Rates(decode=((0, 1, 0, 1000, 0), (0, 2, 0, 1000, 0)), copy_times=((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000)))
+CHEAP = Rates(
+    decode=((0, 1, 0, 1000, 0), (0, 2, 0, 1000, 0)), copy_times=((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000))
+)
 
 
 def copier(matched: int, **changes):
@@ -145,8 +148,6 @@ def outcome(matched: int) -> Decoded:
 
 
 def test_a_launch_without_proposals_ends_when_a_copy_would_pay() -> None:
-    from states.events import EffectOutcome, ForLaunch  # noqa: PLC0415
-
     world = decoding(COPYING, ONE)
     world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(0)),)))
     assert EffectRequest(ONE, StopLaunch()) not in outs
@@ -162,8 +163,6 @@ def test_a_launch_without_proposals_ends_when_a_copy_would_pay() -> None:
 
 
 def test_a_launch_goes_on_where_a_match_is_not_worth_its_price() -> None:
-    from states.events import EffectOutcome, ForLaunch  # noqa: PLC0415
-
     world = decoding(COPYING, ONE, TWO)
     dear = evolve(CHEAP, copy_times=((0, 2, 4, 4000, 1000), (0, 2, 8, 5000, 1000)), copy_steps_until_trial=9)
     world = evolve(world, rates=dear)
