@@ -31,7 +31,7 @@ def main() -> None:
             server.chat("Hello", max_tokens=8)
             found[name] = ledger(server.client.get("/props").json()["memory"])
             print(f"{name}: {found[name]}")
-    settings = DecisionContext(Settings(max_context=16_384, drafter=100_000))
+    settings = DecisionContext(Settings(max_context=16_384, scorer_max_tokens=100_000))
     for name, how in (("off", Compression()), ("auto, below its threshold", Compression("auto"))):
         job = Job(PROMPT, 100, compression=how)
         looked = microseconds(partial(policy.decide_compression, settings, make_prompt(job), len(PROMPT) - 1))

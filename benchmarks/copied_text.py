@@ -36,7 +36,7 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import run_engine
 from engine.settings.options import Options, evolve_options
@@ -95,7 +95,7 @@ def make_new_text(count: int, vocab: int) -> list[tuple[Tokens, Tokens]]:
 async def measure(options: Options, given: Any) -> list[dict[str, Any]]:
     parts = given.parts.split(",")
     options = evolve_options(options, disk_prefix_cache="off", host_cache_budget=0)
-    targets: dict[str, Target] = {
+    targets: dict[str, LoadedModel] = {
         "plain": await load_target(evolve_options(options, draft="none")),
         "draft": await load_target(evolve_options(options, draft="suffix")),
         AGAIN: await load_target(evolve_options(options, draft="none")),

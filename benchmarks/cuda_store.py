@@ -39,7 +39,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import create_memory, open_store
 from adapters.store.store import Store
-from adapters.transfer.saver import AT_ONCE
+from adapters.transfer.saver import UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget, read_raw
@@ -99,7 +99,7 @@ class StoreBench:
         self.request += 1
         opening = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
         self.executor.open(RequestId(self.request), opening)
-        self.moving.restorer.raise_fence(RequestId(self.request), opening)
+        self.moving.restorer.place_fence(RequestId(self.request), opening)
 
     async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
         """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
@@ -166,7 +166,7 @@ class StoreBench:
         kept = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         started = time.perf_counter()
         saving = self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
-        self.moving.saver.pace_snapshot(RequestId(self.request), AT_ONCE)
+        self.moving.saver.pace_snapshot(RequestId(self.request), UNPACED)
         saved = await saving
         assert isinstance(saved, SnapshotSaved), saved
         copied = time.perf_counter() - started

@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    fresh = make_world(Settings(slots=4, max_queue=64, max_context=16_384, block=15, batch_rows=64))
+    fresh = make_world(Settings(slots=4, max_queue=64, max_context=16_384, max_proposals=15, batch_rows=64))
     worlds = {0: fresh, options.finished: aged(fresh, options.finished)}
     gc.collect()
     gc.freeze()

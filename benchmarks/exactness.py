@@ -50,7 +50,7 @@ from effects.stream import EmitTokens
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.re_execute import execute
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
@@ -117,7 +117,7 @@ async def answer(running: Engine, job: Job) -> tuple[Tokens, int]:
     return found.tokens, found.report.restored_tokens
 
 
-async def each_cold(target: Target, jobs: Sequence[Job]) -> list[Tokens]:
+async def each_cold(target: LoadedModel, jobs: Sequence[Job]) -> list[Tokens]:
     """Every job in a world of its own: nothing to continue from, nobody beside it."""
     answers = list[Tokens]()
     for job in jobs:
@@ -128,7 +128,7 @@ async def each_cold(target: Target, jobs: Sequence[Job]) -> list[Tokens]:
     return answers
 
 
-async def each_continued(target: Target, jobs: Sequence[Job], restored: list[int]) -> list[Tokens]:
+async def each_continued(target: LoadedModel, jobs: Sequence[Job], restored: list[int]) -> list[Tokens]:
     """Every job after one that shares two thirds of its prompt."""
     answers = list[Tokens]()
     async with run_engine(target.settings, target.executor) as running:
@@ -140,13 +140,13 @@ async def each_continued(target: Target, jobs: Sequence[Job], restored: list[int
     return answers
 
 
-async def each_batched(target: Target, jobs: Sequence[Job], recorder: Recorder | None) -> list[Tokens]:
+async def each_batched(target: LoadedModel, jobs: Sequence[Job], recorder: Recorder | None) -> list[Tokens]:
     """Four at a time."""
     return [one.tokens for one in await together(target, jobs, recorder=recorder)]
 
 
 async def together(
-    target: Target, jobs: Sequence[Job], *, at_once: int = 4, recorder: Recorder | None = None, **settings: Any
+    target: LoadedModel, jobs: Sequence[Job], *, at_once: int = 4, recorder: Recorder | None = None, **settings: Any
 ) -> list[Answered]:
     """In one world, so many at a time; with the target's store where there is one."""
     found = [Answered()] * len(jobs)
@@ -170,7 +170,7 @@ async def together(
 class Comparison:
     """Answers against the plain ones, and what the reports told."""
 
-    target: Target
+    target: LoadedModel
     jobs: list[Job]
     folder: Path
     plain: list[Answered]

@@ -18,7 +18,7 @@ from attrs import evolve, field, frozen
 from effects.ids import Tokens
 from effects.job import Job
 from effects.stream import EmitTokens, ReportProgress
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine, run_engine
 
 Answer = TypeVar("Answer")
@@ -73,7 +73,7 @@ class Companions:
 
 
 async def answer_among_companions(
-    target: Target, jobs: Sequence[Job], seed: int, ask: Callable[[Engine, Job], Awaitable[Answer]]
+    target: LoadedModel, jobs: Sequence[Job], seed: int, ask: Callable[[Engine, Job], Awaitable[Answer]]
 ) -> tuple[list[Answer], Counter[str]]:
     """Answer all jobs, each beside its companions. Also counts the companions, and those that left."""
     found = dict[int, Answer]()

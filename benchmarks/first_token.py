@@ -32,7 +32,7 @@ from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 from effects.ids import PAGE
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import Options, build_options
 
 KINDS = ("quiet", "behind", "in a row")
@@ -40,7 +40,7 @@ MOMENT_S = 1.0
 ANSWER = 8  # tokens of the request in front
 
 
-def prefill(target: Target, prompt: torch.Tensor) -> float:
+def prefill(target: LoadedModel, prompt: torch.Tensor) -> float:
     """Seconds until the token behind it is on the host. On the lane."""
     shard, chunk, last = target.shard, target.settings.chunk, len(prompt) - 1
     buckets = target.numerics.buckets

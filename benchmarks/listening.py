@@ -13,14 +13,14 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import LocalDraft, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 
 
 @define(eq=False)
 class Listening:
     """Digests of the logits of all rows that stayed, by position, in the order in which they came about."""
 
-    target: Target
+    target: LoadedModel
     rows: list[tuple[int, str]] = field(factory=list)
     last: tuple[Step, torch.Tensor] | None = None
 

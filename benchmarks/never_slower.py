@@ -33,7 +33,7 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, evolve_options
@@ -131,7 +131,7 @@ async def pairs(ways: dict[str, Engine], count: int, turns: int) -> list[Any]:
 async def measure(options: Options, given: argparse.Namespace) -> list[dict[str, Any]]:
     parts, counts = given.parts.split(","), [int(count) for count in given.streams.split(",")]
     options = evolve_options(options, disk_prefix_cache="off", host_cache_budget=0)
-    targets: dict[str, Target] = {
+    targets: dict[str, LoadedModel] = {
         "plain": await load_target(evolve_options(options, draft="none")),
         "draft": await load_target(options),
     }

@@ -17,7 +17,7 @@ from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 
 PLANS = {"cpu:0": "cpu:0", "cpu:0,cpu:0": "cpu:0,cpu:0", "cpu:0,ipc+cpu:0": "cpu:0,ipc+cpu:0"}
@@ -31,7 +31,7 @@ class Found:
     hops: list[float] = field(factory=list[float])
 
 
-def measured(target: Target, steps: int) -> Found:
+def measured(target: LoadedModel, steps: int) -> Found:
     """On the lane. Rows behind a prompt of one chunk: fed, picked from, kept."""
     found, shard = Found(), target.shard
     peers = [part.peer for part in shard.parts if isinstance(part, RemoteShard)]

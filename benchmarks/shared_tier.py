@@ -53,7 +53,7 @@ from benchmarks.exactness import FULL, Comparison, made, together
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import Options, build_options
 from engine.settings.paths import find_model_folder
 from tests.store.shared_servers import BUCKET, find_moto, moto_server
@@ -64,7 +64,7 @@ PASSES = 5
 BLOCK = 64
 
 
-def shared_tier(target: Target) -> SharedTier:
+def shared_tier(target: LoadedModel) -> SharedTier:
     assert target.transfer is not None
     tier = target.transfer.store.find_tier(SharedTier)
     assert tier is not None

@@ -47,7 +47,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
@@ -84,7 +84,7 @@ async def answer(running: Engine, job: Job) -> TimedAnswer:
 # --- speed ---
 
 
-async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
+async def speed(targets: Mapping[str, LoadedModel], ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
     """Every answer in every way, one right after the other. targets: by way; `plain` does without its draft."""
     rows = list[dict[str, Any]]()
     subjects = prompts(list(NAMES), count, LONGEST)
@@ -126,7 +126,7 @@ NOISE = {"code at 1": (1.0, "code"), "noise at 1": (1.0, ""), "noise at 1.6": (1
 NEVER = 0  # an unused control token, which the demo never says
 
 
-async def limit(target: Target, count: int) -> list[dict[str, Any]]:
+async def limit(target: LoadedModel, count: int) -> list[dict[str, Any]]:
     """Answers of 512 tokens, plain and with the draft in turn; x: plain time over drafted time, of each pair."""
     draw = random.Random(0)
     vocabulary = target.checkpoint.config.vocab_size
@@ -154,7 +154,7 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
 # --- acceptance ---
 
 
-async def acceptance(target: Target, ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
+async def acceptance(target: LoadedModel, ends: Tokens, count: int, most: int) -> list[dict[str, Any]]:
     """Tokens a decode step at several widths that never change, the widest a tree; an answer's last decode step counts
     whole."""
     assert target.draft is not None
@@ -180,7 +180,7 @@ async def acceptance(target: Target, ends: Tokens, count: int, most: int) -> lis
     return rows
 
 
-def forced(target: Target, job: Job, width: int) -> list[Decoded]:
+def forced(target: LoadedModel, job: Job, width: int) -> list[Decoded]:
     """On the lane: every decode step proposes so many."""
     known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
     done = list[Decoded]()
@@ -255,7 +255,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
-                width = launch_prices.round_up_to_bucket(1 + target.settings.block)
+                width = launch_prices.round_up_to_bucket(1 + target.settings.max_proposals)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, width, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:

@@ -285,7 +285,7 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
             max_context=CAPACITY,
             chunk=BUCKETS[-1],
             batch_rows=BLOCK,
-            block=BLOCK - 1,
+            max_proposals=BLOCK - 1,
             residency=resolution,
         )
         job = Job(prompt(), 24, scope=Scope("off"))

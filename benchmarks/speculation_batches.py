@@ -113,7 +113,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             forced.each = beginnings(streams, known[streams])
             pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=forced))
             rates: Rates = await lane.run(partial(measure_rates, pair.executor, pair.shard, shape))
-            drafted = Settings(**common, block=BLOCK - 1, rates=rates)
+            drafted = Settings(**common, max_proposals=BLOCK - 1, rates=rates)
             speed, said = await asked(pair, drafted, streams, given.tokens)
             found.setdefault((streams, "drafted"), []).append(speed)
             differing += sum(one != all_[: given.tokens] for one, all_ in zip(said, known[streams], strict=True))

@@ -27,7 +27,7 @@ import httpx
 from attrs import frozen
 
 from adapters.remote.client.remote_shard import RemoteShard
-from adapters.transfer.saver import AT_ONCE
+from adapters.transfer.saver import UNPACED
 from benchmarks.arguments import benchmark_parser
 from benchmarks.peer import ROOT, listening
 from benchmarks.results import Figure, Goal, publish
@@ -42,7 +42,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 
 PLANS = ("cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0", "ipc+cpu:0,ipc+cpu:0")
@@ -78,14 +78,14 @@ class RestoreTook:
         return self.used_ms - self.step_ms
 
 
-def opened(target: Target, request: RequestId, prompt: Tokens) -> None:
+def opened(target: LoadedModel, request: RequestId, prompt: Tokens) -> None:
     effect = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
     target.executor.open(request, effect)
     assert target.transfer is not None
-    target.transfer.restorer.raise_fence(request, effect)
+    target.transfer.restorer.place_fence(request, effect)
 
 
-async def kept(target: Target, prompt: Tokens, stop: int) -> None:
+async def kept(target: LoadedModel, prompt: Tokens, stop: int) -> None:
     """Computed, and on its way to the disk."""
     request, chunk = RequestId(1), target.settings.chunk
     opened(target, request, prompt)
@@ -95,19 +95,19 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
     saving = target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
-    target.transfer.saver.pace_snapshot(request, AT_ONCE)
+    target.transfer.saver.pace_snapshot(request, UNPACED)
     saved = await saving
     assert saved == SnapshotSaved(stop, stop * target.transfer.store.layout.token_bytes), saved
 
 
-def spent(target: Target) -> float:
+def spent(target: LoadedModel) -> float:
     """Seconds of processor time that this process has had, and those in which the target has layers."""
     peers = [part.peer for part in target.shard.parts if isinstance(part, RemoteShard)]
     clocks = [~peer.facts.pid << 3 | 2 for peer in peers if peer.facts is not None]  # as clock_getcpuclockid has it
     return time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
-async def restored(target: Target, request: RequestId, prompt: Tokens, stop: int, tier: str) -> RestoreTook:
+async def restored(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> RestoreTook:
     assert target.transfer is not None
     prompt, processor = prompt[: stop + 1], spent(target)
     _, began = await brought(target, request, prompt, stop, tier)
@@ -122,7 +122,7 @@ async def restored(target: Target, request: RequestId, prompt: Tokens, stop: int
     return RestoreTook(told, there, clock[0], step, 1e3 * (spent(target) - processor))
 
 
-async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int, tier: str) -> tuple[float, float]:
+async def brought(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> tuple[float, float]:
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)
@@ -138,20 +138,20 @@ async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int,
     return done.ns / 1e6, began
 
 
-def acknowledged(target: Target) -> None:
+def acknowledged(target: LoadedModel) -> None:
     """On the lane: what shards elsewhere were told to put is there."""
     for part in target.shard.parts:
         if isinstance(part, RemoteShard):
             part.peer.read_posted_answers()
 
 
-async def stepped(target: Target, request: RequestId, position: int, token: int) -> int:
+async def stepped(target: LoadedModel, request: RequestId, position: int, token: int) -> int:
     (done,) = await target.executor.perform(Launch((EffectRequest(request, RunDecode(SLOT, position, token)),)))
     assert isinstance(done, Decoded), done
     return done.tokens[-1]
 
 
-async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: str) -> tuple[Target, int]:
+async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: str) -> tuple[LoadedModel, int]:
     """One that finds on disk what an earlier one has kept, or in host memory what it has, and how many rows that is."""
     how: dict[str, Any] = {"model": model, "target_devices": devices, "draft": "none", "slots": 1}
     # Else a busy moment at the start decides how it is kept.

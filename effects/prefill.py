@@ -27,7 +27,7 @@ class OpenSlot:
     prompt: Tokens
     sampling: Sampling
     stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
-    state: int = 0  # rows, at most `keep`, behind which the positional state is that the slot goes on from; 0: none
+    state: int = 0  # the slot goes on from the positional state after rows [0, state), at most `keep` rows; 0: none
     place: PlaceId | None = None  # that has this state; None: the source itself has it
     salt: str = ""  # rows that are kept of this prompt are found with the same salt only
     # Where the slot's rows are from now on, PAGE rows each. Of the first `keep` rows, those that are elsewhere are
@@ -41,7 +41,7 @@ class PrefillAdvanced:
 
     stop: int
     ns: int = 0  # nanoseconds that this took on the lane; 0: not measured
-    logprobs: tuple[Logprob, ...] = ()  # of the tokens behind those rows, if they were asked for
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens that follow those rows, if they were asked for
     more: bool = False  # further chunks of the same prefill follow: this is not its last outcome
 
 
@@ -59,9 +59,8 @@ class RunPrefill:
     slot: SlotId
     start: int
     stop: int
-    # Copy the positional state that the slot has behind these rows out, to be kept. It stands at the end of their last
-    # block. A failure to do so is not reported.
+    # Save the positional state after these rows, at the end of their last block. A failure to do so is not reported.
     checkpoint: bool = False
     place: PlaceId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
-    held: bool = False  # copy the positional state at `start`, which the slot has already, out first, to be kept
+    keeps_state_first: bool = False  # before the first row is computed, save the state after rows [0, start)

@@ -79,7 +79,7 @@ def choose_leader(
     prompt = state.prompt
     missing = prompt.prefill_rows - own_rows
     # Such a short rest runs on the main lane and need not queue for the prompt lane.
-    is_narrow = missing <= settings.beside_rows
+    is_narrow = missing <= settings.prompt_lane_min_rows
     if missing < settings.block_size or is_narrow:
         return None
     leaders = list[Leader]()

@@ -12,18 +12,18 @@ Life of a launch:
 
 1. `enqueue_effect` appends an effect to `waiting`.
 2. When nothing runs, `choose_launch` moves some waiting effects to `running` (`start_launch`).
-3. A launch may continue alone: it does several decode steps, or several chunks of a prompt, without asking the core.
+3. A launch may run unattended: it does several decode steps, or several chunks of a prompt, without asking the core.
    Each outcome on the way says `more`. Its last outcome takes the member off `running` (`record_outcome`).
-4. When an effect arrives while a launch continues alone, it either joins the launch (`can_join`), or the executor is
-   asked once to stop the launch after its current step (`StopLaunch`). `continues_alone` is False from then on.
+4. When an effect arrives while a launch runs unattended, it either joins the launch (`can_join`), or the executor is
+   asked once to stop the launch after its current step (`StopLaunch`). `runs_unattended` is False from then on.
 
 Invariants, asserted in `states/invariants.py`:
 
 * A request has at most one effect on all lanes together.
 * A lane on which something waits is running, unless all that waits are decode steps without free pages.
-* No launch continues alone while something waits (`is_blocking` is False between two events).
+* No launch runs unattended while something waits (`is_blocking` is False between two events).
 
-Example. Requests 1 and 2 decode in one launch that continues alone. Request 3 has finished its prefill and asks for its
+Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3
 takes part from the next step on. Had request 3 asked for a prefill, the world would have sent `StopLaunch` instead.
 """
@@ -46,21 +46,23 @@ from states.speculation_control import NO_PLAN, Plan
 
 @frozen
 class Lane:
+    """The queue of one device thread, and the launch that it carries out now."""
+
     waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
     running: tuple[EffectRequest, ...] = ()  # members of the launch whose last outcome has not come
     last_was_decode: bool = False  # the last launch was a batch of decode steps
     member_count: int = 0  # effects that the last launch began with, and those that have joined it
-    proposing_launches: int = 0  # decode launches since the last one in which no request proposed anything
+    proposing_steps: int = 0  # decode steps since the last one in which no request proposed anything
     plan: Plan = NO_PLAN  # of the last launch
-    continues_alone: bool = False  # it may take several steps, and has not been asked to stop
+    runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
     overtakes: int = 0  # times in a row that a shorter prompt went before the one that has waited longest
     shares_device: bool = False  # lane PROMPTS only: decode steps ran on the device during this launch
 
 
 def make_lanes(settings: Settings) -> dict[LaneId, Lane]:
     """Return the empty lanes that an engine with these settings has."""
-    prompt_lanes = {PROMPTS: Lane()} if settings.beside_rows else {}
-    return {MAIN: Lane(), settings.drafter_lane: Lane(), **prompt_lanes}
+    prompt_lanes = {PROMPTS: Lane()} if settings.prompt_lane_min_rows else {}
+    return {MAIN: Lane(), settings.scorer_lane: Lane(), **prompt_lanes}
 
 
 def choose_lane(settings: Settings, effect: Effect) -> LaneId:
@@ -70,10 +72,10 @@ def choose_lane(settings: Settings, effect: Effect) -> LaneId:
     for stay on the main lane, where all other logits are computed. The prompt scorer may have a device of its own.
     """
     match effect:
-        case RunPrefill(start=start, stop=stop, logprobs=-1) if 0 < settings.beside_rows < stop - start:
+        case RunPrefill(start=start, stop=stop, logprobs=-1) if 0 < settings.prompt_lane_min_rows < stop - start:
             return PROMPTS
         case CompressPrompt() | LoadModel("drafter") | UnloadModel("drafter"):
-            return settings.drafter_lane
+            return settings.scorer_lane
         case _:
             return MAIN
 
@@ -82,7 +84,7 @@ def enqueue_effect(lane: Lane, effect_request: EffectRequest) -> Lane:
     return with_effect_requests(lane, (*lane.waiting, effect_request), lane.running)
 
 
-def withdraw_effect(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
+def remove_abandoned(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
     """Remove the effect of a request from the queue. False: the request had none there."""
     remaining = tuple(other for other in lane.waiting if other.request != request)
     return with_effect_requests(lane, remaining, lane.running), len(remaining) < len(lane.waiting)
@@ -91,10 +93,11 @@ def withdraw_effect(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
 def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) -> Lane:
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
-    ends_together: the first member that ends stops the launch for all, so it no longer continues alone.
+    ends_together: there is a draft, and the first member that ends stops the launch for all. So it no longer runs
+    unattended.
     """
-    leads = lane.proposing_launches and is_launch_leader(lane, answer.request)
-    further_steps = count_further_steps(answer.outcome) if leads else 0
+    is_first = lane.proposing_steps and is_first_of_step(lane, answer.request)
+    further_steps = count_further_steps(answer.outcome) if is_first else 0
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
         return with_effect_requests(lane, lane.waiting, lane.running, further_steps) if further_steps else lane
     if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
@@ -102,11 +105,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     else:
         running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, further_steps)
-    return evolve(after, continues_alone=False) if after.continues_alone and ends_together else after
+    return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
 
 
 def count_further_steps(outcome: Outcome) -> int:
-    """Count the steps that a launch has begun beyond the first one that this outcome reports.
+    """Count the steps that were not counted yet: those after the first step of this outcome.
 
     A launch that goes on has begun its next step already, so that step counts as well.
     """
@@ -114,9 +117,9 @@ def count_further_steps(outcome: Outcome) -> int:
 
 
 def with_effect_requests(
-    lane: Lane, waiting: tuple[EffectRequest, ...], running: tuple[EffectRequest, ...], more_proposing: int = 0
+    lane: Lane, waiting: tuple[EffectRequest, ...], running: tuple[EffectRequest, ...], added_steps: int = 0
 ) -> Lane:
-    """Return the lane with other queues. more_proposing: launches to add to `proposing_launches`.
+    """Return the lane with other queues. added_steps: to add to `proposing_steps`.
 
     This runs once or twice for every token of every answer. `evolve` would take three times as long.
     """
@@ -125,9 +128,9 @@ def with_effect_requests(
         running,
         lane.last_was_decode,
         lane.member_count,
-        lane.proposing_launches + more_proposing,
+        lane.proposing_steps + added_steps,
         lane.plan,
-        lane.continues_alone,
+        lane.runs_unattended,
         lane.overtakes,
         lane.shares_device,
     )
@@ -139,8 +142,8 @@ def can_launch(lane: Lane) -> bool:
 
 
 def is_blocking(lane: Lane) -> bool:
-    """Does something wait for a launch that would continue alone?"""
-    return lane.continues_alone and bool(lane.waiting and lane.running)
+    """Does something wait for a launch that runs unattended?"""
+    return lane.runs_unattended and bool(lane.waiting and lane.running)
 
 
 def can_join(lane: Lane, settings: Settings) -> bool:
@@ -149,7 +152,7 @@ def can_join(lane: Lane, settings: Settings) -> bool:
     Only decode steps can, and only where there is no draft and nothing is proposed: what each member proposes was
     chosen for the members of this launch, so such a launch keeps them to its end.
     """
-    if settings.block or any(lane.plan.proposals) or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.max_proposals or any(lane.plan.proposals) or not (is_blocking(lane) and lane.last_was_decode):
         return False
     free_rows = settings.batch_rows - len(lane.running)
     return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
@@ -167,39 +170,39 @@ def start_launch(
     """Move effects from the queue to a launch. step_count: decode steps or chunks that it may take without asking."""
     launched = {one.request for one in effect_requests}  # a request has one waiting effect at most
     waiting = tuple(one for one in lane.waiting if one.request not in launched)
-    proposing_launches = lane.proposing_launches
+    proposing_steps = lane.proposing_steps
     if plan.proposals:
-        proposing_launches = proposing_launches + 1 if any(plan.proposals) else 0
+        proposing_steps = proposing_steps + 1 if any(plan.proposals) else 0
     return Lane(
         waiting,
         effect_requests,
         last_was_decode=bool(plan.proposals),
         member_count=len(effect_requests),
-        proposing_launches=proposing_launches,
+        proposing_steps=proposing_steps,
         plan=plan,
-        continues_alone=step_count > 1,
+        runs_unattended=step_count > 1,
         overtakes=lane.overtakes,
     )
 
 
-def drop_waiting(lane: Lane, effect_request: EffectRequest) -> Lane:
+def remove_answered(lane: Lane, effect_request: EffectRequest) -> Lane:
     """Remove one effect from the queue: its outcome is known without a launch."""
     waiting = tuple(other for other in lane.waiting if other is not effect_request)
     return with_effect_requests(lane, waiting, lane.running)
 
 
-def is_launch_leader(lane: Lane, request: RequestId) -> bool:
-    """Is this the first member of a launch in which every member still takes part?
+def is_first_of_step(lane: Lane, request: RequestId) -> bool:
+    """Is this the first member of its step, and does every member still take part?
 
-    The outcomes of a step come in the order of its members, so the leader's outcome is the first one of each step. What
-    is counted once a step is counted then.
+    The outcomes of a step come in the order of its members, so this member's outcome is the first one of each step.
+    What is counted once a step is counted then.
     """
     return len(lane.running) == lane.member_count and lane.running[0].request == request
 
 
-def is_typical_time(lane: Lane, took_ns: int) -> bool:
-    """Is this a time that such launches usually take, so that later ones may be judged by it?
+def is_time_comparable(lane: Lane, took_ns: int) -> bool:
+    """Is this a time by which later steps may be judged?
 
-    A launch in which the draft has to catch up takes longer than others, so its time counts only when it is short.
+    A trial, or a step before which the draft catches up, takes longer than others. Its time counts only if it is short.
     """
-    return not lane.plan.draft_behind or UNIT * took_ns < lane.plan.price * lane.plan.plain_ns
+    return not lane.plan.charges_measured_time or UNIT * took_ns < lane.plan.price * lane.plan.plain_ns

@@ -10,7 +10,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
    (`choose_mixed_chunk`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
-   most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step behind it would come
+   most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
 5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes. Where text is
    searched, `states/suffix_control.py` plans how many each member copies, and the better plan is taken.
@@ -38,7 +38,7 @@ from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import launch_prices, residency, speculation_control, suffix_control
 from states.events import EffectOutcome
-from states.lane import Lane, can_launch, drop_waiting, start_launch
+from states.lane import Lane, can_launch, remove_answered, start_launch
 from states.launch_prices import Shape
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import Drafted, Prefilling, Restoring, Speculating, State
@@ -70,7 +70,7 @@ def choose_launch(
     for effect_request in lane.waiting:
         models, outcome = residency.answer_without_move(models, effect_request, settings.residency)
         if outcome is not None:
-            return drop_waiting(lane, effect_request), models, EffectOutcome(effect_request.request, outcome)
+            return remove_answered(lane, effect_request), models, EffectOutcome(effect_request.request, outcome)
     all_decode_steps = [one for one in lane.waiting if isinstance(one.effect, RunDecode)]
     decode_steps = all_decode_steps[: settings.batch_rows]
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
@@ -89,9 +89,9 @@ def choose_launch(
         )
         return start_launch(lane, batch, plan, step_count), models, Launch(batch)
     assert other is not None
-    takes_turns = decode_steps or (settings.beside_rows and len(others) > 1)
+    takes_turns = decode_steps or (settings.prompt_lane_min_rows and len(others) > 1)
     launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if takes_turns else other
-    chunk_count = count_chunks(launched, settings) if settings.beside_rows else 1
+    chunk_count = count_chunks(launched, settings) if settings.prompt_lane_min_rows else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
 
@@ -107,7 +107,7 @@ def plan_decode_launch(
 ) -> tuple[tuple[EffectRequest, ...], Plan, int]:
     """Return a batch of decode steps, its plan, and the most steps that any member may take without asking."""
     plan = plan_proposals(
-        decode_steps, requests, rates, settings.batch_rows, lane.proposing_launches, draft_is_lost=draft_is_lost
+        decode_steps, requests, rates, settings.batch_rows, lane.proposing_steps, draft_is_lost=draft_is_lost
     )
     if len(lane.waiting) == len(decode_steps):
         step_counts = choose_step_counts(get_decode_effects(decode_steps), plan, settings)
@@ -139,7 +139,7 @@ def choose_mixed_chunk(
     * The decode steps leave no room in the forward.
     """
     effect = other.effect
-    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.held or effect.logprobs >= 0:
+    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.keeps_state_first or effect.logprobs >= 0:
         return None
     least = launch_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
     is_wider = prompt_count > 1 and not settings.settles_apart
@@ -176,10 +176,10 @@ def choose_turn_rows(
 def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
     """Start a launch of decode steps whose last member is a prompt's chunk.
 
-    Nothing is proposed in it, but its time is not that of a plain launch. So `proposing_launches` stays as it was.
+    Nothing is proposed in it, but its time is not that of a plain launch. So `proposing_steps` stays as it was.
     """
     plan = Plan((0,) * (len(batch) - 1))
-    return evolve(start_launch(lane, batch, plan), proposing_launches=lane.proposing_launches)
+    return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
 
 
 def next_request(
@@ -235,7 +235,7 @@ def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings
     limits = [
         max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
     ]
-    if settings.block or any(plan.proposals):
+    if settings.max_proposals or any(plan.proposals):
         return [min(plan.steps, PLAIN_LAUNCH_INTERVAL, *limits)] * len(limits)
     return limits
 
@@ -259,13 +259,13 @@ def plan_proposals(
     requests: Mapping[RequestId, State],
     rates: Rates,
     row_limit: int,
-    proposing_launches: int,
+    proposing_steps: int,
     *,
     draft_is_lost: bool = False,
 ) -> Plan:
     """Plan how many tokens each decode step proposes.
 
-    proposing_launches: launches since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain launch is
+    proposing_steps: steps since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain step is
     measured again, and already after one where the known time of a plain launch looks too long to be true.
     """
     controls = [find_control(requests, one) for one in decode_steps]
@@ -281,17 +281,17 @@ def plan_proposals(
     if has_draft:
         drafting = [(most if control is not None and control.widths else 0, control) for most, control in wanted]
         prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
-        plain_is_due = proposing_launches >= PLAIN_LAUNCH_INTERVAL or (proposing_launches and prices.plain_suspect)
+        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
         plan = speculation_control.plan_launch(drafting, prices, rates, 0 if plain_is_due else row_limit)
     if copies:
         times = suffix_control.merge_copy_times(rates)
         prices = launch_prices.estimate_prices(times, shape.span, shape.members, row_limit)
-        plain_is_due = proposing_launches >= PLAIN_LAUNCH_INTERVAL or (proposing_launches and prices.plain_suspect)
+        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
         copied = suffix_control.plan_copies(wanted, prices, rates, 0 if plain_is_due else row_limit)
         plan = suffix_control.choose_source(plan, copied, controls) if has_draft else copied
     if not any(plan.proposals):
         return plan if has_draft else evolve(plan, steps=PLAIN_LAUNCH_INTERVAL)
-    return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_launches))
+    return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_steps))
 
 
 def should_stop_to_copy(lane: Lane, requests: Mapping[RequestId, State], rates: Rates, settings: Settings) -> bool:
@@ -299,10 +299,10 @@ def should_stop_to_copy(lane: Lane, requests: Mapping[RequestId, State], rates: 
 
     This is asked whenever an outcome of such a launch brings a match.
     """
-    if not (lane.continues_alone and lane.last_was_decode and lane.running) or any(lane.plan.proposals):
+    if not (lane.runs_unattended and lane.last_was_decode and lane.running) or any(lane.plan.proposals):
         return False
     running = [with_proposable_tokens(one, requests) for one in lane.running]
-    plan = plan_proposals(running, requests, rates, settings.batch_rows, proposing_launches=0)
+    plan = plan_proposals(running, requests, rates, settings.batch_rows, proposing_steps=0)
     return plan.source == "suffix" and any(plan.proposals)
 
 

@@ -12,7 +12,7 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control, suffix_control
 from states.events import EffectOutcome
-from states.lane import Lane, count_further_steps, is_launch_leader, is_typical_time
+from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
 from states.request_states import Compressing, Drafted, Restoring, Speculating, State
@@ -34,8 +34,8 @@ def learn_from_outcome(
     """
     match effect, answer.outcome:
         case RunDecode(propose=propose), Decoded() as decoded:
-            leads = is_launch_leader(lane, answer.request)
-            known_rates = learn_from_decode(known_rates, propose, decoded, lane, settings, leads=leads)
+            is_first = is_first_of_step(lane, answer.request)
+            known_rates = learn_from_decode(known_rates, propose, decoded, lane, settings, is_first=is_first)
             if decoded.proposed and lane.plan.source == "suffix" and isinstance(state, Speculating):
                 return learn_from_copies(known_rates, decoded, state, settings)
             return known_rates
@@ -57,25 +57,25 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_b
     """Does an outcome teach anything about times? answer: of a launch on this lane.
 
     What shared the device with a launch of another lane took longer than it would take alone. Every member of a plain
-    decode step reports the same time, so the leader teaches as much as all of them; only drafts differ by member.
+    decode step reports the same time, so the first one teaches as much as all of them; only drafts differ by member.
 
     is_beside: these are decode steps, and a prompt is computed on the prompt lane.
     """
-    if lane.shares_device or (is_beside and not settings.block):
+    if lane.shares_device or (is_beside and not settings.max_proposals):
         return False
-    is_common = isinstance(answer.outcome, Decoded) and not settings.block and not any(lane.plan.proposals)
-    return not is_common or is_launch_leader(lane, answer.request)
+    is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not any(lane.plan.proposals)
+    return not is_common or is_first_of_step(lane, answer.request)
 
 
 def learn_from_decode(
-    known_rates: Rates, propose: int, decoded: Decoded, lane: Lane, settings: Settings, *, leads: bool
+    known_rates: Rates, propose: int, decoded: Decoded, lane: Lane, settings: Settings, *, is_first: bool
 ) -> Rates:
     """Return the rates after decode steps: what a launch takes, and how well proposals do.
 
-    leads: this is the outcome of the launch's leader. Every member reports the time of the same launch, so only the
-    leader's report is learned.
+    is_first: this is the outcome of the step's first member. Every member reports the time of the same step, so only
+    that report is learned.
     """
-    if leads and decoded.ns and decoded.proposed == propose and is_typical_time(lane, decoded.ns):
+    if is_first and decoded.ns and decoded.proposed == propose and is_time_comparable(lane, decoded.ns):
         shape = get_launch_shape(lane.running)
         if shape.rows and lane.plan.source == "suffix":
             known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
@@ -83,11 +83,11 @@ def learn_from_decode(
             known_rates = known_rates.with_decode_times(
                 launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
             )
-    if not (settings.block or settings.max_copied):
+    if not (settings.max_proposals or settings.max_copied):
         return known_rates  # the rest is what is learned of proposals
-    for _ in range(count_further_steps(decoded) if leads else 0):
+    for _ in range(count_further_steps(decoded) if is_first else 0):
         known_rates = suffix_control.record_step(known_rates, lane.plan)
-    return speculation_control.record_outcome(settings, known_rates, lane.plan, decoded)
+    return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)
 
 
 def learn_from_copies(known_rates: Rates, decoded: Decoded, state: Speculating, settings: Settings) -> Rates:

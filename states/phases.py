@@ -112,7 +112,7 @@ def continue_request(context: DecisionContext, slot_lease: SlotLease, prompt: Pr
 def serve_prompt(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ServePrompt:
     """Go on after it is certain which tokens are served: bring the draft in, or prefill and decode without one."""
     draft = policy.decide_speculation(context, prompt.job)
-    if draft.go and context.settings.block:
+    if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
     speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
     return prefill_or_decode(context.settings, slot_lease, prompt, speculation)
@@ -136,7 +136,7 @@ def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt
 def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> UnparkOrPrefill:
     """Go on where rows are certainly missing, and it is certain which tokens are served."""
     draft = policy.decide_speculation(context, prompt.job)
-    if draft.go and context.settings.block:
+    if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
     speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
     return start_prefill(context.settings, slot_lease, prompt, speculation)
@@ -163,7 +163,7 @@ def start_prefill(
     slot_lease = slot_lease.with_computed_rows(slot_lease.valid_rows)
     chunk = make_prefill_chunk(settings, slot_lease, prompt, prompt.prefill_rows)
     if scope.should_keep_held_state(settings, slot_lease, prompt):
-        chunk = evolve(chunk, held=True)
+        chunk = evolve(chunk, keeps_state_first=True)
     return Transition(Prefilling(slot_lease, prompt, speculation), chunk)
 
 
@@ -175,12 +175,12 @@ def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
-    row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
+    row_limit = settings.chunk * (settings.chunks_per_prefill if logprobs < 0 else 1)
     stop = min(start + row_limit, target)
     mark = scope.find_next_mark(settings, slot_lease, prompt)
     if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
         stop = mark.at
-    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.beside_rows:
+    if stop - start > settings.chunk and (stop - start) % settings.chunk <= settings.prompt_lane_min_rows:
         stop -= (stop - start) % settings.chunk
     keeps = mark is not None and mark.beyond_device and mark.at == scope.find_state_row(settings, stop)
     return RunPrefill(slot_lease.slot, start, stop, checkpoint=keeps, logprobs=logprobs)

@@ -48,7 +48,7 @@ def decide_one_off(job: Job) -> Decision:
 
 def decide_shortening(settings: Settings, prompt: Prompt) -> Decision:
     """May anything but the prompt as it came be served?"""
-    obstacle = explain_no_compression(prompt.job, settings.drafter)
+    obstacle = explain_no_compression(prompt.job, settings.scorer_max_tokens)
     if obstacle:
         return Decision(False, obstacle)
     if prompt.compression_tried:
@@ -88,7 +88,7 @@ def decide_freezing(context: DecisionContext, prompt: Prompt, missing: int) -> D
     compression = prompt.job.compression
     messages = find_aged_messages(prompt.job)
     obstacles = {
-        "no_drafter": context.settings.drafter == 0,
+        "no_drafter": context.settings.scorer_max_tokens == 0,
         "already_tried": prompt.compression_tried,
         "answer_begun": bool(prompt.heard_tokens),
         "nothing_aged": not messages,
@@ -118,7 +118,7 @@ def does_freezing_repay(rates: Rates, prompt: Prompt, missing: int) -> bool:
     aged_tokens = sum(part.length for part in messages)
     left_out = sum(part.length * (WHOLE - part.keep) // WHOLE for part in messages)
     shorter = len(prompt.tokens) - left_out
-    scoring = rates.drafter * aged_tokens or estimate_prefill_time(rates, 0, aged_tokens)
+    scoring = rates.scoring * aged_tokens or estimate_prefill_time(rates, 0, aged_tokens)
     valid_rows = prompt.prefill_rows - missing
     start = min(messages[0].start, shorter, valid_rows)
     with_freezing = scoring + estimate_prefill_time(rates, start, shorter)
@@ -147,7 +147,7 @@ def is_compression_quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
 
     True where a time is not known, so that it is tried.
     """
-    scoring = rates.drafter * len(prompt.tokens)
+    scoring = rates.scoring * len(prompt.tokens)
     whole = estimate_prefill_time(rates, prompt.prefill_rows - missing, prompt.prefill_rows)
     if not scoring or not whole:
         return True
@@ -160,9 +160,9 @@ def fade_scorer_time(context: DecisionContext, prompt: Prompt) -> Rates:
     It is not measured again while nothing is compressed.
     """
     rates = context.rates
-    if not rates.drafter or decide_compression(context, prompt, prompt.prefill_rows).reason != "does_not_pay":
+    if not rates.scoring or decide_compression(context, prompt, prompt.prefill_rows).reason != "does_not_pay":
         return rates
-    return evolve(rates, drafter=fade(rates.drafter, 1))
+    return evolve(rates, scoring=fade(rates.scoring, 1))
 
 
 # --- lookup, speculation, snapshots ---
@@ -198,7 +198,7 @@ def choose_window(prompt: Prompt) -> int:
 
 def decide_speculation(context: DecisionContext, job: Job) -> Decision:
     """Is the draft worth being loaded for this request?"""
-    if context.settings.block == 0 and context.settings.max_copied == 0:
+    if context.settings.max_proposals == 0 and context.settings.max_copied == 0:
         return Decision(False, "no_draft")
     if not job.speculate:
         return Decision(False, "declined")
@@ -291,8 +291,8 @@ def estimate_lead(rates: Rates, start: int, front: int, stop: int, tier: Tier) -
 
     Both sides slow each other down.
     """
-    computing = estimate_prefill_time(rates, start, front) * (rates.prefill_beside or ALONE)
-    return computing - (stop - front) * get_load_time(rates, tier) * (rates.load_beside or ALONE)
+    computing = estimate_prefill_time(rates, start, front) * (rates.prefill_slowdown or ALONE)
+    return computing - (stop - front) * get_load_time(rates, tier) * (rates.load_slowdown or ALONE)
 
 
 def estimate_ready_time(rates: Rates, start: int, front: int, stop: int, tier: Tier) -> int:
@@ -303,4 +303,4 @@ def estimate_ready_time(rates: Rates, start: int, front: int, stop: int, tier: T
     computing = estimate_prefill_time(rates, start, front)
     if front == stop:
         return computing * ALONE
-    return max(computing * (rates.prefill_beside or ALONE), loading * (rates.load_beside or ALONE))
+    return max(computing * (rates.prefill_slowdown or ALONE), loading * (rates.load_slowdown or ALONE))

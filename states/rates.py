@@ -17,7 +17,7 @@ from effects.restore import BlocksRestored
 ALONE = 1000  # a slowdown in thousandths: something takes as long as it takes alone
 SLOWEST = 64 * ALONE  # no measurement of a slowdown counts for more
 FADE_DIVISOR = 32  # what is not measured again loses a 32nd each time
-INITIAL_SPARE = 5000  # the most that `Rates.spare` is refilled to, and its first value: 1 % of 512 tokens
+INITIAL_ACCOUNT = 5000  # the most that `Rates.account` is refilled to, and its first value: 1 % of 512 tokens
 FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends at twice its start
 
 
@@ -31,38 +31,38 @@ class Rates:
     prefill: tuple[int, ...] = ()  # by span, to compute one prompt token
     # To load one token's rows, by the name of the tier that they come from.
     loads: Mapping[Tier, int] = field(factory=dict[Tier, int], hash=False)
-    # Ascending, each (span, requests, rows that are fed, time of such a launch of decode steps, time of a plain launch
-    # then). 0 rows: a plain launch, in which no request proposes anything; the last number is 0 there.
+    # Ascending, each (span, requests, rows that are fed, time of such a decode step, time of a plain step
+    # then). 0 rows: a plain step, in which no request proposes anything; the last number is 0 there.
     decode: tuple[tuple[int, int, int, int, int], ...] = ()
     # The times above are of either side alone. These are what computing and loading take while both go on for one
     # prompt, in thousandths of that. A mixture of the two conditions in one number would predict neither.
-    prefill_beside: int = 0
-    load_beside: int = 0
-    drafter: int = 0  # to score one token of a prompt
+    prefill_slowdown: int = 0
+    load_slowdown: int = 0
+    scoring: int = 0  # to score one token of a prompt
     # What `states/speculation_control.py` has learned of all requests together.
     gains: tuple[int, ...] = ()  # proposals of each width that are right, in thousandths
     seen: int = 0  # decode steps with proposals
-    spare: int = INITIAL_SPARE  # thousandths of a plain launch that may still be lost
-    rest: int = 0  # plain launches until the next try
-    pause: int = 1  # plain launches of the rest after that
-    # What `states/suffix_control.py` has learned of all requests together. Times are those of launches with copies, in
-    # the format of `decode`; their plain launches are in `decode`.
+    account: int = INITIAL_ACCOUNT  # thousandths of a plain step that may still be lost
+    steps_until_trial: int = 0  # until proposals are tried again although they are not expected to pay
+    next_trial_gap: int = 1  # plain steps from the next trial to the one after it
+    # What `states/suffix_control.py` has learned of all requests together. Times are those of steps with copies, in the
+    # format of `decode`; their plain steps are in `decode`.
     copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
     copied: tuple[tuple[int, ...], ...] = ()  # by class of matches: decode steps, then gains by width in thousandths
-    copy_steps_until_trial: int = 0  # plain steps until copies that do not pay may be tried again
-    copy_next_trial_gap: int = 1  # plain steps between that trial and the one after it
+    copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
+    copy_next_trial_gap: int = 1  # plain steps from the next trial of copies to the one after it
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
-        besides = (self.prefill_beside, self.load_beside)
-        single = (self.drafter, *besides, self.seen, self.rest, self.pause)
+        slowdowns = (self.prefill_slowdown, self.load_slowdown)
+        single = (self.scoring, *slowdowns, self.seen, self.steps_until_trial, self.next_trial_gap)
         copying = (self.copy_steps_until_trial, self.copy_next_trial_gap)
         if (
             min(chain(single, copying, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
             or min(chain(*self.copy_times, *self.copied), default=0) < 0
             or len(self.prefill) > 64
         ):
-            raise ValueError(f"rates that cannot be: {self}")
+            raise ValueError(f"impossible rates: {self}")
 
     def with_decode_times(self, decode: tuple[tuple[int, int, int, int, int], ...]) -> Rates:
         """Return these rates with other times of decode steps.
@@ -73,14 +73,14 @@ class Rates:
             self.prefill,
             self.loads,
             decode,
-            self.prefill_beside,
-            self.load_beside,
-            self.drafter,
+            self.prefill_slowdown,
+            self.load_slowdown,
+            self.scoring,
             self.gains,
             self.seen,
-            self.spare,
-            self.rest,
-            self.pause,
+            self.account,
+            self.steps_until_trial,
+            self.next_trial_gap,
             self.copy_times,
             self.copied,
             self.copy_steps_until_trial,
@@ -163,7 +163,7 @@ def record_prefill(rates: Rates, start: int, rows: int, took_ns: int, *, concurr
     """
     alone = estimate_prefill_time(rates, start, start + rows)
     if concurrent:
-        return evolve(rates, prefill_beside=update_slowdown(rates.prefill_beside, took_ns, alone))
+        return evolve(rates, prefill_slowdown=update_slowdown(rates.prefill_slowdown, took_ns, alone))
     spans = range(find_span(start), find_span(start + rows - 1) + 1)
     times = [*rates.prefill, *(0,) * (spans.stop - len(rates.prefill))]
     expected = fill_gaps(tuple(times)) if alone else (1,) * spans.stop
@@ -180,7 +180,7 @@ def record_load(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, concurre
     """
     alone = tokens * get_load_time(rates, tier)
     if concurrent:
-        rates = evolve(rates, load_beside=update_slowdown(rates.load_beside, took_ns, alone))
+        rates = evolve(rates, load_slowdown=update_slowdown(rates.load_slowdown, took_ns, alone))
     if concurrent and took_ns >= alone:
         return rates
     return with_load_time(rates, tier, blend(get_load_time(rates, tier), max(1, took_ns // tokens)))
@@ -193,7 +193,7 @@ def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
 
 def record_scoring(rates: Rates, tokens: int, took_ns: int) -> Rates:
     """Return the rates after a whole prompt of this many tokens was scored."""
-    return evolve(rates, drafter=blend(rates.drafter, max(1, took_ns // tokens)))
+    return evolve(rates, scoring=blend(rates.scoring, max(1, took_ns // tokens)))
 
 
 def fade_untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:
@@ -202,9 +202,9 @@ def fade_untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:
     The times that speak against the other way are not measured again then, so they fade. Otherwise one slow read, or
     one busy minute, would decide for ever.
     """
-    prefill_beside = fade(rates.prefill_beside, ALONE)
-    load_beside = fade(rates.load_beside, ALONE)
-    rates = evolve(rates, prefill_beside=prefill_beside, load_beside=load_beside)
+    prefill_slowdown = fade(rates.prefill_slowdown, ALONE)
+    load_slowdown = fade(rates.load_slowdown, ALONE)
+    rates = evolve(rates, prefill_slowdown=prefill_slowdown, load_slowdown=load_slowdown)
     return rates if loaded else with_load_time(rates, tier, fade(get_load_time(rates, tier), 1))
 
 

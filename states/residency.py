@@ -94,7 +94,7 @@ Models: TypeAlias = Mapping[ModelName, Residence]  # those whose place is decide
 
 def make_models(settings: ResidencySettings) -> Models:
     """Return where the models are at the start: where they go when no request needs them."""
-    names: tuple[ModelName, ...] = ("draft", "drafter") if settings.drafter else ("draft",)
+    names: tuple[ModelName, ...] = ("draft", "drafter") if settings.scorer_max_tokens else ("draft",)
     return {name: Residence(IDLE_PLACE[get_action_after_use(settings.residency, name)]) for name in names}
 
 
@@ -196,10 +196,10 @@ class ResidencySettings(Protocol):
     def residency(self) -> Resolved: ...
 
     @property
-    def block(self) -> int: ...
+    def max_proposals(self) -> int: ...
 
     @property
-    def drafter(self) -> int: ...
+    def scorer_max_tokens(self) -> int: ...
 
 
 def describe_residency(
@@ -210,7 +210,7 @@ def describe_residency(
     held: by model, bytes of its weights on its device and in host memory, as its executor counts them. Without it they
     are what the last moves reported.
     """
-    exists: Mapping[ModelName, bool] = {"draft": settings.block > 0, "drafter": settings.drafter > 0}
+    exists: Mapping[ModelName, bool] = {"draft": settings.max_proposals > 0, "drafter": settings.scorer_max_tokens > 0}
     described: dict[str, Any] = {}
     for name, model_exists in exists.items():
         after = get_action_after_use(settings.residency, name)

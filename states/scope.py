@@ -144,10 +144,12 @@ def has_passed_mark(settings: Settings, prompt: Prompt, before: int, valid_rows:
 
     before: valid rows before this step.
     """
-    if not (settings.stateful and settings.store and settings.interval and settings.keep_decoded):
+    if not (settings.stateful and settings.store and settings.checkpoint_interval and settings.keep_decoded):
         return False
     at = round_down_to_block(settings, valid_rows)
-    is_marked = round_down_to_block(settings, round_up(settings.interval, at)) == at  # a mark lies in this block
+    is_marked = (
+        round_down_to_block(settings, round_up(settings.checkpoint_interval, at)) == at
+    )  # a mark lies in this block
     return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and is_marked
 
 
@@ -156,9 +158,11 @@ def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt:
 
     * For `auto` and `fixed` it is the end of what they keep (`find_scope_boundary`). For `auto` that is 0 as long as no
       other prompt has shared a beginning with this one, and then there is no checkpoint.
-    * For `full` it is the row from which the next turn of the conversation goes on, and every `interval` tokens.
-    * For `full` it is also the last message boundary up to `cold_max`, because new sessions of the same agent begin
-      alike. A session that was restored itself does not need that one. The boundary that opens the answer is left out.
+    * For `full` it is the row from which the next turn of the conversation goes on, and one in every
+      `checkpoint_interval` tokens.
+    * For `full` it is also the last message boundary up to `shared_checkpoint_limit`, because new sessions of the same
+      agent begin alike. A session that was restored itself does not need that one. The boundary that opens the answer
+      is left out.
     """
     job = prompt.job
     if not settings.store or job.scope.kind == "off":
@@ -167,11 +171,11 @@ def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt:
         yield min(find_scope_boundary(prompt, len(prompt.tokens))[0], prompt.prefill_rows)
         return
     yield find_return_position(settings, prompt)
-    if settings.interval:
+    if settings.checkpoint_interval:
         next_block = round_down_to_block(settings, slot_lease.valid_rows) + settings.block_size
-        yield round_up(settings.interval, max(next_block, settings.min_tokens))
+        yield round_up(settings.checkpoint_interval, max(next_block, settings.min_tokens))
     if not slot_lease.restored_rows:
-        limit = settings.cold_max
+        limit = settings.shared_checkpoint_limit
         if is_rewritten(prompt):
             limit = min(limit, count_common_tokens(job.prompt, prompt.tokens))
         yield find_last_boundary(job.boundaries[:-1], limit)

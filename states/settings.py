@@ -25,7 +25,7 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (buckets are proven equal), so they are kept
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
-    beside_rows: int = (
+    prompt_lane_min_rows: int = (
         0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane
     )
     store: bool = False  # blocks are kept in host memory or on disk
@@ -34,34 +34,54 @@ class Settings:
     settles_apart: bool = False  # a forward with decode steps may move a prompt's state by any number of blocks
     state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
-    interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: it keeps them only where it ends
-    cold_max: int = 0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
-    block: int = 0  # tokens that the draft proposes in a decode step at most; 0: there is no draft
-    max_copied: int = 0  # tokens of earlier text that a decode step proposes at most; 0: no text is searched
+    checkpoint_interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: only where it ends
+    shared_checkpoint_limit: int = (
+        0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
+    )
+    max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
+    max_copied: int = 0  # tokens of earlier text that a decode step proposes; 0: no text is searched
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
     no_trees: bool = False  # trees were asked for, but positional state is kept behind one row, not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
-    drafter: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
-    drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one
+    scorer_max_tokens: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
+    scorer_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one
     # Nanoseconds from one token of an answer to the next one that are acceptable while prompts wait; 0: prompts get no
     # more of the device than steps leave them.
     latency_target_ns: int = 0
-    span: int = 1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
+    chunks_per_prefill: int = (
+        1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
+    )
     experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
     expert_places: int = 0  # experts that the device has at once
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for impossible settings. They also come out of traces, which are hostile input."""
-        positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
+        positive = (
+            self.slots,
+            self.max_context,
+            self.chunk,
+            self.chunks_per_prefill,
+            self.block_size,
+            self.batch_rows,
+            self.page,
+        )
         natural = (
-            *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree, self.max_copied),
+            *(
+                self.max_queue,
+                self.min_tokens,
+                self.checkpoint_interval,
+                self.shared_checkpoint_limit,
+                self.max_proposals,
+                self.tree,
+                self.max_copied,
+            ),
             *(
                 self.mixed_rows,
-                self.beside_rows,
+                self.prompt_lane_min_rows,
                 self.pages,
-                self.drafter,
-                self.drafter_lane,
+                self.scorer_max_tokens,
+                self.scorer_lane,
                 self.state_places,
                 self.state_tokens,
                 self.latency_target_ns,
@@ -71,16 +91,16 @@ class Settings:
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if self.shares_pages and self.stateful:
             raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
-        if self.beside_rows and (self.stateful or self.block):
+        if self.prompt_lane_min_rows and (self.stateful or self.max_proposals):
+            raise ValueError("the prompt lane cannot be used with positional state or with a draft")
+        if self.chunks_per_prefill > 1 and self.chunk <= self.prompt_lane_min_rows:
             raise ValueError(
-                "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
+                f"a prefill of several chunks needs chunks that go to the prompt lane; {self.chunk} rows are too few"
             )
-        if self.span > 1 and self.chunk <= self.beside_rows:
-            raise ValueError(f"several chunks of {self.chunk} rows: so few are on the decode steps' lane")
         if 0 < self.pages * self.page < self.max_context:
             raise ValueError(f"{self.pages} pages do not hold the longest sequence, {self.max_context} rows")
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:
-            raise ValueError(f"settings that cannot be: {self}")
+            raise ValueError(f"impossible settings: {self}")
 
 
 @frozen

@@ -83,9 +83,9 @@ class BestStart:
     free: list[int]  # slots without a holder
     source: int  # the slot that has most in common with its prompt
     shared: list[int]  # by slot, rows in common with the prompt
-    spare: list[int]  # free slots that can serve the prompt in place, without overwriting rows worth keeping
-    state_rows: int  # rows that the request can go on from
-    place: PlaceId | None  # that has the state behind them; None: the source itself, or the model has none
+    free_in_place: list[int]  # free slots that can serve the prompt, without overwriting rows worth keeping
+    state_rows: int  # rows from which the request can go on
+    place: PlaceId | None  # that has the state after them; None: the source itself, or the model has none
 
 
 def find_best_start(
@@ -133,7 +133,7 @@ def give_slot(
     state_rows = start.state_rows
     place = start.place
     keep = shared[source] if settings.store else state_rows
-    target = source if keep and source in start.spare else find_oldest(slots, free, source if keep else None)
+    target = source if keep and source in start.free_in_place else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
         place_owner = None if place is None else slots.places[place].slot
@@ -194,7 +194,7 @@ def is_one_off(state: State) -> bool:
 
 
 def find_start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, PlaceId | None]:
-    """Return how many rows a prompt keeps that goes on from `source`, and the place that has the state behind them.
+    """Return how many rows a prompt keeps that goes on from `source`, and the place that has the state after them.
 
     No place: the source itself has the state, or the model has none. shared: by slot, rows in common with the prompt.
     """

@@ -164,9 +164,9 @@ def list_running_jobs(slots: Slots, requests: Mapping[RequestId, State]) -> dict
 
 def is_served_verbatim(job: Job, settings: Settings) -> bool:
     """Is it certain that the job's prompt is never shortened?"""
-    if not settings.drafter:
+    if not settings.scorer_max_tokens:
         return True
-    return bool(explain_no_compression(job, settings.drafter)) and not freezes_messages(job)
+    return bool(explain_no_compression(job, settings.scorer_max_tokens)) and not freezes_messages(job)
 
 
 # --- a request that opens, fills and leaves its slot ---

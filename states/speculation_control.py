@@ -1,33 +1,34 @@
-"""When to speculate and how wide: what a launch of decode steps costs, against the tokens it is likely to give.
+"""When to speculate and how wide: what a decode step costs, against the tokens it is likely to give.
 
 Problem. A draft proposes tokens, and the target checks all of them in one forward. Proposals that are right make an
 answer faster. Wrong ones make it slower, because the draft and the wider forward take time. How often proposals are
-right differs from request to request and changes within an answer, and a launch is shared by several requests. And an
+right differs from request to request and changes within an answer, and a step is shared by several requests. And an
 answer must never be much slower than it would be without a draft.
 
-Idea. Everything is counted in integers, in thousandths (UNIT): of a token, for what decode steps give, and of a plain
-launch, for what they cost. A plain launch is one of the same requests in which no request proposes anything. Three
-things are known, all learned from earlier launches:
+Idea. Tokens and times are integers in thousandths (UNIT): of a token, and of a plain step. A plain step is one of the
+same requests in which no request proposes anything. A launch of several steps counts once for each of them. Three
+things are known, all learned from earlier steps:
 
-* prices: what a launch of a shape costs (`states/launch_prices.py`, from `Rates.decode`);
+* prices: what a step of a shape costs (`states/launch_prices.py`, from `Rates.decode`);
 * gains: how many proposals of each width are expected to be right. Each request has its own estimate, which starts from
   that of all requests together (`Rates.gains`);
-* accounts: how much time may still be lost. The server has one account (`Rates.spare`), and every request has one
-  (`SpeculationControl.spare`).
+* accounts: how much time may still be lost. The server has one account (`Rates.account`), and every request has one
+  (`SpeculationControl.account`).
 
-`plan_launch` lists the ways in which a launch could propose, and takes the one that gives most tokens for its time, if
-that is more than a plain launch gives. Where none is, proposals are tried now and then. The rest between tries doubles
-each time, up to LONGEST_REST plain launches, and halves again whenever proposals pay.
+`plan_launch` lists the ways in which the next step could propose, and takes the one that gives most tokens for its
+time, if that is more than a plain step gives. Where none is, proposals are tried now and then. The number of plain
+steps between two trials doubles each time, up to LONGEST_TRIAL_GAP, and halves again whenever proposals pay.
 
-Invariants. No launch begins that would cost more than is left on the server's account, or on that of any member, even
-if every proposal were wrong. (One exception: what all members have gained themselves they may lose again, whatever the
-server has.) What a launch gains is paid in, and what it loses is taken out (`update_balance`). Every token also earns
-REFILL, which is one percent of a plain launch. So an answer of N tokens takes at most 5 + 0.01 N plain launches longer
-than without a draft, since no account begins with more than 5.
+Invariants. No step begins that would cost more than is left on the server's account, or on that of any member, even if
+every proposal were wrong. There is one exception: members may lose again what they have gained themselves. If every
+member's account has 2,000 more than it began with, a step may lose 2,000 although the server's account is empty. What a
+step gains is paid in, and what it loses is taken out (`update_balance`). Every token also earns REFILL, which is one
+percent of a plain step. So an answer of N tokens takes at most 5 + 0.01 N plain steps longer than without a draft,
+since no account begins with more than 5.
 
-Example. A plain launch of one request takes 20 ms. With 3 proposals it takes 25 ms, so its price is 1,250. If 1.8 of
-the 3 are expected to be right, it gives 2,800 thousandths of a token for 1,250, or 2,240 in the time of a plain launch.
-That is more than 1,000, so the request proposes 3. docs/SPECULATION.md derives all this.
+Example. A plain step of one request takes 20 ms. With 3 proposals it takes 25 ms, so its price is 1,250. If 1.8 of the
+3 are expected to be right, it gives 2,800 thousandths of a token for 1,250, or 2,240 in the time of a plain step. That
+is more than 1,000, so the request proposes 3. docs/SPECULATION.md derives all this.
 """
 
 from __future__ import annotations
@@ -41,34 +42,34 @@ from attrs import evolve, frozen
 
 from effects.decode import Decoded, ProposalSource
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
-from states.rates import INITIAL_SPARE, Rates
+from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
 
-REFILL = 10  # thousandths of a plain launch that every token pays into an account: one percent
+REFILL = 10  # thousandths of a plain step that every token pays into an account: one percent
 PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
 REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
 SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
-LONGEST_REST = 512  # plain launches between two tries at most
-STAKE = 4  # launches that bring nothing which an account has to bear, or only the cheapest way is taken
-MAX_SERVER_SPARE = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
+LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most
+# An option dearer than the cheapest one is taken only if the account can bear this many such steps without any gain.
+FRUITLESS_STEPS = 4
+MAX_SERVER_ACCOUNT = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
 
 
 @frozen
 class Plan:
-    """The proposals of a launch's members, and what they cost the launch."""
+    """The proposals of the members of a step, and what they cost the step."""
 
     proposals: tuple[int, ...] = ()
     price: int = UNIT
-    plain_ns: int = 0  # nanoseconds of a plain launch; 0: not measured
+    plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
     is_trial: bool = False  # it is not expected to pay
-    draft_behind: bool = False  # the draft has to catch up with rows before it proposes, which no price includes
-    price_doubted: bool = False  # the price is too uncertain to be charged; the measured time is charged instead
+    charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
+    price_doubted: bool = False  # the price is uncertain: more than it may be charged, if that is measured
     self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
-    reason: str = (
-        ""  # machine-readable: why some members propose nothing; empty: a plain launch is due, or none wants to
-    )
-    steps: int = 1  # for which the plan holds, whatever they bring
+    # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
+    reason: str = ""
+    steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
     source: ProposalSource = "draft"  # of the proposals
 
 
@@ -77,14 +78,14 @@ NO_PLAN = Plan()
 
 @frozen
 class SpeculationControl:
-    """Knowledge of how often a draft is right, and the account of what it may cost: of one request, or of all."""
+    """Knowledge of how often a draft is right, and the account of what it may cost: of one request."""
 
     widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     seen: int = 0  # decode steps with proposals
-    spare: int = 0  # thousandths of a plain launch that may still be lost: the account
-    plan: Plan = NO_PLAN  # of the launch that the request is in, or was in last
+    account: int = 0  # thousandths of a plain step that may still be lost
+    plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
     # Used by `states/suffix_control.py`; no widths where no text is searched.
     copy_widths: tuple[int, ...] = ()
     copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
@@ -93,7 +94,7 @@ class SpeculationControl:
 
 def list_widths(settings: Settings) -> tuple[int, ...]:
     """List the numbers of proposals worth considering: those that fill a forward up to its bucket, and the maximum."""
-    most = min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0
+    most = min(settings.tree or settings.max_proposals, settings.batch_rows - 1) if settings.max_proposals else 0
     return list_bucket_widths(most)
 
 
@@ -112,7 +113,7 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
     widths = list_widths(settings)
     is_known = len(rates.gains) == len(widths)
     gains = rates.gains if is_known else tuple(map(estimate_chain_gain, widths))
-    return SpeculationControl(widths, gains, branching=settings.tree > 0, spare=min(rates.spare, INITIAL_SPARE))
+    return SpeculationControl(widths, gains, branching=settings.tree > 0, account=min(rates.account, INITIAL_ACCOUNT))
 
 
 @cache
@@ -141,7 +142,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     if done.proposed and control.plan.source == "draft":
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
-    spare = update_balance(control.spare, control.plan, done)
+    spare = update_balance(control.account, control.plan, done)
     return SpeculationControl(
         control.widths,
         gains,
@@ -175,7 +176,7 @@ def sample_gains(control: SpeculationControl, proposed: int, accepted: int) -> I
     """Yield what one decode step says about the gain of every width, in thousandths.
 
     Up to its own width that is exact. A wider chain would have gained the same if a proposal was wrong. If all were
-    right, the tokens behind them are estimated with the acceptance that this width usually has.
+    right, the tokens after them are estimated with the acceptance that this width usually has.
     """
     gained = UNIT * accepted
     all_right = accepted >= proposed
@@ -205,29 +206,31 @@ def estimate_gain(control: SpeculationControl | None, propose: int) -> int:
 def plan_launch(
     wanted: Sequence[tuple[int, SpeculationControl | None]], prices: LaunchPrices, rates: Rates, row_limit: int
 ) -> Plan:
-    """Choose what each member of a launch proposes.
+    """Choose what each member of a step proposes.
 
-    wanted: for each member the most that it may propose, and its control. row_limit: rows of the launch with proposals;
-    0: a plain launch is due.
+    wanted: for each member the most that it may propose, and its control. row_limit: rows of the step with proposals;
+    0: a plain step is due.
     """
     plain = Plan((0,) * len(wanted), plain_ns=prices.plain_ns)
     if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
         return plain
     options = list(list_options(wanted, prices, row_limit))
-    least_spare = min(control.spare for _, control in wanted if control)
+    least_spare = min(control.account for _, control in wanted if control)
     # What every member has gained beyond the account that an answer begins with. A member that loses it again is no
     # later than without a draft, so the server's account need not bear it.
-    gained = least_spare - INITIAL_SPARE
-    spare = min(least_spare, max(rates.spare, gained))
+    gained = least_spare - INITIAL_ACCOUNT
+    spare = min(least_spare, max(rates.account, gained))
     affordable = [option for option in options if option.price - UNIT <= spare]
     cheapest = min((option.price for option in affordable), default=UNIT)
-    bearable = [option for option in affordable if option.price == cheapest or STAKE * (option.price - UNIT) <= spare]
+    bearable = [
+        option for option in affordable if option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= spare
+    ]
     best = max(bearable, key=rate_option, default=None)
     pays = rate_option(best) > UNIT * len(wanted) if best else False
-    if best is None or not (pays or rates.rest == 0):
+    if best is None or not (pays or rates.steps_until_trial == 0):
         would_pay = max(map(rate_option, options), default=0) > UNIT * len(wanted)
         reason = "loss_limit" if would_pay else "does_not_pay"
-        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.rest, spare))
+        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, spare))
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
@@ -235,26 +238,26 @@ def plan_launch(
         control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose
     )
     price_doubted = round_up_to_bucket(len(wanted) + sum(proposals)) in prices.doubted_buckets
-    is_settled = pays and not draft_behind and not price_doubted
+    is_dependable = pays and not draft_behind and not price_doubted
     return Plan(
         tuple(proposals),
         best.price,
         prices.plain_ns,
         is_trial=not pays,
-        draft_behind=draft_behind or not pays,
+        charges_measured_time=draft_behind or not pays,
         price_doubted=price_doubted,
-        self_funded=gained > rates.spare,
+        self_funded=gained > rates.account,
         reason="does_not_pay",
-        steps=count_bearable_steps(best.price, spare) if is_settled else 1,
+        steps=count_bearable_steps(best.price, spare) if is_dependable else 1,
     )
 
 
 def count_plain_steps(options: Sequence[ProposalOption], rest: int, spare: int) -> int:
-    """Count the plain steps until something may be proposed: a try is due, or one more option can be afforded."""
+    """Count the plain steps until something may be proposed: a trial is due, or one more option can be afforded."""
     until_affordable = [
         -(-(option.price - UNIT - spare) // REFILL) for option in options if option.price - UNIT > spare
     ]
-    return min([*until_affordable, rest or LONGEST_REST])
+    return min([*until_affordable, rest or LONGEST_TRIAL_GAP])
 
 
 def count_bearable_steps(price: int, spare: int) -> int:
@@ -268,11 +271,11 @@ def count_bearable_steps(price: int, spare: int) -> int:
 
 @frozen
 class ProposalOption:
-    """One way in which a launch could propose."""
+    """One way in which a step could propose."""
 
     tokens: int  # expected of all members together, in thousandths
     price: int
-    members: Sequence[tuple[int, int, int]]  # that propose, each as (gain, proposals, place in the launch)
+    members: Sequence[tuple[int, int, int]]  # that propose, each as (gain, proposals, index of the member)
 
 
 def list_options(
@@ -298,37 +301,48 @@ def list_options(
 
 
 def rate_option(option: ProposalOption) -> int:
-    """Return the tokens that an option gives in the time of a plain launch, in thousandths."""
+    """Return the tokens that an option gives in the time of a plain step, in thousandths."""
     return UNIT * option.tokens // option.price
 
 
-# --- what a launch teaches all requests ---
+# --- what a step teaches all requests ---
 
 
-def record_launch(rates: Rates, plan: Plan) -> Rates:
-    """Return the rates after a launch has begun. Tries move further apart, and nearer when proposals pay."""
+def record_step(rates: Rates, plan: Plan) -> Rates:
+    """Return the rates after one more step has begun. This is called for every step of a launch.
+
+    Trials move further apart, and nearer again when proposals pay.
+    """
     if plan.is_trial:
-        return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST_REST))
+        return evolve(
+            rates,
+            steps_until_trial=rates.next_trial_gap,
+            next_trial_gap=min(2 * rates.next_trial_gap, LONGEST_TRIAL_GAP),
+        )
     if any(plan.proposals):
-        return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
-    spare = max(rates.spare, min(rates.spare + REFILL, INITIAL_SPARE))
-    rest = max(0, rates.rest - bool(plan.reason))
-    return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
+        return evolve(rates, next_trial_gap=max(1, rates.next_trial_gap // 2)) if rates.next_trial_gap > 1 else rates
+    spare = max(rates.account, min(rates.account + REFILL, INITIAL_ACCOUNT))
+    rest = max(0, rates.steps_until_trial - bool(plan.reason))
+    return (
+        rates
+        if (spare, rest) == (rates.account, rates.steps_until_trial)
+        else evolve(rates, account=spare, steps_until_trial=rest)
+    )
 
 
-def record_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
+def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
     """Return the rates after the outcome of one member. The members share what a launch costs the server's account.
 
     What a plain launch earns was paid in when it began.
     """
     if not any(plan.proposals):
         return rates
-    spare = min(update_balance(rates.spare, plan, done, len(plan.proposals)), MAX_SERVER_SPARE)
-    spare = max(spare, rates.spare) if plan.self_funded else spare
+    spare = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
+    spare = max(spare, rates.account) if plan.self_funded else spare
     if not done.proposed or plan.source == "suffix":
-        return evolve(rates, spare=spare)
+        return evolve(rates, account=spare)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
-    return evolve(rates, gains=gains, seen=rates.seen + 1, spare=spare)
+    return evolve(rates, gains=gains, seen=rates.seen + 1, account=spare)
 
 
 def update_balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
@@ -343,6 +357,6 @@ def charge_launch(plan: Plan, took_ns: int) -> int:
     The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain launch is
     charged beyond the price: what took longer was held up by other work.
     """
-    if not (plan.draft_behind or plan.price_doubted) or not took_ns or not plan.plain_ns:
+    if not (plan.charges_measured_time or plan.price_doubted) or not took_ns or not plan.plain_ns:
         return plan.price
     return min(max(plan.price, UNIT * took_ns // plan.plain_ns), plan.price + UNIT)

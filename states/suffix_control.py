@@ -121,7 +121,7 @@ def view_as_draft(control: SpeculationControl) -> SpeculationControl:
     """Return the control as that of a draft whose gains are those of the present match."""
     gains = control.copied[find_class(control.matched)][1:]
     # `seen` is never 0: copies need not catch up with anything.
-    return SpeculationControl(control.copy_widths, gains, seen=1, spare=control.spare, plan=control.plan)
+    return SpeculationControl(control.copy_widths, gains, seen=1, account=control.account, plan=control.plan)
 
 
 def has_match(control: SpeculationControl | None) -> bool:
@@ -142,7 +142,7 @@ def plan_copies(wanted: Wanted, prices: LaunchPrices, rates: Rates, row_limit: i
         else (0, control)
         for most, control in wanted
     ]
-    own_trials = evolve(rates, rest=rates.copy_steps_until_trial, pause=rates.copy_next_trial_gap)
+    own_trials = evolve(rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap)
     plan = speculation_control.plan_launch(copying, prices, own_trials, row_limit)
     return evolve(plan, source="suffix")
 
@@ -177,16 +177,18 @@ def merge_copy_times(rates: Rates) -> DecodeTimes:
 def record_step(rates: Rates, plan: Plan) -> Rates:
     """Return the rates after a step has begun. Trials of copies are counted apart from those of a draft."""
     if plan.source == "suffix" and any(plan.proposals):
-        own_trials = evolve(rates, rest=rates.copy_steps_until_trial, pause=rates.copy_next_trial_gap)
-        after = speculation_control.record_launch(own_trials, plan)
+        own_trials = evolve(
+            rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap
+        )
+        after = speculation_control.record_step(own_trials, plan)
         return evolve(
             after,
-            rest=rates.rest,
-            pause=rates.pause,
-            copy_steps_until_trial=after.rest,
-            copy_next_trial_gap=after.pause,
+            steps_until_trial=rates.steps_until_trial,
+            next_trial_gap=rates.next_trial_gap,
+            copy_steps_until_trial=after.steps_until_trial,
+            copy_next_trial_gap=after.next_trial_gap,
         )
-    after = speculation_control.record_launch(rates, plan)
+    after = speculation_control.record_step(rates, plan)
     if not after.copy_steps_until_trial:
         return after
     return evolve(after, copy_steps_until_trial=after.copy_steps_until_trial - 1)

@@ -196,7 +196,7 @@ class Fold:
         """End the launch of decode steps after its current step if copies would pay."""
         lane = self.lanes[MAIN]
         if should_stop_to_copy(lane, self.requests, self.rates, self.settings):
-            self.lanes[MAIN] = evolve(lane, continues_alone=False)
+            self.lanes[MAIN] = evolve(lane, runs_unattended=False)
             self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
@@ -214,7 +214,7 @@ class Fold:
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
         if teaches_times(answer, lane, self.settings, is_beside=is_beside):
             self.learn_times(effect_request.effect, answer, lane)
-        ends_together = bool(self.settings.block) or any(lane.plan.proposals)
+        ends_together = bool(self.settings.max_proposals) or any(lane.plan.proposals)
         self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
@@ -296,7 +296,7 @@ class Fold:
             self.lanes[number] = lane_queue.enqueue_effect(self.lanes[number], effect_request)
             return
         for number, lane in self.lanes.items() if isinstance(effect_request.effect, Abandon) else ():
-            self.lanes[number], was_waiting = lane_queue.withdraw_effect(lane, effect_request.request)
+            self.lanes[number], was_waiting = lane_queue.remove_abandoned(lane, effect_request.request)
             if was_waiting:
                 failure = DeviceFailed("abandoned", "gave up its place in the queue")
                 self.pending.append((effect_request.request, failure))
@@ -310,7 +310,7 @@ class Fold:
             if lane_queue.can_join(self.lanes[number], self.settings):
                 self.join_launch(number)
             if lane_queue.is_blocking(lane := self.lanes[number]):
-                self.lanes[number] = evolve(lane, continues_alone=False)
+                self.lanes[number] = evolve(lane, runs_unattended=False)
                 self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
     def launch_on_lane(self, number: LaneId) -> bool:
@@ -325,7 +325,7 @@ class Fold:
                     self.slots, prefill = slots.assign_checkpoint_place(*given)
                     launched = (*launched[:-1], prefill)
                     lane = evolve(lane, running=launched)
-                if (self.settings.block or self.settings.max_copied) and lane.last_was_decode:
+                if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
                     self.rates = suffix_control.record_step(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))

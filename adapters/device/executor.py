@@ -57,8 +57,8 @@ from adapters.device.slots.slots import (
     begin_slot,
     check_opening,
     clip_spans,
+    find_lost_slots,
     opening_failure,
-    slots_lost_by,
 )
 from adapters.watched_thread import WatchedThread
 from effects.all import EffectRequest, Launch, Outcome
@@ -135,7 +135,7 @@ class DeviceExecutor:
         """
 
         def on_done(_: object, error: BaseException | None) -> None:
-            if lost := slots_lost_by(error, effect.slot):
+            if lost := find_lost_slots(error, effect.slot):
                 self.events.deliver(SlotRowsLost(lost))
 
         self._lanes.open(effect.slot, partial(self._open, request, effect), on_done)
@@ -214,7 +214,7 @@ class DeviceExecutor:
             self._slots.put(effect.slot, opening_failure(effect, error))
             raise
         copied = bool(effect.pages) or (effect.keep > 0 and effect.source != effect.slot)
-        return copied or not self.decoding.overlapped.is_done_with(effect.slot)
+        return copied or not self.decoding.overlapped.is_known_unused(effect.slot)
 
     def _build_slot(self, request: RequestId, effect: OpenSlot) -> SlotState:
         slot = effect.slot
@@ -229,7 +229,7 @@ class DeviceExecutor:
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
             if proposer is not None:
                 proposer.catch_up(source)
-            state.context = clip_spans(origin.context, keep)
+            state.draft_spans = clip_spans(origin.draft_spans, keep)
         self.row_watch.check_source_rows(effect, origin)
         if effect.pages:
             self._shard.rows.seat(slot, source, keep, effect.pages)

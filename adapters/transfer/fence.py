@@ -1,7 +1,7 @@
 """Says when a slot may be written by other threads: when the lane has passed all work for its earlier request.
 
-The restorer raises a fence when a slot is opened. A fence is a job on the lane, and jobs run in order. So once it runs,
-all work for the slot's earlier request has been launched. It records marks behind that work, and copies on a GPU wait
+The restorer places a fence when a slot is opened. A fence is a job on the lane, and jobs run in order. So once it runs,
+all work for the slot's earlier request has been launched. It records marks after that work, and copies on a GPU wait
 for these marks.
 """
 
@@ -26,20 +26,20 @@ SlotFinder: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
 @define(eq=False)
 class Fence:
-    """A point on the lane behind everything that was launched for the slot before it was opened for this request.
+    """A point on the lane after everything that was launched for the slot before it was opened for this request.
 
-    passed: the lane has reached it and the slot serves this request; read by any thread. marks: what copies into the
-    slot have to wait for on its devices, once it is passed.
+    is_open: the lane has reached it and the slot serves this request; read by any thread. marks: what copies into the
+    slot have to wait for on its devices, once it is open.
     """
 
     request: RequestId
     failure: StoreFailed | None = None
-    passed: bool = False
+    is_open: bool = False
     marks: DeviceMarks = NO_MARKS
     _is_finished: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> StoreFailed | None:
-        """Wait until it is passed or has failed. Called on the event loop, as `finish` is."""
+        """Wait until it is open or has failed. Called on the event loop, as `finish` is."""
         await self._is_finished.wait()
         return self.failure
 
@@ -49,9 +49,10 @@ class Fence:
             self.failure = StoreFailed(state.kind, state.detail)
         else:
             self.marks = after
-            self.passed = True  # last, since other threads read it
+            self.is_open = True  # last, since other threads read it
 
     def finish(self, _: None, error: BaseException | None) -> None:
+        """Wake what waits for the fence. error: what the lane raised instead of reaching it."""
         if error is not None:
             self.failure = StoreFailed("broken", str(error))
         self._is_finished.set()
@@ -65,11 +66,12 @@ class Fences:
     find_slot: SlotFinder
     _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
 
-    def raise_fence(self, request: RequestId, effect: OpenSlot) -> None:
-        """Raise a fence right behind the opening, before other work that a restore would have to wait for."""
+    def place_fence(self, request: RequestId, effect: OpenSlot) -> None:
+        """Place a fence right after the opening, before other work that a restore would have to wait for."""
         self._fences[effect.slot] = self._submit_fence(request, effect.slot)
 
-    def get_fence(self, request: RequestId, slot: SlotId) -> Fence:
+    def get_or_place_fence(self, request: RequestId, slot: SlotId) -> Fence:
+        """Return the fence of the slot for this request; place one if there is none."""
         fence = self._fences.get(slot)
         return fence if fence is not None and fence.request == request else self._submit_fence(request, slot)
 

@@ -80,9 +80,9 @@ class Restorer:
     workers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(WORKERS, "store-restore"))
     _restoring: dict[RequestId, Restore] = field(factory=dict[RequestId, Restore])
 
-    def raise_fence(self, request: RequestId, effect: OpenSlot) -> None:
-        """Raise a fence behind the opening of the slot, so that a restore does not have to wait for later work."""
-        self.fences.raise_fence(request, effect)
+    def place_fence(self, request: RequestId, effect: OpenSlot) -> None:
+        """Place a fence after the opening of the slot, so that a restore does not have to wait for later work."""
+        self.fences.place_fence(request, effect)
 
     def abandon(self, request: RequestId) -> None:
         """Stop a restore in flight after the runs that are being copied."""
@@ -97,7 +97,9 @@ class Restorer:
             self.store.release(effect.lease)
             return StoreFailed("broken", f"there are checkpoints at {lease.checkpoints}, not at {effect.stop}")
         by_kind: Mapping[Kind, Sequence[RowMover]] = {"rows": self.target, "draft": self.draft, "state": ()}
-        now = Restore(effect, self.fences.get_fence(request, effect.slot), tuple(plan_moves(lease, effect, by_kind)))
+        now = Restore(
+            effect, self.fences.get_or_place_fence(request, effect.slot), tuple(plan_moves(lease, effect, by_kind))
+        )
         self._restoring[request] = now
         try:
             return await self._restore(request, lease, now, started)
@@ -112,7 +114,7 @@ class Restorer:
         held = list[RunMove]()
         queue = deque[RunMove]()
         for move in now.moves:
-            (queue if self._is_read(move) else held).append(move)
+            (queue if self._needs_reading(move) else held).append(move)
         with anyio.CancelScope(shield=True):  # what threads do is waited for
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._copy_held, now, held)
@@ -139,7 +141,8 @@ class Restorer:
         )
         return BlocksRestored(effect.start, stop, loaded, taken_ns)
 
-    def _is_read(self, move: RunMove) -> bool:
+    def _needs_reading(self, move: RunMove) -> bool:
+        """Are its rows in a lower tier, and not in host memory?"""
         return self.store.get_lower_tier(move.part.tier) is not None
 
     async def _copy_held(self, now: Restore, moves: Sequence[RunMove]) -> None:
@@ -170,7 +173,7 @@ class Restorer:
         """Copy a move on the thread that has read it: to wake another one would take longer."""
         self.store.promote(move.part.entry, buffer)
         move.buffer = buffer
-        if not now.fence.passed:
+        if not now.fence.is_open:
             return
         left = tuple(move.missing_movers)
         for mover in left:
@@ -217,18 +220,18 @@ class Restorer:
             copy.result()
 
     def _start_copies(self, now: Restore, near: QueuedCopies, asked: int) -> CopyFutures:
-        abreast = COPY_THREADS * max(1, len(now.fence.marks))
-        count = min(max(0, abreast - asked - 1) if asked else abreast, len(near))
-        return [self.workers.submit(now.copy_queued, near) for _ in range(count if now.fence.passed else 0)]
+        at_once_count = COPY_THREADS * max(1, len(now.fence.marks))
+        count = min(max(0, at_once_count - asked - 1) if asked else at_once_count, len(near))
+        return [self.workers.submit(now.copy_queued, near) for _ in range(count if now.fence.is_open else 0)]
 
     def _send_on_lane(
         self, now: Restore, far: Sequence[RowMover], moves: Sequence[RunMove], near: QueuedCopies
     ) -> CopyFutures:
         """Send moves to parts elsewhere, then copy those of parts here meanwhile.
 
-        Called on the lane, behind the fence.
+        Called on the lane, after the fence.
         """
-        if not now.fence.passed:
+        if not now.fence.is_open:
             return []
         for mover in far:
             now.send_runs(mover, moves)
@@ -253,7 +256,7 @@ class Restorer:
         for move in checkpoints:
             if (failure := self._import_state(state, now, move)) is not None:
                 return failure
-            state.resume(now.effect.stop)
+            state.set_state_row(now.effect.stop)
         for move in ready:
             if move.kind == "rows" and not checkpoints:
                 state.add_loaded_rows(*move.span)

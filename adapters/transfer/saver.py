@@ -7,9 +7,9 @@ How a snapshot is taken (`Saver.save`):
 
 1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. If a checkpoint was asked
    for, copy the positional state on its device; another thread brings the copy to host memory (`save_checkpoint`).
-   Record a mark behind everything that each GPU has been given.
+   Record a mark after everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
-   other into memory of the store. Copies on a GPU come behind the marks. A part that cannot be addressed from here (a
+   other into memory of the store. Copies on a GPU wait for the marks. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.
 3. Each run is given to the store, which queues it for the lower tiers.
 
@@ -58,14 +58,15 @@ log = logging.getLogger("rekindle.store")
 # For one snapshot. 32k tokens of an 8B model take a tenth of it, and the slot waits as long.
 MAX_SNAPSHOT_NS = 2_000_000_000
 # Copies of states that a device holds at once, each until it is in host memory. A state of 147 MiB takes 3 ms, and a
-# prefill that leaves one takes far longer. So the lane does not wait for the third.
+# prefill that leaves one takes far longer. So an earlier copy has ended before a third one
+# begins; otherwise the lane would wait for it.
 MOST_COPIES = 2
-AT_ONCE = PaceSnapshot(may_copy=True)
+UNPACED = PaceSnapshot(may_copy=True)  # it may copy whenever it can, but not pin more memory or wait for it
 
 
 @frozen
-class SlotSnapshot:
-    """A slot as the lane has found it.
+class SnapshotSource:
+    """The source of a snapshot: a slot as it was when the lane looked.
 
     is_current: does the slot still have those rows? Called on the lane. salt: rows that are kept are found with the
     same salt only. draft_span: the rows that the draft has its own for.
@@ -82,20 +83,20 @@ class SlotSnapshot:
 class PaceGate:
     """The pace of one snapshot. It is set on the event loop, and the saver's thread waits for it.
 
-    news: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
+    changed: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
     """
 
     pace: PaceSnapshot = field(factory=PaceSnapshot)
-    news: SimpleQueue[None] = field(factory=SimpleQueue)
+    changed: SimpleQueue[None] = field(factory=SimpleQueue)
 
     def set_pace(self, pace: PaceSnapshot) -> None:
         self.pace = pace
-        self.news.put(None)
+        self.changed.put(None)
 
     def wait_until_open(self) -> None:
         """Wait until the next run may be copied."""
         while not self.pace.may_copy:
-            self.news.get()
+            self.changed.get()
 
 
 @define(eq=False)
@@ -116,13 +117,13 @@ class Saver:
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
     state_worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-state"))
     _gates: dict[RequestId, PaceGate] = field(init=False, factory=dict[RequestId, PaceGate])
-    _copies: threading.Semaphore = field(init=False, factory=lambda: threading.Semaphore(MOST_COPIES))
-    _coming: set[tuple[Tokens, str]] = field(init=False, factory=set)  # checkpoints on their way to host memory
+    _copy_permits: threading.Semaphore = field(init=False, factory=lambda: threading.Semaphore(MOST_COPIES))
+    _keys_in_flight: set[tuple[Tokens, str]] = field(init=False, factory=set)  # checkpoints on their way to host memory
 
     # --- called on the event loop ---
 
     def save(self, request: RequestId, effect: SaveSnapshot) -> Awaitable[SnapshotSaved | StoreFailed]:
-        """Begin to copy out what no tier has. Lower tiers write it later, in the background.
+        """Begin to copy out the rows that no tier has. Lower tiers write these later, in the background.
 
         The gate is there when this returns, so that no `PaceSnapshot` comes too early for it.
         """
@@ -136,19 +137,21 @@ class Saver:
 
     async def _save(self, request: RequestId, effect: SaveSnapshot, gate: PaceGate) -> SnapshotSaved | StoreFailed:
         try:
-            found = await self.lane.run(partial(self._prepare, request, effect))
-            if isinstance(found, StoreFailed):
-                return found
-            copying = partial(self._copy_missing_runs, effect, found, gate)
+            source = await self.lane.run(partial(self._prepare, request, effect))
+            if isinstance(source, StoreFailed):
+                return source
+            copying = partial(self._copy_missing_runs, effect, source, gate)
             loop = asyncio.get_running_loop()
-            rows, saved = await loop.run_in_executor(self.worker, copying)
-            # The checkpoints of this request are kept once all that were begun before this are.
+            rows, saved_bytes = await loop.run_in_executor(self.worker, copying)
+            # Checkpoints are kept in order, so an empty job at the end of their queue waits for those of this request.
             await loop.run_in_executor(self.state_worker, lambda: None)
         finally:
             del self._gates[request]
-            gate.set_pace(AT_ONCE)  # if this was cancelled, the thread must not wait for an engine that has gone
-        log.info("request %d: kept %d tokens, wrote %d new bytes", request, rows, saved, extra={"request": request})
-        return SnapshotSaved(rows, saved)
+            gate.set_pace(UNPACED)  # if this was cancelled, the thread must not wait for an engine that has gone
+        log.info(
+            "request %d: kept %d tokens, wrote %d new bytes", request, rows, saved_bytes, extra={"request": request}
+        )
+        return SnapshotSaved(rows, saved_bytes)
 
     def close(self) -> None:
         """Wait for the snapshots and checkpoints that are being taken."""
@@ -157,7 +160,7 @@ class Saver:
 
     # --- called on the lane ---
 
-    def _prepare(self, request: RequestId, effect: SaveSnapshot) -> SlotSnapshot | StoreFailed:
+    def _prepare(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSource | StoreFailed:
         self.catch_up(effect.slot)
         state = self.find_slot(effect.slot, request)
         if isinstance(state, DeviceFailed):
@@ -170,13 +173,13 @@ class Saver:
         def is_current() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SlotSnapshot(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
+        return SnapshotSource(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
-        """Begin to keep the slot's positional state if it stands behind rows `[0, at)`.
+        """Begin to keep the slot's positional state if it is the state after rows `[0, at)`.
 
-        The state is copied on its device; a thread brings the copy to host memory. Return False if the slot has no such
-        state, or if its device has no memory for the copy.
+        The state is copied on its device; a thread brings the copy to host memory. Return True also if the state is
+        kept already. Return False if the slot has no such state, or if its device has no memory for the copy.
         """
         state = self.find_slot(slot, request)
         layout = self.store.layout
@@ -187,19 +190,19 @@ class Saver:
             log.warning("request %d: slot %d has %d rows, but no checkpoint at %d", *where, extra={"request": request})
             return False
         key = tuple(state.tokens[:at]), state.salt
-        if key in self._coming or not self.store.lacks_checkpoint(*key):
+        if key in self._keys_in_flight or not self.store.lacks_checkpoint(*key):
             return True
-        self._copies.acquire()
+        self._copy_permits.acquire()
         try:
             exported = self.state.export(slot)
             marks = record_marks(self.lane.devices)
         except Exception as error:
-            self._copies.release()
+            self._copy_permits.release()
             if not is_out_of_memory(error):
                 raise
             self._warn_of_lost_checkpoint(request, at, error)
             return False
-        self._coming.add(key)
+        self._keys_in_flight.add(key)
         self.state_worker.submit(self._keep_checkpoint, request, key, exported, marks)
         return True
 
@@ -220,45 +223,47 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - without it, rows are computed again
             self._warn_of_lost_checkpoint(request, len(tokens), error)
         finally:
-            self._coming.discard(key)
-            self._copies.release()
+            self._keys_in_flight.discard(key)
+            self._copy_permits.release()
 
-    # --- called on a thread of its own ---
+    # --- called on the saver's thread ---
 
-    def _copy_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot, gate: PaceGate) -> tuple[int, int]:
+    def _copy_missing_runs(self, effect: SaveSnapshot, source: SnapshotSource, gate: PaceGate) -> tuple[int, int]:
         """Copy runs until all are kept or the time is over. Return (rows kept from the first one on, new bytes)."""
         end = self.clock_ns() + MAX_SNAPSHOT_NS
         tokens = effect.tokens
-        saved = 0
-        for run, movers in self._find_missing_runs(effect, found):
+        saved_bytes = 0
+        for run, movers in self._find_missing_runs(effect, source):
             gate.wait_until_open()
-            is_late = saved > 0 and self.clock_ns() > end
-            size = None if is_late else self._copy_run(found, run, movers, gate, end)
+            is_late = saved_bytes > 0 and self.clock_ns() > end
+            size = None if is_late else self._copy_run(source, run, movers, gate, end)
             if size is None:
                 why = "no time" if is_late else "no room"
                 log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
                 self.store.dropped_rows += len(tokens) - run.start
-                return (run.start if run.kind == "rows" else len(tokens)), saved
-            saved += size
-        return len(tokens), saved
+                return (run.start if run.kind == "rows" else len(tokens)), saved_bytes
+            saved_bytes += size
+        return len(tokens), saved_bytes
 
-    def _find_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot) -> Iterator[tuple[Run, Sequence[RowMover]]]:
-        for run in self.store.find_missing_runs(effect.tokens, salt=found.salt):
+    def _find_missing_runs(
+        self, effect: SaveSnapshot, source: SnapshotSource
+    ) -> Iterator[tuple[Run, Sequence[RowMover]]]:
+        for run in self.store.find_missing_runs(effect.tokens, salt=source.salt):
             yield run, self.target
         if self.draft:
-            start, stop = found.draft_span
-            for run in self.store.find_missing_runs(effect.tokens[:stop], "draft", start, found.salt):
+            start, stop = source.draft_span
+            for run in self.store.find_missing_runs(effect.tokens[:stop], "draft", start, source.salt):
                 yield run, self.draft
 
     def _copy_run(
-        self, found: SlotSnapshot, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
+        self, source: SnapshotSource, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
     ) -> int | None:
         """Copy one run and give it to the store. Return its bytes, or None if there was no room."""
         try:
             buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), gate, end)
             for mover in movers:
-                work = partial(mover.copy_out, found.slot, (run.start, run.stop), buffer.data, found.marks)
-                work() if mover.is_addressable else self._run_on_lane(work, found)
+                work = partial(mover.copy_out, source.slot, (run.start, run.stop), buffer.data, source.marks)
+                work() if mover.is_addressable else self._run_on_lane(work, source)
         except Exception as error:
             is_draft_lost = run.kind == "draft" and isinstance(error, RowsLost)  # it costs its own rows only
             if not (is_draft_lost or is_out_of_memory(error)):
@@ -273,7 +278,7 @@ class Saver:
         end: the time of `clock_ns` up to which it may wait.
         """
         memory = self.store.memory
-        with memory.notify(gate.news):
+        with memory.notify(gate.changed):
             while True:
                 is_writing = self.store.queued_bytes > 0  # asked before, since memory is free when a write is over
                 try:
@@ -283,18 +288,18 @@ class Saver:
                     if not gate.pace.may_wait or not is_writing or left_ns < 0:
                         raise
                 with suppress(Empty):
-                    gate.news.get(timeout=left_ns / 1e9)
+                    gate.changed.get(timeout=left_ns / 1e9)
 
-    def _run_on_lane(self, work: Callable[[], T], found: SlotSnapshot) -> T:
-        """Run the copy on the lane, between its other work.
+    def _run_on_lane(self, work: Callable[[], T], source: SnapshotSource) -> T:
+        """Run the copy on the lane, between its other work, and wait until it is done.
 
         Raises RowsLost if the slot no longer has the rows: a process that was lost and restarted has other rows under
         the same slot number.
         """
 
         def check_and_work() -> T:
-            if not found.is_current():
-                raise RowsLost((), f"slot {found.slot} has lost the rows that were to be kept")
+            if not source.is_current():
+                raise RowsLost((), f"slot {source.slot} has lost the rows that were to be kept")
             return work()
 
         done = Future[T]()

@@ -13,7 +13,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.device.lane.lane import DeviceLane
 from engine.loading.device_survey import choose_devices
 from engine.loading.load_draft import choose_draft_device
-from engine.loading.load_target import Target, load_on_lane
+from engine.loading.load_target import LoadedModel, load_on_lane
 from engine.settings import start_progress
 from engine.settings.options import Options
 from engine.settings.user_error import UserError, build_memory_error
@@ -29,11 +29,11 @@ class BackgroundLoad:
     """
 
     lane: DeviceLane
-    result: Future[Target] = field(factory=Future[Target])
+    result: Future[LoadedModel] = field(factory=Future[LoadedModel])
     measuring_allowed: threading.Event = field(factory=threading.Event)
     cancelled: threading.Event = field(factory=threading.Event)
 
-    async def wait_for_target(self) -> Target:
+    async def wait_for_target(self) -> LoadedModel:
         """Return the target when it is loaded. Raises UserError with one line if it cannot be served."""
         self.measuring_allowed.set()
         try:
@@ -86,6 +86,6 @@ def begin_load(
 
 async def load_target(
     options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
-) -> Target:
+) -> LoadedModel:
     """Load a target and wait for it, for callers that have nothing else to do meanwhile."""
     return await begin_load(options, step, only).wait_for_target()

@@ -34,7 +34,7 @@ def build_executor(
     whole = evolve(
         parts,
         handlers=model_handlers(drafting, scorer),
-        prompt_lane=DeviceLane(parts.lane.device, purpose="prompts") if settings.beside_rows else None,
+        prompt_lane=DeviceLane(parts.lane.device, purpose="prompts") if settings.prompt_lane_min_rows else None,
         keep_state=None if transfer is None else transfer.saver.save_checkpoint,
     )
     return DeviceExecutor(whole)

@@ -46,22 +46,22 @@ SLOW_NS = 50_000_000
 class RestoreTimes:
     """Nanoseconds to load one token's rows from host memory and from the disk tier's files.
 
-    prefill_beside, load_beside: how much longer computing and loading take at the same time, as in `Rates`.
+    prefill_slowdown, load_slowdown: how much longer computing and loading take at the same time, as in `Rates`.
     single: as `from_files` if only one run is being read; 0: the store had no runs of its own.
     zstd: the time of zstd files relative to plain ones, in thousandths; 0: it was not measured.
     """
 
     from_memory: int = 0
     from_files: int = 0
-    prefill_beside: int = 0
-    load_beside: int = 0
+    prefill_slowdown: int = 0
+    load_slowdown: int = 0
     single: int = 0
     zstd: int = 0
 
     def add_to(self, rates: Rates, loads: Mapping[Tier, int]) -> Rates:
         """Return the rates with these times. loads: the time of each tier by its name."""
         known = {tier: time for tier, time in loads.items() if time}
-        return evolve(rates, loads=known, prefill_beside=self.prefill_beside, load_beside=self.load_beside)
+        return evolve(rates, loads=known, prefill_slowdown=self.prefill_slowdown, load_slowdown=self.load_slowdown)
 
     def scale_to(self, single: int) -> RestoreTimes:
         """Return the times for today, if one run alone takes `single` now. Several runs at once change in the same
@@ -81,7 +81,7 @@ class RestoreTimes:
         if set(value) != {field.name for field in fields(cls)}:
             raise ValueError("missing or unknown fields")
         times = value["from_memory"], value["from_files"], value["single"], value["zstd"]
-        factors = value["prefill_beside"], value["load_beside"]
+        factors = value["prefill_slowdown"], value["load_slowdown"]
         if not all(type(number) is int for number in (*times, *factors)):
             raise ValueError("a time that is no whole number")
         possible = all(0 <= one <= MOST_NS for one in times) and (value["from_files"] or not value["single"])
@@ -180,7 +180,7 @@ def load_or_measure_times(
             )
             prefill = compute_slowdown(compute_ns, alone)
             load = compute_slowdown(load_ns, found.from_files or found.from_memory)
-            found = evolve(found, prefill_beside=prefill, load_beside=load)
+            found = evolve(found, prefill_slowdown=prefill, load_slowdown=load)
     kept.remember(key, found.to_json())
     return found
 

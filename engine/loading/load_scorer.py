@@ -158,9 +158,9 @@ def add_scorer(
     compressor, named = build_compressor(found, options, kept)
     settings = load_if_kept(compressor, settings)
     if found.peer is None and shares_device(lane, found.device):
-        return LoadedScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
+        return LoadedScorer(found, compressor, lane, identity=named), evolve(settings, scorer_max_tokens=found.limit)
     own_lane = PromptScorerLane(compressor, DeviceLane(found.device))
-    settings = evolve(settings, drafter=found.limit, drafter_lane=SCORER_LANE)
+    settings = evolve(settings, scorer_max_tokens=found.limit, scorer_lane=SCORER_LANE)
     return LoadedScorer(found, compressor, own_lane.lane, own_lane, named), settings
 
 
@@ -251,7 +251,7 @@ def describe_compression(options: Options, settings: Settings, drafter: LoadedSc
         "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
         "drafter": None if drafter is None else Path(drafter.found.name).name,
         "device": None if drafter is None else drafter.found.place,
-        "most_tokens": settings.drafter,
+        "most_tokens": settings.scorer_max_tokens,
         "draft_residency": settings.residency.policy,
         "freeze": options.cache.disk_prefix_cache_compress,
         "hot_window": FRESH_MESSAGES,

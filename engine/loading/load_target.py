@@ -1,4 +1,4 @@
-"""Loads a target from options. No other module constructs the parts of a model.
+"""Loads a model from options. Everything that constructs a part of a model is called from here.
 
 Theory of operation. A start must not read gigabytes before it knows that it can serve, and a restart must not serve
 other bits than before. So the load has stages, and each gets typed results of those before:
@@ -8,7 +8,9 @@ other bits than before. So the load has stages, and each gets typed results of t
 * Warm up, and measure rates for the scheduler (`Settings`).
 * Add the prompt scorer and the store, and build the executor, which is complete from then on.
 
-Begin with `load_on_lane`. All stages run on the lane, because only that thread may use the device.
+Begin with `load_on_lane`, which runs on the lane: it launches the work of the device. What it returns owns everything
+that was opened, and `LoadedModel.close` closes it in the order that the threads need. If a stage raises, the processes
+of remote parts are closed.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ log = logging.getLogger("rekindle")
 
 
 @define
-class Target:
+class LoadedModel:
     """A model that is ready to serve, with the facts that the engine and the HTTP server need."""
 
     folder: Path
@@ -97,12 +99,12 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
-    freezes: bool  # for messages that have aged, if there is a prompt scorer
+    freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
-    kept: CalibrationCache
+    calibrations: CalibrationCache
     draft: DraftModel | None = None
     scorer: LoadedScorer | None = None
-    offloaded: HostExperts | None = None
+    host_experts: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
 
@@ -111,7 +113,7 @@ class Target:
         return {"mode": self.mode, **self.numerics.build_report()}
 
     @property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """The bytes of weights, without experts in host memory."""
         held = self.shard.memory()
         return held["weights"] + held["host"]
@@ -123,10 +125,10 @@ class Target:
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
             "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
-            "size": self.weights,
+            "size": self.weight_bytes,
             "packed": list(self.checkpoint.packing_names),
             "bits_per_weight": round(self.checkpoint.stored_bits, 2),
-            "bits_in_memory": round(self.checkpoint.compute_bits(self.weights), 2),
+            "bits_in_memory": round(self.checkpoint.compute_bits(self.weight_bytes), 2),
             "quantize_error": self.checkpoint.rounding_error,
         }
 
@@ -162,32 +164,32 @@ class Target:
 
     def collect_live(self) -> LiveFigures:
         """Return what changes while it serves."""
-        damaged: Mapping[str, int] = self.kept.damaged
+        damaged: Mapping[str, int] = self.calibrations.damaged
         if self.transfer is None:
-            return LiveFigures(self.memory(0), damaged, {"disk_policy": "off"}, self.outages)
+            return LiveFigures(self.build_ledger(0), damaged, {"disk_policy": "off"}, self.outages)
         cache = self.transfer.store.collect_figures()
         policy = str(self.scope) if self.has_disk else "off"
         return LiveFigures(
-            self.memory(cache["host"]["bytes"]),
+            self.build_ledger(cache["host"]["bytes"]),
             {**damaged, **self.transfer.store.damaged_files},
             {**cache, "disk_policy": policy},
             self.outages,
             {f"tier {name}": why for name, why in self.transfer.store.troubles.items()},
         )
 
-    def memory(self, blocks: int) -> MemoryLedger:
+    def build_ledger(self, blocks: int) -> MemoryLedger:
         """Return where each model's weights are, and what slots, buffers and the cache take. blocks: bytes of blocks.
 
         Called on any thread.
         """
         target = self.shard.memory()
-        host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
+        host = target["host"] + (0 if self.host_experts is None else self.host_experts.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         others = {"draft": draft, **({} if self.scorer is None else {"drafter": self.scorer.memory()})}
         models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
         return MemoryLedger(
             models={"target": ModelBytes(target["weights"], host), **models},
-            experts=None if self.offloaded is None else self.offloaded.build_figures(),
+            experts=None if self.host_experts is None else self.host_experts.build_figures(),
             shards=tuple(describe_shard(part) for part in self.shard.parts),
             draft=None if self.draft is None else describe_draft(self.draft),
             drafter=None if self.scorer is None else describe_scorer(self.scorer),
@@ -220,79 +222,82 @@ class IdentityMismatch(Exception):
 
 
 def load_on_lane(
-    options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
-) -> Target:
-    """Load a target on its lane. only: the identity that is wanted. Raises UserError or IdentityMismatch."""
+    options: Options, lane: DeviceLane, step: start_progress.StepListener, expected_identity: str | None = None
+) -> LoadedModel:
+    """Load a target on its lane. Raises UserError or IdentityMismatch.
+
+    expected_identity: the one that the model must have; None: any.
+    """
     if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.runtime.threads)
     folder = find_model_folder(options.model)
     checkpoint = Checkpoint.open(folder)
-    apart = connect_peers(options, folder, checkpoint)
+    peers = connect_peers(options, folder, checkpoint)
     try:
-        target = load_with_peers(apart, checkpoint, options, lane, step=step, only=only)
+        target = load_with_peers(peers, checkpoint, options, lane, step=step, expected_identity=expected_identity)
     except RowsLost as error:
-        apart.close()
+        peers.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
     except BaseException:
-        apart.close()
+        peers.close()
         raise
-    for peer in apart.shards:
+    for peer in peers.shards:
         if peer is not None:
             peer.set_loss_listener(target.executor.lose_all_slots)
     return target
 
 
 def load_with_peers(
-    apart: RemotePeers,
+    peers: RemotePeers,
     checkpoint: Checkpoint,
     options: Options,
     lane: DeviceLane,
     *,
     step: start_progress.StepListener,
-    only: str | None,
-) -> Target:
-    """Load a target over the processes that have its parts. apart: those processes."""
+    expected_identity: str | None,
+) -> LoadedModel:
+    """Load a target whose parts may be in other processes. peers: those processes, if any."""
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
-    plan = plan_placement(options.placement, checkpoint.config, apart.shards)
-    opened = find_draft(options, checkpoint)
-    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
+    plan = plan_placement(options.placement, checkpoint.config, peers.shards)
+    opened_draft = find_draft(options, checkpoint)
+    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
-    kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
-    memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
-    counted = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
-    away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=kept, step=step)
+    cache = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
+    counting = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counting, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=cache, step=step)
         numerics = proven.numerics
-        if only not in {None, proven.identity}:
+        if expected_identity not in {None, proven.identity}:
             raise IdentityMismatch(proven.identity)
-        found = apart.keep_draft(check_provable(opened, numerics))
-        scores = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.scorer)
+        usable_draft = peers.keep_draft(check_provable(opened_draft, numerics))
+        found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
         step(start_progress.WEIGHTS)
-        hosted = build_host_experts(options, checkpoint, dtype, plan)
+        host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
-        room = plan_shard_room(options, proven, dtype, found, offload_embedding=away)
-        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=hosted, fast=fast)
-    place_first_experts(hosted)
-    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, kept, apart.draft)
-    drafting = add_draft(found, options, checkpoint, neighbours, events=parts.events, step=step)
-    draft = None if drafting is None else drafting.draft
-    parts = evolve(parts, proposer=drafting, text_proposer=build_text_proposer(options, numerics))
+        room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
+        shard = build_shards(counting, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+    place_first_experts(host_experts)
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
+    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
+    draft = None if proposer is None else proposer.draft
+    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
-    settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
-    settings = with_expert_counts(settings, hosted)
-    drafter, settings = add_scorer(scores, options, lane, settings=settings, kept=kept)
+    settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
+    settings = with_expert_counts(settings, host_experts)
+    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
     step(start_progress.CACHE)
-    kind = build_layout(shard, draft, proven.identity, numerics.block_size)
-    moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
-    settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
-    executor = build_executor(parts, settings, drafting=drafting, scorer=drafter, transfer=moving)
-    offload_unused_draft(drafting, settings)
-    return Target(
+    layout = build_layout(shard, draft, proven.identity, numerics.block_size)
+    transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
+    settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
+    executor = build_executor(parts, settings, drafting=proposer, scorer=scorer, transfer=transfer)
+    offload_unused_draft(proposer, settings)
+    return LoadedModel(
         folder=find_model_folder(options.model),
         checkpoint=checkpoint,
         shard=shard,
@@ -305,12 +310,12 @@ def load_with_peers(
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
-        kept=kept,
+        calibrations=cache,
         draft=draft,
-        scorer=drafter,
-        offloaded=hosted,
-        pflash=describe_compression(options, settings, drafter),
-        transfer=moving,
+        scorer=scorer,
+        host_experts=host_experts,
+        pflash=describe_compression(options, settings, scorer),
+        transfer=transfer,
     )
 
 

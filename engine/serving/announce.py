@@ -7,7 +7,7 @@ import logging
 
 from adapters.http.wire.server import RunningServer
 from engine.loading.expert_placement import describe_expert_placement
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.loading.shard_peers import describe_placement
 from engine.settings.formatting import format_bytes
 from engine.settings.options import Options
@@ -16,7 +16,7 @@ log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
-def describe_costs(target: Target) -> str:
+def describe_costs(target: LoadedModel) -> str:
     """Return for the start line what weights, a token of context and a state take, and where experts are."""
     checkpoint = target.checkpoint
     shard = target.shard
@@ -24,20 +24,19 @@ def describe_costs(target: Target) -> str:
     forms = "; ".join(checkpoint.packing_names[:3]) or str(shard.spec.dtype).removeprefix("torch.")
     state_bytes = sum(spec.nbytes for spec in shard.states.specs)
     host_bytes = shard.memory()["host"]
-    kept = f", {checkpoint.compute_bits(target.weights):.1f} in memory" if checkpoint.packing_names else ""
+    kept = f", {checkpoint.compute_bits(target.weight_bytes):.1f} in memory" if checkpoint.packing_names else ""
     on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
-    line = (
-        f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
-    )
+    in_all = format_bytes(target.weight_bytes)
+    line = f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {in_all}{on_host})"
     line += (
-        f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
+        f"{describe_expert_placement(target.host_experts)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
     )
     kv_dtype = target.model_info["kv_dtype"]
     line += "" if kv_dtype == target.model_info["dtype"] else f" in {kv_dtype}"
     return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")
 
 
-def announce(options: Options, target: Target, serving: RunningServer, seconds: float) -> None:
+def announce(options: Options, target: LoadedModel, serving: RunningServer, seconds: float) -> None:
     """Print a line that a script can wait for, then a command that a person can paste."""
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
     url = f"http://{host}:{serving.port}"
@@ -53,7 +52,7 @@ def announce(options: Options, target: Target, serving: RunningServer, seconds: 
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     facts += f"  layers={describe_placement(target.shard.parts)}"
     facts += describe_costs(target)
-    drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
+    drafted = "none" if target.draft is None else f"{target.settings.max_proposals} a decode step"
     copied = f"  copied={target.settings.max_copied} a decode step" if target.settings.max_copied else ""
     print(
         f"ready  {url}  {facts}  draft={drafted}{copied}  {target.numerics_line}  in {seconds:.1f} s",

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.core.block_digests import DIGEST_PATH, DigestSource
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine
 
 
-def make_digest_route(running: Engine, target: Target) -> Route:
+def make_digest_route(running: Engine, target: LoadedModel) -> Route:
     """Return the route of digests. Each answer is made on a thread, from the world as it is then."""
     store = None if target.transfer is None else target.transfer.store
     source = DigestSource(target.identity, store, time.time_ns(), time.monotonic_ns)

@@ -42,7 +42,7 @@ from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
@@ -249,12 +249,12 @@ async def drain_requests(running: Engine, serving: RunningServer, grace_s: float
     return clean
 
 
-def with_grammars(target: Target, match: Match) -> Target:
+def with_grammars(target: LoadedModel, match: Match) -> LoadedModel:
     """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
     return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 
-def collect_live_properties(target: Target, frozen: FrozenMessages) -> LiveFigures:
+def collect_live_properties(target: LoadedModel, frozen: FrozenMessages) -> LiveFigures:
     """Return what /props shows now, with the messages that were frozen."""
     live = target.collect_live()
     damaged = {**live.damaged, FROZEN: frozen.damaged_count}
@@ -301,7 +301,7 @@ async def close_connections(serving: RunningServer, deadline: float) -> bool:
     return False
 
 
-def build_recorder(options: Options, target: Target) -> Recorder | None:
+def build_recorder(options: Options, target: LoadedModel) -> Recorder | None:
     """Start to record a trace, if one is asked for. Raises UserError if its file cannot be written."""
     if options.diagnostics.trace is None:
         return None
@@ -316,7 +316,7 @@ def build_recorder(options: Options, target: Target) -> Recorder | None:
     return recorder
 
 
-def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOptions:
+def edge_options(options: Options, target: LoadedModel, sampling: Sampling) -> EdgeOptions:
     """Return the options of the HTTP edge."""
     return EdgeOptions(
         model_id=target.model_id,
@@ -337,7 +337,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
             options.compression.prefill_threshold,
             round(options.compression.prefill_keep_ratio * 1000),
             options.compression.keep_ratio_curve,
-            target.settings.drafter,
+            target.settings.scorer_max_tokens,
             freeze=target.freezes,
         ),
         stabilize=options.http.stabilize,

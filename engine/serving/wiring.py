@@ -178,7 +178,7 @@ def list_lane_submitters(
     """Return the function that carries out the launches of each lane."""
     submitters: dict[LaneId, SubmitLaunch] = {MAIN: executor.submit, PROMPTS: executor.submit}
     if drafter is not None and drafter.own_lane is not None:
-        submitters[settings.drafter_lane] = drafter.own_lane.submit
+        submitters[settings.scorer_lane] = drafter.own_lane.submit
     return submitters
 
 
@@ -209,7 +209,7 @@ def list_notify_handlers(
     }
     if transfer is not None:
         handlers |= {
-            OpenSlot: (executor.open, transfer.restorer.raise_fence),
+            OpenSlot: (executor.open, transfer.restorer.place_fence),
             ReleasePrefix: (transfer.lookup.release_prefix,),
             PaceSnapshot: (transfer.saver.pace_snapshot,),
             PaceMemory: (transfer.store.memory.set_pace,),

@@ -78,7 +78,7 @@ def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
     keep = max(1, round(wanted.prefill_keep_ratio * WHOLE))
     compression = Compression(wanted.prefill_compression, wanted.prefill_threshold, keep, freeze=wanted.freeze)
     if compression.mode != "off":
-        settings = evolve(settings, drafter=MOST_TOKENS)
+        settings = evolve(settings, scorer_max_tokens=MOST_TOKENS)
     elif wanted.freeze:
         raise UserError(
             "--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always"
@@ -100,7 +100,14 @@ def build_served_settings(recorded: Settings | None) -> Settings:
     and a lane for prompts.
     """
     if recorded is None:
-        return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
+        return Settings(
+            slots=4,
+            mixed_rows=64,
+            min_tokens=512,
+            checkpoint_interval=10240,
+            shared_checkpoint_limit=10240,
+            state_places=8,
+        )
     plain = Settings()
     kept = (
         "slots",
@@ -112,7 +119,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
         "min_tokens",
         "latency_target_ns",
     )
-    state = ("interval", "cold_max", "state_places", "settles_apart")
+    state = ("checkpoint_interval", "shared_checkpoint_limit", "state_places", "settles_apart")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 

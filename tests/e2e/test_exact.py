@@ -16,7 +16,7 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import build_options
 
@@ -38,7 +38,7 @@ every_way = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[LoadedModel]:
     loaded = await load_target(
         build_options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
     )
@@ -46,14 +46,14 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     await loaded.close()
 
 
-async def jobs(target: Target) -> list[Job]:
+async def jobs(target: LoadedModel) -> list[Job]:
     text = Text.load(target.folder)
     made = [prompt[-900:] for prompt in (await prompts(text, 64))[-8:]]
     await text.aclose()
     return [Job(prompt, 12, sampling=SAMPLINGS[n % 4]) for n, prompt in enumerate(made)]
 
 
-def gridded(target: Target) -> Target:
+def gridded(target: LoadedModel) -> LoadedModel:
     """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
     settings = evolve(target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
     return evolve(
@@ -65,7 +65,7 @@ def gridded(target: Target) -> Target:
 
 @pytest.mark.timeout(300)
 @every_way
-async def test_tokens_are_the_same_however_they_come_about(target: Target, shapes: str) -> None:
+async def test_tokens_are_the_same_however_they_come_about(target: LoadedModel, shapes: str) -> None:
     if shapes == "grid":
         target = gridded(target)
     else:
@@ -80,7 +80,9 @@ async def test_tokens_are_the_same_however_they_come_about(target: Target, shape
 
 @pytest.mark.timeout(300)
 @every_way
-async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(target: Target, shapes: str) -> None:
+async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
+    target: LoadedModel, shapes: str
+) -> None:
     """And they change nothing for others: a prompt that was asked for them is continued by nobody."""
     if shapes == "grid":
         target = gridded(target)

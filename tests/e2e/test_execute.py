@@ -28,7 +28,7 @@ from engine.core.event_loop import Envelope
 from engine.core.replay import ReplayDiffers
 from engine.core.trace import VERSION, Header, Recorder, converter, encode
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.re_execute import execute, read_options
 from engine.settings.config_file import parse_values
 from states.events import Event, ForRequest, Submitted
@@ -44,7 +44,7 @@ ONE = RequestId(1)
 
 
 @asynccontextmanager
-async def loaded() -> AsyncIterator[Target]:
+async def loaded() -> AsyncIterator[LoadedModel]:
     target = await load_target(
         parse_values({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"})
     )
@@ -57,7 +57,7 @@ async def loaded() -> AsyncIterator[Target]:
 class Recording:
     """One request, whose restore is done when its front is not yet, recorded as the runner would."""
 
-    def __init__(self, target: Target, file: Path) -> None:
+    def __init__(self, target: LoadedModel, file: Path) -> None:
         self.file, self.target, self.events = file, target, deque[Event]()
         self.settings = evolve(target.settings, store=True, rates=EVEN)
         self.recorder = Recorder(file, Header(VERSION, "test", self.settings, target.identity, {**SHAPE}))

@@ -19,7 +19,7 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import build_options
 from tests.e2e.prepared import serving
@@ -48,7 +48,7 @@ class Talk:
         return Job((*self.said, *OPENS, 7), SAYS, boundaries=(*self.boundaries, opens))
 
 
-async def alone(target: Target, job: Job) -> Tokens:
+async def alone(target: LoadedModel, job: Job) -> Tokens:
     """With nothing kept of anybody."""
     async with run_engine(evolve(target.settings, store=False), target.executor) as running:
         return (await answered(running, evolve(job, scope=Scope("off"), speculate=False))).tokens

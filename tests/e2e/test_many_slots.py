@@ -12,7 +12,7 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import run_engine
 from engine.settings.options import build_options
 
@@ -33,7 +33,7 @@ def some_jobs() -> list[Job]:
     return jobs
 
 
-async def answer(target: Target, jobs: list[Job], at_once: int) -> tuple[list[Tokens], int]:
+async def answer(target: LoadedModel, jobs: list[Job], at_once: int) -> tuple[list[Tokens], int]:
     """Return the answers, and the most requests of one step."""
     answers = [()] * len(jobs)
     widest = 0

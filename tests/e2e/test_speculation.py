@@ -38,7 +38,7 @@ from effects.stream import EmitTokens
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.re_execute import execute
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.options import build_options
@@ -63,7 +63,7 @@ DRAFT = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4,
 class Guided(Proposer):
     """Proposes what is known to come, spoilt here and there, while the real draft follows."""
 
-    target: Target
+    target: LoadedModel
     drafting: Proposer
     known: Sequence[Tokens]
     errors: random.Random
@@ -136,7 +136,7 @@ def drafted(model, draft_folder) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-async def target(drafted, tmp_path_factory) -> AsyncIterator[Target]:
+async def target(drafted, tmp_path_factory) -> AsyncIterator[LoadedModel]:
     loaded = await load_target(
         build_options(kv_cache_dir=tmp_path_factory.mktemp("kv"), host_cache_budget=64, **drafted)
     )
@@ -183,7 +183,7 @@ def timeless() -> Iterator[None]:
         yield
 
 
-async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Heard]:
+async def answers(target: LoadedModel, jobs: Sequence[Job], *, at_once: int = 1, **settings) -> list[Heard]:
     found = [Heard()] * len(jobs)
 
     async def one(running: Engine, number: int) -> None:
@@ -292,9 +292,9 @@ async def test_requests_that_need_no_draft_have_none(target, jobs, plain):
         assert one.tokens == plain[0].tokens[: job.max_tokens]
 
 
-def moves(target: Target) -> dict[str, int]:
+def moves(target: LoadedModel) -> dict[str, int]:
     """Bytes of the draft's weights."""
-    held = target.memory(0).models["draft"]
+    held = target.build_ledger(0).models["draft"]
     return {"device": held.device, "host": held.host}
 
 

@@ -23,7 +23,7 @@ from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 from engine.settings.paths import find_model_folder
 from tests.e2e.prepared import refused, serving
@@ -61,7 +61,7 @@ class Rounds:
         return self.words, self.rows
 
 
-async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
+async def told(target: LoadedModel, listening: Listening, jobs: Sequence[Job]) -> Rounds:
     watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
     target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
     listening.attach()

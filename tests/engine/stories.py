@@ -36,9 +36,9 @@ PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, block_size=16,
 RICH = evolve(
     PLAIN,
     store=True,
-    block=4,
+    max_proposals=4,
     residency=Resolved("request-scoped", "park"),
-    drafter=4096,
+    scorer_max_tokens=4096,
     rates=Rates(prefill=(100,), loads={"host": 100, "disk": 100}),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
@@ -135,7 +135,7 @@ def a_prompt_in_pieces_beside_its_neighbours() -> str:
 
 def a_prompt_beside_its_neighbour() -> str:
     """B's chunks are computed while A decodes; A's steps go on alone until B's last rows, whose turn they wait for."""
-    story = Teller(evolve(PLAIN, beside_rows=30))
+    story = Teller(evolve(PLAIN, prompt_lane_min_rows=30))
     story.tell(A, Submitted(Job((1, 2), 9)), PrefillAdvanced(1), Decoded((50,), more=True))
     outs = story.tell(B, Submitted(Job(tuple(range(90)), 2)))
     assert [out.lane for out in outs if isinstance(out, Launch)] == [PROMPTS]
@@ -159,7 +159,7 @@ def a_prompt_beside_its_neighbour() -> str:
 
 def a_long_prompt_that_gives_way() -> str:
     """A has the lane of prompts to itself, and is halted for B, which comes first; last rows are on the other lane."""
-    story = Teller(evolve(PLAIN, beside_rows=30, span=4))
+    story = Teller(evolve(PLAIN, prompt_lane_min_rows=30, chunks_per_prefill=4))
     outs = story.tell(A, Submitted(Job(tuple(range(200)), 1)))
     assert launched(outs) == [EffectRequest(A, RunPrefill(SlotId(0), 0, 128))]
     story.tell(A, PrefillAdvanced(32, more=True))
@@ -209,7 +209,7 @@ def everything_goes_wrong_and_the_answer_comes() -> str:
 
 def a_conversation_that_is_frozen() -> str:
     """Two messages have aged: both are shortened in one go. The next turn is served them so, and goes on from there."""
-    story, size = Teller(evolve(RICH, block=0)), (0, 20, 60, 100, 130, 150)
+    story, size = Teller(evolve(RICH, max_proposals=0)), (0, 20, 60, 100, 130, 150)
     ends, roles = ((0, 5), (35, 40)), ("system", "user", "assistant", "tool", "assistant")
     parts = [PromptPart(role, *span) for role, span in zip(roles, pairwise(size), strict=True)]
     parts[1:3] = [evolve(part, keep=250, name=part.role) for part in parts[1:3]]

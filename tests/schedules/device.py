@@ -179,7 +179,7 @@ class Device:
         effect, chunk = self.beside[0].asks[0].effect, self.settings.chunk
         assert isinstance(effect, RunPrefill)
         last = (effect.stop - effect.start - 1) % chunk + 1
-        assert last > self.settings.beside_rows, "so few rows are the lane's: both would have one memory"
+        assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
         return self.carry_out(self.beside.popleft(), self.beside)
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
@@ -190,7 +190,7 @@ class Device:
         assert len({ask.request for ask in asks}) == len(asks)
         outcomes = [self.perform(ask) for ask in asks]
         onward = tuple(map(self.onward, asks, outcomes))
-        if (self.settings.block and not all(onward)) or self.rng.random() < 0.2:
+        if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
             onward = (None,) * len(asks)
         staying = tuple(ask for ask in onward if ask is not None)
         leaving = {ask.request for ask, then in zip(asks, onward, strict=True) if then is None}
@@ -367,7 +367,7 @@ class Device:
         start, stop = effect.start, effect.stop
         assert slot.done == start or not self.settings.stateful, "a chunk on another state"
         chunk = self.settings.chunk
-        assert 0 < stop - start <= chunk * self.settings.span, "a prefill has a limit"
+        assert 0 < stop - start <= chunk * self.settings.chunks_per_prefill, "a prefill has a limit"
         if stop - start > chunk and self.rng.random() < 0.3:
             stop = start + chunk  # given up before its second chunk
         assert stop < len(slot.tokens), "the last prompt token is fed by a decode step"
@@ -395,7 +395,7 @@ class Device:
     def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position
         assert self.weights["draft"] == "loaded" or not one.propose, "proposals without a draft"
-        assert one.propose <= self.settings.block
+        assert one.propose <= self.settings.max_proposals
         assert len(slot.tokens) == at + 1, "a decode step out of step"
         assert slot.done == at or not self.settings.stateful, "a decode step on another state"
         assert slot.tokens[at] == one.token, "a round that feeds another token"

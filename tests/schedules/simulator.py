@@ -120,7 +120,7 @@ class Client:
         """The answer is that of a request that was alone, as far as it came, and ended for the reason given."""
         assert self.closing is not None, "a stream that never closed"
         finish, report, job = self.closing.finish, self.closing.report, self.job
-        may_shorten = not explain_no_compression(job, settings.drafter)
+        may_shorten = not explain_no_compression(job, settings.scorer_max_tokens)
         made = thawed(job) if freezes_messages(job) else shortened(job.prompt) if may_shorten else job.prompt
         assert self.served in (make_prompt(job).tokens, made)
         assert self.tokens == answer_of(self.served, job.sampling.seed, len(self.tokens)), "another answer than alone"
@@ -224,7 +224,10 @@ class Simulator:
                 ((0, 1, 0, 20, 0), (0, 1, 4, 50, 20)),
             )
         )
-        chunk, beside_rows = block_size * rng.choice((1, 2, 4)), 0 if stateful or block else rng.choice((0, 1, 2, 5))
+        chunk, prompt_lane_min_rows = (
+            block_size * rng.choice((1, 2, 4)),
+            0 if stateful or block else rng.choice((0, 1, 2, 5)),
+        )
         return Settings(
             slots=slots,
             max_context=80,
@@ -237,18 +240,18 @@ class Simulator:
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
             mixed_rows=rng.choice((0, 0, 2, 8)),
-            beside_rows=beside_rows,
+            prompt_lane_min_rows=prompt_lane_min_rows,
             store=rng.random() < 0.6,
-            block=block,
+            max_proposals=block,
             residency=rng.choice(RESIDENCIES),
-            drafter=rng.choice((0, 0, 60, 200)),
+            scorer_max_tokens=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),
             stateful=stateful,
             state_places=rng.choice((0, 1, 2, 5)),
             state_tokens=rng.choice((0, 3)),
-            interval=rng.choice((0, 3, 8)),
-            cold_max=rng.choice((0, 12)),
-            span=1 if chunk <= beside_rows else rng.choice((1, 1, 3)),
+            checkpoint_interval=rng.choice((0, 3, 8)),
+            shared_checkpoint_limit=rng.choice((0, 12)),
+            chunks_per_prefill=1 if chunk <= prompt_lane_min_rows else rng.choice((1, 1, 3)),
             latency_target_ns=rng.choice((0, 150, 10**9)),
             rates=rng.choice((Rates(), Rates(prefill=(50,), loads={"host": 10, "disk": 90}, decode=decode_steps))),
         )

@@ -110,8 +110,13 @@ def reading(seed: int) -> Simulator:
     drawn, rng = Simulator(seed), random.Random(seed)
     chunk = drawn.settings.block_size * rng.choice((2, 4))
     beside = rng.choice([rows for rows in (1, 2, 3, 5) if rows < chunk])
-    how: dict[str, Any] = {"chunk": chunk, "beside_rows": beside, "span": rng.choice((2, 3, 8)), "store": True}
-    settings = evolve(drawn.settings, stateful=False, block=0, tree=0, **how)
+    how: dict[str, Any] = {
+        "chunk": chunk,
+        "prompt_lane_min_rows": beside,
+        "chunks_per_prefill": rng.choice((2, 3, 8)),
+        "store": True,
+    }
+    settings = evolve(drawn.settings, stateful=False, max_proposals=0, tree=0, **how)
     jobs = [
         evolve(job, prompt=(job.prompt * 3)[: rng.randint(20, 60)], max_tokens=min(job.max_tokens, 9))
         if job.compression.mode == "off" and not job.compression.parts
@@ -220,7 +225,7 @@ class NoRoom(Device):
         return super().perform(ask)
 
 
-SPECULATING = Settings(slots=2, max_context=80, chunk=4, block_size=2, block=7)
+SPECULATING = Settings(slots=2, max_context=80, chunk=4, block_size=2, max_proposals=7)
 PARKED = evolve(SPECULATING, residency=Resolved("request-scoped", "park"))
 
 
@@ -230,7 +235,7 @@ def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_h
     plain = [evolve(job, speculate=False) for job in jobs]
     heard, told = list[list[Any]](), list[set[str]]()
     for settings, some, device in (
-        (evolve(SPECULATING, block=0), jobs, Device),
+        (evolve(SPECULATING, max_proposals=0), jobs, Device),
         (SPECULATING, jobs, Device),
         (SPECULATING, plain, Device),
         (PARKED, jobs, Device),
@@ -318,7 +323,7 @@ def test_a_draft_parked_under_somebody_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def test_a_compression_that_the_client_declined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def allowed(settings: Settings, prompt: Prompt) -> Decision:
-        return Decision(settings.drafter > 0 and not prompt.compression_tried, "mutant")
+        return Decision(settings.scorer_max_tokens > 0 and not prompt.compression_tried, "mutant")
 
     monkeypatch.setattr("states.policy.decide_shortening", allowed)
     assert caught()
@@ -413,7 +418,7 @@ def test_a_long_prefill_delays_a_decoding_neighbour_by_one_chunk() -> None:
 
 def test_scoring_delays_a_decoding_neighbour_by_one_chunk() -> None:
     """A prompt that is compressed takes turns like one that is prefilled."""
-    settings = Settings(chunk=4, block_size=4, drafter=99)
+    settings = Settings(chunk=4, block_size=4, scorer_max_tokens=99)
     world, outs = advance(make_world(settings), ForRequest(ONE, Submitted(Job((1,), 30))))
     world, more = advance(
         world, ForRequest(TWO, Submitted(Job(tuple(range(40)), 30, compression=Compression("always"))))

@@ -51,7 +51,7 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
         stateful=costs.state_bytes > 0,
         state_places=how.pop("places", 0),
         state_tokens=costs.state_tokens,
-        drafter=how.pop("drafter", 0),
+        scorer_max_tokens=how.pop("drafter", 0),
         rates=costs.build_rates(),
     )
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how

@@ -47,11 +47,11 @@ PROMPT = tuple(range(100, 121))  # 21 tokens: five blocks, and one that is alway
 SHORT = (100, 101, 102, 103, 900, 901)  # what a compression made of PROMPT: one block of it survives
 PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, block_size=4, batch_rows=8)
 STORE = evolve(PLAIN, store=True)
-DRAFT = evolve(PLAIN, block=3)
+DRAFT = evolve(PLAIN, max_proposals=3)
 SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
 STATEFUL = evolve(STORE, stateful=True, state_places=3)
-PFLASH = evolve(PLAIN, drafter=1000)  # and jobs say from when on
-EVERYTHING = evolve(STORE, block=3, drafter=1000)
+PFLASH = evolve(PLAIN, scorer_max_tokens=1000)  # and jobs say from when on
+EVERYTHING = evolve(STORE, max_proposals=3, scorer_max_tokens=1000)
 
 
 LONG_ENOUGH = Compression("auto", threshold=12, keep=250)
@@ -141,7 +141,7 @@ def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationCon
 
 def some(settings: Settings = PLAIN, **changes: Any) -> Flat:
     """Just admitted, with nothing on the device."""
-    speculation = "" if settings.block else "no_draft"
+    speculation = "" if settings.max_proposals else "no_draft"
     return evolve(Flat(a_job(), PROMPT, speculation=speculation), **changes)
 
 

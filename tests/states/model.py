@@ -49,8 +49,8 @@ BLOCKS = tuple(
         block_size=block_size,
         chunk=block_size,
         store=store,
-        block=block,
-        drafter=drafter,
+        max_proposals=block,
+        scorer_max_tokens=drafter,
         keep_decoded=keep_decoded,
         residency=Resolved("auto", "keep" if block_size == 1 else "release"),
     )
@@ -63,23 +63,23 @@ STATEFUL = tuple(
         store=True,
         stateful=True,
         state_tokens=1,
-        cold_max=2,
-        interval=interval,
+        shared_checkpoint_limit=2,
+        checkpoint_interval=interval,
         keep_decoded=keep_decoded,
         state_places=places,
     )
     for interval, keep_decoded, places in ((0, True, 2), (1, True, 0), (1, False, 1))
 )
-TIGHT = evolve(BLOCKS[0], drafter=9, max_context=5)  # the prompt fits once it is compressed
+TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
-SPANNING = evolve(BLOCKS[2], span=2)  # a prefill of two chunks
+SPANNING = evolve(BLOCKS[2], chunks_per_prefill=2)  # a prefill of two chunks
 SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL, SPANNING)
 LOSING = (
     *(
         one
         for one in BLOCKS
         if one.block_size == one.keep_decoded
-        and (one.store, one.block, one.drafter) in {(True, 0, 9), (True, 0, 0), (False, 1, 0)}
+        and (one.store, one.max_proposals, one.scorer_max_tokens) in {(True, 0, 9), (True, 0, 0), (False, 1, 0)}
     ),
     STATEFUL[0],
 )
@@ -180,7 +180,9 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
     settings = node.known.settings
     match node.state:
         case New():
-            scoped = settings.store and settings.block_size == 1 and not settings.block and settings.keep_decoded
+            scoped = (
+                settings.store and settings.block_size == 1 and not settings.max_proposals and settings.keep_decoded
+            )
             others = (JOB, EAGER, FREEZING) if settings == FITTING else (JOB, FREEZING) if settings == TIGHT else (JOB,)
             jobs = JOBS if scoped else others
             yield from ((Submitted(job), None) for job in jobs)

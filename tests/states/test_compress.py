@@ -109,7 +109,7 @@ def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
 
 
 def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
-    stateful = evolve(STATEFUL, drafter=1000)
+    stateful = evolve(STATEFUL, scorer_max_tokens=1000)
     for valid, stays in ((4, 4), (8, 0)):
         before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
         then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(stateful))
@@ -203,7 +203,7 @@ def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> Non
     world = make_world(evolve(PFLASH, rates=Rates(prefill=(10,))))
     for event in (Submitted(job), ModelLoaded(9, name="drafter"), PromptCompressed(SHORT, ((0, 4),), ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
-    assert world.rates.drafter == 100
+    assert world.rates.scoring == 100
     assert world.models["drafter"].leases == (ONE,)
     world, _ = advance(world, ForRequest(ONE, ModelUnloaded(9)))
     assert world.models["drafter"].place == "released"
@@ -211,5 +211,5 @@ def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> Non
     assert policy.decide_compression(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
     world, _ = advance(make_world(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))
     assert isinstance(world.requests[ONE], Prefilling)
-    assert world.rates.drafter == 97
+    assert world.rates.scoring == 97
     assert world.slots.slots[SlotId(0)].holder == ONE

@@ -96,7 +96,7 @@ def test_other_salts_and_prompts_whose_logprobs_are_asked_for_are_not_followed()
 
 def test_what_would_be_compressed_neither_leads_nor_follows() -> None:
     """Missing rows decide: 20 of each prompt at first, and 4 once the common ones are there."""
-    scorer = evolve(ROOMY, drafter=1000)
+    scorer = evolve(ROOMY, scorer_max_tokens=1000)
     never, perhaps = Compression("off"), Compression("auto", threshold=4)
     leader = some(job=a_job(prompt=FIRST, compression=never), prompt=FIRST)
     requests = {TWO: a(LookingUp, leader), ONE: a_waiting(a_job(prompt=SECOND, compression=never))}
@@ -125,7 +125,7 @@ def test_waiting_has_a_price_and_so_has_computing() -> None:
 
 def test_what_is_computed_beside_decode_steps_does_not_wait_for_a_wide_prefill() -> None:
     leader = a(Prefilling, some(job=a_job(prompt=FIRST), prompt=FIRST))
-    beside = evolve(ROOMY, beside_rows=8, chunk=16)
+    beside = evolve(ROOMY, prompt_lane_min_rows=8, chunk=16)
     assert follow(leader, prompt=SECOND[:9], settings=beside) is None
     assert rows_of(follow(leader, settings=beside)) == 16
 
@@ -244,7 +244,7 @@ def test_a_prompt_of_another_salt_is_computed_at_once() -> None:
 
 def test_a_leader_that_is_compressed_against_expectation_leads_no_more() -> None:
     """Computing its prompt turns out to be slower than scoring it, while the store is searched for it."""
-    settings = evolve(ROOMY, store=True, drafter=1000, rates=Rates(prefill=(10,), drafter=20))
+    settings = evolve(ROOMY, store=True, scorer_max_tokens=1000, rates=Rates(prefill=(10,), scoring=20))
     perhaps, never = Compression("auto", threshold=4), Compression("off")
     other = a_job(prompt=(9, *SECOND[1:]), compression=never)
     events = (

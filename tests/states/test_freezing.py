@@ -100,7 +100,7 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
 def test_auto_freezes_what_fits_only_where_this_very_turn_gains(
     drafter: int, prefill: int, missing: int, pays: bool
 ) -> None:
-    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
+    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), scoring=drafter))
     prompt = make_prompt(job(mode="auto", threshold=10))
     assert policy.decide_compression(known, prompt, missing) == policy.Decision(
         pays, "aged" if pays else "does_not_pay"
@@ -186,7 +186,7 @@ def test_scoring_messages_goes_on_piece_by_piece_and_teaches_what_it_takes() -> 
     world, _ = advance(make_world(PFLASH), ForRequest(ONE, Submitted(job())))
     for event in (ModelLoaded(9, name="drafter"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
-    assert world.rates.drafter == 210, "of ten tokens"
+    assert world.rates.scoring == 210, "of ten tokens"
     assert world.models["drafter"].leases == (ONE,)
 
 

@@ -67,7 +67,7 @@ def test_prefill_goes_on_chunk_by_chunk_and_stops_before_the_last_token() -> Non
 
 
 def test_several_chunks_are_asked_for_at_once_where_shards_compute_side_by_side() -> None:
-    wide = evolve(PLAIN, span=2)
+    wide = evolve(PLAIN, chunks_per_prefill=2)
     then = generate.continue_prefill(a(Prefilling, some()), PrefillAdvanced(2), knowing(wide))
     assert then == Transition(a(Prefilling, some(valid=2)), ReportProgress(2, 21, 0), RunPrefill(HERE, 2, 18))
     then = generate.continue_prefill(a(Prefilling, some()), PrefillAdvanced(8), knowing(wide))
@@ -76,7 +76,7 @@ def test_several_chunks_are_asked_for_at_once_where_shards_compute_side_by_side(
 
 def test_of_several_chunks_each_is_told_and_the_next_ones_are_asked_for_behind_the_last() -> None:
     then = generate.continue_prefill(
-        a(Prefilling, some()), PrefillAdvanced(8, more=True), knowing(evolve(PLAIN, span=2))
+        a(Prefilling, some()), PrefillAdvanced(8, more=True), knowing(evolve(PLAIN, chunks_per_prefill=2))
     )
     assert then == Transition(a(Prefilling, some(valid=8)), ReportProgress(8, 21, 0))
 

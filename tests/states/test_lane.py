@@ -116,7 +116,7 @@ def a_prompt(request: int, start: int, stop: int, **changes: Any) -> EffectReque
 
 
 def test_decode_steps_take_the_next_rows_of_a_prompt_with_them_and_propose_nothing() -> None:
-    waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), last_was_decode=True, proposing_launches=5)
+    waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), last_was_decode=True, proposing_steps=5)
     after, _, chosen = launch_choice.choose_launch(waiting, NOBODY, MIXED, {}, Rates())
     assert chosen == Launch((a_decode(2), a_decode(3), a_prompt(1, 4, 18))), "as many as fill the forward"
     assert after == Lane((), chosen.asks, True, 3, 5, control.Plan((0, 0)))
@@ -169,7 +169,7 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ("asked", "settings"),
     [
         (a_prompt(1, 0, 8), evolve(MIXED, mixed_rows=0)),
-        (a_prompt(1, 0, 8, held=True), evolve(MIXED, stateful=True)),
+        (a_prompt(1, 0, 8, keeps_state_first=True), evolve(MIXED, stateful=True)),
         (a_prompt(1, 0, 8), evolve(MIXED, chunk=4, batch_rows=4)),  # a forward is full of decode steps
         (a_prompt(1, 0, 8, logprobs=0), MIXED),
         (unpark(1), MIXED),
@@ -239,7 +239,9 @@ DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4
 
 
 def decoding(*requests: int, decode_steps: launch_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
-    known = evolve(control.make_control(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
+    known = evolve(
+        control.make_control(evolve(DRAFT, max_proposals=15, batch_rows=64), Rates(decode=decode_steps)), **changes
+    )
     return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
@@ -333,9 +335,9 @@ def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool) -> None:
-    running = Lane((), (alone(1, 30), alone(2, 30)), last_was_decode=True, member_count=2, continues_alone=True)
+    running = Lane((), (alone(1, 30), alone(2, 30)), last_was_decode=True, member_count=2, runs_unattended=True)
     half = lane.record_outcome(running, EffectOutcome(TWO, Decoded((7,))), ends_together=together)
-    assert half == evolve(running, running=(alone(1, 30),), continues_alone=not together)
+    assert half == evolve(running, running=(alone(1, 30),), runs_unattended=not together)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool
     [
         ({}, PLAIN, True),
         ({}, DRAFT, False),  # what is proposed is decided for a company
-        ({"continues_alone": False}, PLAIN, False),  # it was told to end, or is of one step
+        ({"runs_unattended": False}, PLAIN, False),  # it was told to end, or is of one step
         ({"last_was_decode": False}, PLAIN, False),  # a prompt's rows have the lane
         ({"waiting": ()}, PLAIN, False),
         ({"running": ()}, PLAIN, False),
@@ -353,7 +355,7 @@ def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool
 )
 def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool) -> None:
     busy = Lane(
-        (alone(3, 30),), (alone(1, 30), alone(2, 9)), last_was_decode=True, member_count=2, continues_alone=True
+        (alone(3, 30),), (alone(1, 30), alone(2, 9)), last_was_decode=True, member_count=2, runs_unattended=True
     )
     busy = evolve(busy, **changes)
     assert lane.can_join(busy, settings) == joins
@@ -379,14 +381,14 @@ def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(
     after, _, chosen = choose(*waiting)
     assert isinstance(chosen, Launch)
     assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {steps}
-    assert after.continues_alone == (steps > 1)
+    assert after.runs_unattended == (steps > 1)
 
 
 def test_without_a_draft_each_has_as_many_steps_as_it_may() -> None:
     waiting = alone(1, 999), alone(2, 1), alone(3, 9)
     after, _, chosen = choose(*waiting, settings=PLAIN)
     assert chosen == Launch(waiting)
-    assert after.continues_alone
+    assert after.runs_unattended
     assert choose(*waiting, chunk(4), settings=PLAIN)[2] == Launch(tuple(alone(number, 1) for number in (1, 2, 3)))
 
 
@@ -398,19 +400,19 @@ def test_more_members_than_fit_a_launch_take_turns() -> None:
 
 
 def test_a_launch_that_goes_on_keeps_the_lane_and_counts_its_steps() -> None:
-    running = Lane((), (a_decode(1, 3), a_decode(2, 3)), last_was_decode=True, member_count=2, proposing_launches=1)
+    running = Lane((), (a_decode(1, 3), a_decode(2, 3)), last_was_decode=True, member_count=2, proposing_steps=1)
     on = lane.record_outcome(running, EffectOutcome(ONE, Decoded((7, 8), 3, more=True)), ends_together=True)
-    assert on == evolve(running, proposing_launches=2)
+    assert on == evolve(running, proposing_steps=2)
     assert lane.record_outcome(on, EffectOutcome(TWO, Decoded((7,), 3, more=True)), ends_together=True) == on, (
         "once a step"
     )
-    assert lane.record_outcome(on, EffectOutcome(ONE, Decoded((7,), 3)), ends_together=True).proposing_launches == 2
+    assert lane.record_outcome(on, EffectOutcome(ONE, Decoded((7,), 3)), ends_together=True).proposing_steps == 2
 
 
 def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:
     busy = Lane((chunk(1), chunk(3)), (a_decode(2),))
-    assert lane.withdraw_effect(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
-    assert lane.withdraw_effect(busy, TWO) == (busy, False)
+    assert lane.remove_abandoned(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
+    assert lane.remove_abandoned(busy, TWO) == (busy, False)
     assert lane.enqueue_effect(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
 
 

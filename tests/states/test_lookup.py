@@ -153,7 +153,7 @@ def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
 
 def test_a_hit_that_adds_nothing_is_let_go() -> None:
     hold = some(DRAFT, valid=16, restored=16, tier="device", miss="")
-    then = lookup.use_found_prefix(a(LookingUp, hold), found(16), knowing(evolve(STORE, block=3)))
+    then = lookup.use_found_prefix(a(LookingUp, hold), found(16), knowing(evolve(STORE, max_proposals=3)))
     assert then == Transition(
         a(Unparking, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), LoadModel("draft")
     )

@@ -161,7 +161,7 @@ def test_another_interval_is_told_and_the_same_one_is_not() -> None:
 
 
 def test_prompts_wait_for_each_other_where_they_have_a_lane_of_their_own() -> None:
-    beside = evolve(PLAIN, beside_rows=8, chunk=16)
+    beside = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
     two = submitted(TWO, salt="another")  # so that it does not follow the first one
     events = (submitted(ONE), two, (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
     assert steps_paced(beside, events) == [[], [True], [False], []]

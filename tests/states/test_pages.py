@@ -101,7 +101,7 @@ def test_what_may_yet_be_compressed_shares_nothing_with_anybody() -> None:
     busy = house(Slot(holder=TWO, pages=ids(0, 1, 2)))
     for first, second in ((asked, Compression()), (Compression(), asked)):
         requests = {TWO: decoding(job(compression=first), 0)}
-        after = admitted(busy, job((*PROMPT[:18], 7, 7, 7), compression=second), requests, drafter=1000)
+        after = admitted(busy, job((*PROMPT[:18], 7, 7, 7), compression=second), requests, scorer_max_tokens=1000)
         assert after is not None
         assert after.slots[1].pages == ids(3, 4, 5)
 

@@ -49,9 +49,9 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
         (disk(10, 10), 8, 8, 12),  # one block, a tie: load it
         (disk(11, 10), 8, 12, 12),  # one block: compute it
         (disk(10, 10), 8, 8, 8),
-        (disk(10, 10, prefill_beside=2000, load_beside=2000), 8, 8, 40),  # side by side is no gain: a tie, load it
-        (disk(11, 10, prefill_beside=2000, load_beside=2000), 8, 40, 40),
-        (disk(10, 10, prefill_beside=1000, load_beside=3000), 0, 32, 40),  # 32 computed in 320 while 8 load in 240
+        (disk(10, 10, prefill_slowdown=2000, load_slowdown=2000), 8, 8, 40),  # side by side is no gain: a tie, load it
+        (disk(11, 10, prefill_slowdown=2000, load_slowdown=2000), 8, 40, 40),
+        (disk(10, 10, prefill_slowdown=1000, load_slowdown=3000), 0, 32, 40),  # 32 computed in 320 while 8 load in 240
         (disk(10, 10, 30), 0, 1024, 2048),  # further on it would be three times slower
     ],
 )
@@ -68,8 +68,8 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
         Rates,
         prefill=st.lists(times, max_size=4).map(tuple),
         loads=times.map(lambda time: {"host": time}),
-        prefill_beside=factors,
-        load_beside=factors,
+        prefill_slowdown=factors,
+        load_slowdown=factors,
     ),
     st.integers(0, 300),
     st.integers(0, 300),
@@ -187,9 +187,9 @@ def test_times_are_moving_averages_that_start_at_their_first_value() -> None:
 
 def test_what_both_sides_lose_by_each_other_is_kept_apart() -> None:
     alone = Rates(prefill=(100,), loads={"host": 10})
-    assert rates.record_prefill(alone, 0, 10, 2000, concurrent=True) == evolve(alone, prefill_beside=1250)
-    assert rates.record_prefill(alone, 0, 10, 500, concurrent=True) == evolve(alone, prefill_beside=1000)
-    assert rates.record_load(alone, "host", 10, 10**9, concurrent=True).load_beside == (3 * 1000 + 64_000) // 4
+    assert rates.record_prefill(alone, 0, 10, 2000, concurrent=True) == evolve(alone, prefill_slowdown=1250)
+    assert rates.record_prefill(alone, 0, 10, 500, concurrent=True) == evolve(alone, prefill_slowdown=1000)
+    assert rates.record_load(alone, "host", 10, 10**9, concurrent=True).load_slowdown == (3 * 1000 + 64_000) // 4
     assert rates.record_load(alone, "disk", 10, 300, concurrent=True) == alone, "nothing to compare with"
 
 
@@ -197,7 +197,7 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
     """Files that were read past the page cache at start are in it now."""
     known = Rates(prefill=(100,), loads={"disk": 100})
     assert rates.record_load(known, "disk", 10, 200, concurrent=True) == evolve(
-        known, loads={"disk": 80}, load_beside=1000
+        known, loads={"disk": 80}, load_slowdown=1000
     )
     for _ in range(20):
         known = rates.record_load(known, "disk", 10, 200, concurrent=True)
@@ -206,10 +206,16 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prefill": (-1,)}, {"loads": {"disk": -1}}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}],
+    [
+        {"prefill": (-1,)},
+        {"loads": {"disk": -1}},
+        {"decode": ((1, -1),)},
+        {"load_slowdown": -1},
+        {"prefill": (1,) * 65},
+    ],
 )
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="rates that cannot be"):
+    with pytest.raises(ValueError, match="impossible rates"):
         Rates(**wrong)
 
 
@@ -236,7 +242,7 @@ def test_whole_chunks_tell_what_computing_takes_and_part_of_one_does_not() -> No
 def test_side_by_side_both_tell_how_much_they_lose() -> None:
     known = Rates(prefill=(100,), loads={"host": 100})
     after = folded(PrefillAdvanced(8, ns=1600), BlocksRestored(8, 20, 99, ns=1800), known=known)
-    assert after == evolve(known, prefill_beside=1250, load_beside=1125)
+    assert after == evolve(known, prefill_slowdown=1250, load_slowdown=1125)
 
 
 def test_a_load_of_less_than_a_chunk_tells_nothing() -> None:
@@ -245,7 +251,7 @@ def test_a_load_of_less_than_a_chunk_tells_nothing() -> None:
 
 def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
     """One read was far too slow: it is recomputed for a while, then tried again."""
-    known = Rates(prefill=(100,), loads={"host": 100_000}, load_beside=2000)
+    known = Rates(prefill=(100,), loads={"host": 100_000}, load_slowdown=2000)
     world, tries = make_world(evolve(STORE, rates=known)), 0
     for number in range(1, 1000):
         request = RequestId(number)
@@ -259,14 +265,14 @@ def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
         assert world.requests[request].prompt.miss_reason == "recompute_is_quicker"  # type: ignore[union-attr]
         world = evolve(make_world(world.settings), rates=world.rates)
     assert 20 < tries < 400
-    assert world.rates.load_beside < known.load_beside
+    assert world.rates.load_slowdown < known.load_slowdown
 
 
 def test_a_factor_fades_to_none_while_nothing_is_split() -> None:
-    rate = Rates(loads={"host": 10}, prefill_beside=3000, load_beside=3000)
+    rate = Rates(loads={"host": 10}, prefill_slowdown=3000, load_slowdown=3000)
     for _ in range(300):
         rate = rates.fade_untried(rate, "host", loaded=True)
-    assert rate == Rates(loads={"host": 10}, prefill_beside=1000, load_beside=1000)
+    assert rate == Rates(loads={"host": 10}, prefill_slowdown=1000, load_slowdown=1000)
 
 
 def test_what_was_measured_reaches_the_next_request() -> None:

@@ -74,8 +74,8 @@ def asking(**changes: Any) -> Job:
             Decision(NO, "structured"),
         ),
         (PFLASH, {"job": a_job(prompt_logprobs=0)}, 99, Decision(NO, "logprobs")),
-        (evolve(PFLASH, drafter=20), {}, 99, Decision(NO, "beyond_drafter")),
-        (evolve(PFLASH, drafter=21), {}, 99, Decision(YES, "long")),
+        (evolve(PFLASH, scorer_max_tokens=20), {}, 99, Decision(NO, "beyond_drafter")),
+        (evolve(PFLASH, scorer_max_tokens=21), {}, 99, Decision(YES, "long")),
         (PFLASH, {"compressed": True}, 99, Decision(NO, "already_tried")),
         (PFLASH, {}, 11, Decision(NO, "below_threshold")),
         (PFLASH, {}, 12, Decision(YES, "long")),
@@ -99,7 +99,7 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
     ],
 )
 def test_compression_is_weighed_against_computing(drafter: int, missing: int, decision: Decision) -> None:
-    known = DecisionContext(PFLASH, Rates(prefill=(10,), drafter=drafter))
+    known = DecisionContext(PFLASH, Rates(prefill=(10,), scoring=drafter))
     assert policy.decide_compression(known, some(PFLASH).early[1], missing) == decision
 
 

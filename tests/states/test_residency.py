@@ -213,7 +213,7 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
 
-HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, block_size=1, block=1)
+HOUSE = Settings(slots=2, max_context=8, max_queue=1, chunk=1, block_size=1, max_proposals=1)
 JOBS = {ONE: Job((1, 1), 2), TWO: Job((2,), 3), THREE: Job((3,), 1)}
 FAILED = (DeviceFailed("out_of_memory", ""), DeviceFailed("abandoned", ""))
 

@@ -160,7 +160,7 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (stateful(stateful=False, interval=10, cold_max=50, boundaries=(1, 30, 90)), []),
+        (stateful(stateful=False, checkpoint_interval=10, shared_checkpoint_limit=50, boundaries=(1, 30, 90)), []),
         (stateful(store=False), []),
         (stateful(Scope("off")), []),
         (stateful(), [96]),  # the end of prefill, for the next turn
@@ -174,23 +174,32 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
         (stateful(length=5, boundaries=(2,)), []),  # no block before it
         (stateful(min_tokens=99), [96]),
         (stateful(min_tokens=100), []),
-        (stateful(interval=32), [32, 64, 96]),
-        (stateful(interval=33), [32, 64, 96]),  # 33, 66 and 99, each moved down
-        (stateful(interval=33, min_tokens=34), [64, 96]),
-        (stateful(interval=1, length=14), [4, 8, 12]),
-        (stateful(interval=500), [96]),
-        (stateful(interval=32, valid=32, restored=32), [64, 96]),
-        (stateful(cold_max=50, boundaries=(1, 30, 90)), [28, 96]),  # what a new session of the same agent shares
-        (stateful(cold_max=30, boundaries=(1, 30, 90)), [28, 96]),
-        (stateful(cold_max=29, boundaries=(1, 30, 90)), [96]),
-        (stateful(cold_max=50, boundaries=(1, 30, 90), min_tokens=31), [96]),
-        (stateful(cold_max=99, boundaries=(1, 30, 90)), [28, 96]),  # the last boundary opens the answer
-        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=8, restored=8), [96]),  # this session is known
-        (stateful(cold_max=0, boundaries=(1, 30, 90)), [96]),
-        (stateful(Scope("fixed", 50), interval=10, cold_max=90, boundaries=(1, 30, 90)), [48]),
+        (stateful(checkpoint_interval=32), [32, 64, 96]),
+        (stateful(checkpoint_interval=33), [32, 64, 96]),  # 33, 66 and 99, each moved down
+        (stateful(checkpoint_interval=33, min_tokens=34), [64, 96]),
+        (stateful(checkpoint_interval=1, length=14), [4, 8, 12]),
+        (stateful(checkpoint_interval=500), [96]),
+        (stateful(checkpoint_interval=32, valid=32, restored=32), [64, 96]),
+        (
+            stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90)),
+            [28, 96],
+        ),  # what a new session of the same agent shares
+        (stateful(shared_checkpoint_limit=30, boundaries=(1, 30, 90)), [28, 96]),
+        (stateful(shared_checkpoint_limit=29, boundaries=(1, 30, 90)), [96]),
+        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), min_tokens=31), [96]),
+        (stateful(shared_checkpoint_limit=99, boundaries=(1, 30, 90)), [28, 96]),  # the last boundary opens the answer
+        (
+            stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=8, restored=8),
+            [96],
+        ),  # this session is known
+        (stateful(shared_checkpoint_limit=0, boundaries=(1, 30, 90)), [96]),
+        (
+            stateful(Scope("fixed", 50), checkpoint_interval=10, shared_checkpoint_limit=90, boundaries=(1, 30, 90)),
+            [48],
+        ),
         (stateful(Scope("fixed", 101)), []),
         (stateful(Scope("fixed", 100)), [96]),
-        (stateful(AUTO, boundaries=(1, 30, 90), cold_max=90), []),  # nobody has come back yet
+        (stateful(AUTO, boundaries=(1, 30, 90), shared_checkpoint_limit=90), []),  # nobody has come back yet
         (stateful(AUTO, boundaries=(1, 30, 90), shared=70), [28]),
         (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28, restored=28), []),
         (stateful(AUTO, shared=70), [68]),
@@ -201,7 +210,7 @@ def test_where_the_positional_state_is_kept(case: Case, expected: list[int]) -> 
 
 
 def test_prefill_stops_where_the_state_is_kept() -> None:
-    settings, flat = stateful(interval=32)
+    settings, flat = stateful(checkpoint_interval=32)
     assert make_prefill_chunk(settings, *evolve(flat, valid=28).early, 99) == RunPrefill(
         SlotId(0), 28, 32, checkpoint=True
     )
@@ -224,8 +233,8 @@ def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_t
     ("changes", "expected"),
     [
         ({}, [32, 64, 96]),
-        ({"interval": 33}, [32, 64, 96]),
-        ({"interval": 0}, []),
+        ({"checkpoint_interval": 33}, [32, 64, 96]),
+        ({"checkpoint_interval": 0}, []),
         ({"min_tokens": 65}, [96]),
         ({"store": False}, []),
         ({"stateful": False}, []),
@@ -234,7 +243,7 @@ def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_t
     ],
 )
 def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], expected: list[int]) -> None:
-    settings, flat = stateful(changes.pop("scope", FULL), length=5, **{"interval": 32, **changes})
+    settings, flat = stateful(changes.pop("scope", FULL), length=5, **{"checkpoint_interval": 32, **changes})
     prompt = flat.early[1]
     for step in (1, 3, 4):
         steps = [(before, before + step) for before in range(20, 110, step)]
@@ -255,10 +264,10 @@ def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], exp
         (stateful(min_tokens=97, valid=96), False),
         (stateful(length=98, boundaries=(1, 30, 95), valid=92), True),  # where the answer opens
         (stateful(length=98, boundaries=(1, 30, 95), valid=96), True),  # behind that, and all that the slot has
-        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=28, restored=28), True),  # for new sessions
-        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=24, restored=24), False),
-        (stateful(interval=32, valid=64), True),
-        (stateful(interval=32, valid=60), False),
+        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=28, restored=28), True),  # for new sessions
+        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=24, restored=24), False),
+        (stateful(checkpoint_interval=32, valid=64), True),
+        (stateful(checkpoint_interval=32, valid=60), False),
         (stateful(Scope("fixed", 50), valid=48), True),
         (stateful(Scope("fixed", 50), valid=96), False),
         (stateful(AUTO, boundaries=(1, 30, 90), valid=28), False),  # nothing is shared
@@ -274,7 +283,7 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
     if slot_lease.valid_rows < prompt.prefill_rows:
         ask = start_prefill(settings, slot_lease, prompt, Undrafted("")).effects[0]
         assert isinstance(ask, RunPrefill)
-        assert ask.held is expected
+        assert ask.keeps_state_first is expected
 
 
 def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
@@ -286,7 +295,7 @@ def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() 
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:
-    settings, flat = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
+    settings, flat = stateful(shared_checkpoint_limit=80, boundaries=(1, 30, 60, 90))
     served = evolve(flat, prompt=(*flat.prompt[:40], *flat.prompt[70:]))
     assert marks(settings, served) == [28, 68]
     assert find_next_mark(settings, *served.early) == CheckpointMark(28, beyond_device=True)

@@ -15,12 +15,12 @@ from effects.decode import Decoded
 from states import launch_prices
 from states import speculation_control as control
 from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
-from states.rates import INITIAL_SPARE, Rates
+from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST_REST, REFILL, Plan, SpeculationControl
+from states.speculation_control import LONGEST_TRIAL_GAP, REFILL, Plan, SpeculationControl
 
-CHAIN = Settings(block=15, batch_rows=64)
-TREE = Settings(block=15, tree=22, batch_rows=64)
+CHAIN = Settings(max_proposals=15, batch_rows=64)
+TREE = Settings(max_proposals=15, tree=22, batch_rows=64)
 UNKNOWN = Rates()
 
 
@@ -40,18 +40,18 @@ Draft: TypeAlias = Callable[[int, int], int]  # (proposals, tokens so far) -> ho
 @pytest.mark.parametrize(
     ("changes", "useful"),
     [
-        ({"block": 0}, ()),
-        ({"block": 1}, (1,)),
-        ({"block": 3}, (3,)),
-        ({"block": 4}, (3, 4)),
-        ({"block": 7}, (3, 7)),
-        ({"block": 15}, (3, 7, 15)),
-        ({"block": 10}, (3, 7, 10)),
-        ({"block": 15, "batch_rows": 8}, (3, 7)),
-        ({"block": 15, "batch_rows": 1}, ()),
-        ({"block": 15, "tree": 22}, (3, 7, 15, 22)),
-        ({"block": 15, "tree": 63}, (3, 7, 15, 31, 63)),
-        ({"block": 0, "tree": 22}, ()),
+        ({"max_proposals": 0}, ()),
+        ({"max_proposals": 1}, (1,)),
+        ({"max_proposals": 3}, (3,)),
+        ({"max_proposals": 4}, (3, 4)),
+        ({"max_proposals": 7}, (3, 7)),
+        ({"max_proposals": 15}, (3, 7, 15)),
+        ({"max_proposals": 10}, (3, 7, 10)),
+        ({"max_proposals": 15, "batch_rows": 8}, (3, 7)),
+        ({"max_proposals": 15, "batch_rows": 1}, ()),
+        ({"max_proposals": 15, "tree": 22}, (3, 7, 15, 22)),
+        ({"max_proposals": 15, "tree": 63}, (3, 7, 15, 31, 63)),
+        ({"max_proposals": 0, "tree": 22}, ()),
     ],
 )
 def test_widths_fill_a_forward_up_to_its_rung(changes: dict[str, int], useful: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
 def test_a_draft_that_is_never_right_is_not_free_because_the_machine_became_slower(pace: int, noisy: bool) -> None:
     """In the middle of an answer, and then quick again, and so on: it loses no more than on one that stays as it is."""
     lost, _, _ = one_answer(never, [1, pace, 1, pace], 256, noisy)
-    assert lost <= UNKNOWN.spare + REFILL * 1024
+    assert lost <= UNKNOWN.account + REFILL * 1024
 
 
 @pytest.mark.parametrize("pace", [2, 3, 10])
@@ -199,12 +199,12 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
             proposing, launches = proposing + 1 if proposed else 0, launches + (proposed > 0)
             shape = Shape(0, 1, proposed and 1 + proposed)
             took = pace * true[shape.key[2]] * (rng.choice((100, 100, 105, 130)) if noisy else 100) // 100
-            rates = control.record_launch(rates, plan)
-            if not plan.draft_behind or UNIT * took < plan.price * plan.plain_ns:
+            rates = control.record_step(rates, plan)
+            if not plan.charges_measured_time or UNIT * took < plan.price * plan.plain_ns:
                 rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
             step = done(proposed, draft(proposed, said), took)
             rates, own = (
-                control.record_outcome(CHAIN, rates, plan, step),
+                control.record_speculation_outcome(CHAIN, rates, plan, step),
                 control.update_control(evolve(own, plan=plan), step),
             )
             said += len(step.tokens)
@@ -252,7 +252,7 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
     """And what is not the cheapest it could bear four times: one wide launch that brings nothing shall not end it."""
-    rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
+    rates, member = evolve(STEEP, account=server), sure(3000, 7000, 15000, account=own)
     plan = control.plan_launch([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
     earning = -(-(200 - min(server, own)) // control.REFILL)
@@ -263,28 +263,32 @@ def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own
 
 def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     """And no more: where it ends, it is no later than without a draft, so the server has not lost anything by it."""
-    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=INITIAL_SPARE + 2000)
+    empty, good = evolve(STEEP, account=0), sure(2500, 4000, 5000, account=INITIAL_ACCOUNT + 2000)
     plan = control.plan_launch([(15, good)], ALONE, empty, 64)
     assert (plan.proposals, plan.price, plan.self_funded) == ((7,), 1500, True)
-    assert control.plan_launch([(15, good), (15, evolve(good, spare=INITIAL_SPARE))], ALONE, empty, 64).proposals == (
+    assert control.plan_launch(
+        [(15, good), (15, evolve(good, account=INITIAL_ACCOUNT))], ALONE, empty, 64
+    ).proposals == (
         0,
         0,
     )
-    assert not control.plan_launch([(15, good)], ALONE, evolve(STEEP, spare=INITIAL_SPARE), 64).self_funded, (
+    assert not control.plan_launch([(15, good)], ALONE, evolve(STEEP, account=INITIAL_ACCOUNT), 64).self_funded, (
         "the server can bear it"
     )
     lost, won = done(7, 0), done(7, 7)
-    assert control.record_outcome(CHAIN, empty, plan, lost).spare == 0
-    assert control.update_control(evolve(good, plan=plan), lost).spare == INITIAL_SPARE + 2000 + UNIT + REFILL - 1500
-    assert control.record_outcome(CHAIN, empty, plan, won).spare > INITIAL_SPARE
+    assert control.record_speculation_outcome(CHAIN, empty, plan, lost).account == 0
+    assert (
+        control.update_control(evolve(good, plan=plan), lost).account == INITIAL_ACCOUNT + 2000 + UNIT + REFILL - 1500
+    )
+    assert control.record_speculation_outcome(CHAIN, empty, plan, won).account > INITIAL_ACCOUNT
 
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
     bad = sure(100, 100, 100, seen=9)
-    plan = control.plan_launch([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
+    plan = control.plan_launch([(15, bad)], ALONE, evolve(STEEP, steps_until_trial=1), 64)
     assert plan == Plan((0,), plain_ns=1000, reason="does_not_pay")
     plan = control.plan_launch([(15, bad)], ALONE, STEEP, 64)
-    assert plan == Plan((3,), 1200, 1000, is_trial=True, draft_behind=True, reason="does_not_pay")
+    assert plan == Plan((3,), 1200, 1000, is_trial=True, charges_measured_time=True, reason="does_not_pay")
 
 
 @pytest.mark.parametrize("held_up", [{0}, {4}, {4, 8, 16}, {0, 4, 8, 16}], ids=str)
@@ -299,13 +303,13 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
         proposed = plan.proposals[0]
         proposing = proposing + 1 if proposed else 0
         shape = Shape(0, 1, proposed and 1 + proposed)
-        took = true[shape.key[2]] + 100 * plan.draft_behind
-        rates = control.record_launch(rates, plan)
-        if not plan.draft_behind or UNIT * took < plan.price * plan.plain_ns:
+        took = true[shape.key[2]] + 100 * plan.charges_measured_time
+        rates = control.record_step(rates, plan)
+        if not plan.charges_measured_time or UNIT * took < plan.price * plan.plain_ns:
             rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
         step = done(proposed, min(proposed, 3), took)
         rates, own = (
-            control.record_outcome(CHAIN, rates, plan, step),
+            control.record_speculation_outcome(CHAIN, rates, plan, step),
             control.update_control(evolve(own, plan=plan), step),
         )
         paid += [number] * (proposed > 0 and not plan.is_trial)
@@ -346,8 +350,8 @@ def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: 
 FOUR = launch_prices.estimate_prices(
     (*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64
 )
-RICH = evolve(STEEP, spare=INITIAL_SPARE)
-GOOD, BAD = sure(2500, 4000, 5000, spare=INITIAL_SPARE), sure(100, 100, 100, spare=INITIAL_SPARE)
+RICH = evolve(STEEP, account=INITIAL_ACCOUNT)
+GOOD, BAD = sure(2500, 4000, 5000, account=INITIAL_ACCOUNT), sure(100, 100, 100, account=INITIAL_ACCOUNT)
 
 
 def test_a_launch_has_one_price_however_many_propose() -> None:
@@ -368,7 +372,7 @@ def test_who_gains_most_goes_first() -> None:
 
 
 def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> None:
-    poor = evolve(BAD, spare=499)
+    poor = evolve(BAD, account=499)
     assert control.plan_launch([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
     assert control.plan_launch([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), (
         "it has no account"
@@ -384,9 +388,9 @@ def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> N
 def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     wanted: list[tuple[int, bool, int]], limit: int, rest: int, data: st.DataObject
 ) -> None:
-    rates = evolve(data.draw(some_rates()), rest=rest)
+    rates = evolve(data.draw(some_rates()), steps_until_trial=rest)
     known = control.make_control(CHAIN, rates)
-    members = [(most if drafts else 0, evolve(known, spare=own) if drafts else None) for most, drafts, own in wanted]
+    members = [(most if drafts else 0, evolve(known, account=own) if drafts else None) for most, drafts, own in wanted]
     plan = control.plan_launch(
         members, launch_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit
     )
@@ -417,21 +421,21 @@ def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> Non
 def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
     rates, member = STEEP, KNOWN
     for _ in range(40):
-        rates = control.record_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 3))
+        rates = control.record_speculation_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 3))
         member = control.update_control(member, done(3, 3))
     known, own = rates.gains, member.gains
     rates, member = (
-        control.record_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
+        control.record_speculation_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
         control.update_control(member, done(3, 0)),
     )
     assert rates.seen == member.seen == 41
     assert 0.97 * known[0] <= rates.gains[0] < known[0]
     assert member.gains[0] < 0.95 * own[0]
-    assert rates.spare > INITIAL_SPARE
-    assert control.make_control(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=INITIAL_SPARE), (
+    assert rates.account > INITIAL_ACCOUNT
+    assert control.make_control(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, account=INITIAL_ACCOUNT), (
         "none begins with more"
     )
-    assert control.make_control(CHAIN, evolve(rates, spare=700)).spare == 700
+    assert control.make_control(CHAIN, evolve(rates, account=700)).account == 700
 
 
 def test_what_another_draft_has_taught_is_not_believed() -> None:
@@ -441,15 +445,15 @@ def test_what_another_draft_has_taught_is_not_believed() -> None:
 def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
     rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, is_trial=True)
     for _ in range(10):
-        rates = control.record_launch(rates, trying)
-        rests.append(rates.rest)
-    assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST_REST]
+        rates = control.record_step(rates, trying)
+        rests.append(rates.steps_until_trial)
+    assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST_TRIAL_GAP]
     for _ in range(9):
-        rates = control.record_launch(rates, Plan((3,), 1200))
-    assert rates.pause == 1
-    plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, rest=2, spare=INITIAL_SPARE)
-    assert control.record_launch(resting, plain) == evolve(resting, rest=1)
-    assert control.record_launch(resting, Plan((0,))) == resting, "nobody wanted any"
+        rates = control.record_step(rates, Plan((3,), 1200))
+    assert rates.next_trial_gap == 1
+    plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, steps_until_trial=2, account=INITIAL_ACCOUNT)
+    assert control.record_step(resting, plain) == evolve(resting, steps_until_trial=1)
+    assert control.record_step(resting, Plan((0,))) == resting, "nobody wanted any"
 
 
 def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_did() -> None:
@@ -457,29 +461,34 @@ def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_
     assert control.update_balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
     assert control.update_balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
     waits = evolve(KNOWN, plan=Plan((3, 0), 1500))
-    assert control.update_control(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, (
+    assert control.update_control(waits, done(0, 0)).account == KNOWN.account + REFILL - 500, (
         "who does not propose pays as well"
     )
-    assert control.update_control(evolve(KNOWN, spare=INITIAL_SPARE), done(0, 0)).spare == INITIAL_SPARE + REFILL, (
-        "its own gain is its own"
-    )
+    assert (
+        control.update_control(evolve(KNOWN, account=INITIAL_ACCOUNT), done(0, 0)).account == INITIAL_ACCOUNT + REFILL
+    ), "its own gain is its own"
 
 
 def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
-    four, rates = Plan((3,) * 4, 1500), evolve(STEEP, spare=0)
+    four, rates = Plan((3,) * 4, 1500), evolve(STEEP, account=0)
     for right in (3, 1, 0, 0):
-        rates = control.record_outcome(CHAIN, rates, four, done(3, right))
-    assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
-    gained = control.record_outcome(CHAIN, evolve(STEEP, spare=INITIAL_SPARE), Plan((15,), 1200), done(15, 15))
-    assert gained.spare == INITIAL_SPARE + 16 * (UNIT + REFILL) - 1200
-    assert control.record_launch(gained, Plan((0,))).spare == gained.spare, (
+        rates = control.record_speculation_outcome(CHAIN, rates, four, done(3, right))
+    assert rates.account == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
+    gained = control.record_speculation_outcome(
+        CHAIN, evolve(STEEP, account=INITIAL_ACCOUNT), Plan((15,), 1200), done(15, 15)
+    )
+    assert gained.account == INITIAL_ACCOUNT + 16 * (UNIT + REFILL) - 1200
+    assert control.record_step(gained, Plan((0,))).account == gained.account, (
         "what is earned with tokens has a limit of its own"
     )
-    assert control.record_launch(evolve(STEEP, spare=INITIAL_SPARE), Plan((0,))).spare == INITIAL_SPARE
-    rich = evolve(STEEP, spare=control.MAX_SERVER_SPARE)
-    assert control.record_outcome(CHAIN, rich, Plan((15,), 1200), done(15, 15)).spare == control.MAX_SERVER_SPARE
-    assert control.record_launch(evolve(STEEP, spare=0), Plan((0,) * 4)).spare == REFILL
-    assert control.record_outcome(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
+    assert control.record_step(evolve(STEEP, account=INITIAL_ACCOUNT), Plan((0,))).account == INITIAL_ACCOUNT
+    rich = evolve(STEEP, account=control.MAX_SERVER_ACCOUNT)
+    assert (
+        control.record_speculation_outcome(CHAIN, rich, Plan((15,), 1200), done(15, 15)).account
+        == control.MAX_SERVER_ACCOUNT
+    )
+    assert control.record_step(evolve(STEEP, account=0), Plan((0,) * 4)).account == REFILL
+    assert control.record_speculation_outcome(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
 
 @pytest.mark.parametrize(
@@ -487,12 +496,12 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
 def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
-    assert control.charge_launch(Plan((3,), 1200, 2000, draft_behind=late), took) == price
+    assert control.charge_launch(Plan((3,), 1200, 2000, charges_measured_time=late), took) == price
 
 
 def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
-    assert control.plan_launch([(15, KNOWN)], ALONE, STEEP, 64).draft_behind
-    assert not control.plan_launch([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).draft_behind
+    assert control.plan_launch([(15, KNOWN)], ALONE, STEEP, 64).charges_measured_time
+    assert not control.plan_launch([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).charges_measured_time
 
 
 # --- what comes of it ---
@@ -510,15 +519,15 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
         )  # of whatever company: prices are those of one alone
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
         plan = control.plan_launch(wanted, offer, rates, 64)
-        rates, took = control.record_launch(rates, plan), plan.price + late * plan.draft_behind
+        rates, took = control.record_step(rates, plan), plan.price + late * plan.charges_measured_time
         cost += took
-        assert min(rates.spare, *(members[at].spare for at in busy)) >= 0 or late or not any(plan.proposals)
+        assert min(rates.account, *(members[at].account for at in busy)) >= 0 or late or not any(plan.proposals)
         for at, proposed in zip(busy, plan.proposals, strict=True):
             right = answers[at][0](proposed, answered[at])
             assert 0 <= right <= proposed
             step = done(proposed, right, took * offer.plain_ns // UNIT)
             members[at] = control.update_control(evolve(members[at], plan=plan), step)
-            rates = control.record_outcome(house, rates, plan, step)
+            rates = control.record_speculation_outcome(house, rates, plan, step)
             costs[at] += took
             answered[at] += right + 1
             for gains in (members[at].gains, rates.gains or members[at].gains):
@@ -554,7 +563,7 @@ def some_rates() -> st.SearchStrategy[Rates]:
 @settings(max_examples=60, deadline=None)
 @given(
     rates=some_rates(),
-    house=st.sampled_from([CHAIN, TREE, evolve(CHAIN, block=3), evolve(CHAIN, block=10)]),
+    house=st.sampled_from([CHAIN, TREE, evolve(CHAIN, max_proposals=3), evolve(CHAIN, max_proposals=10)]),
     length=st.integers(LENGTH, 1500),
     moods=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 100)), min_size=1, max_size=12),
     seed=st.integers(0, 99),
@@ -571,9 +580,9 @@ def test_an_answer_never_takes_more_than_two_per_cent_longer_whatever_the_draft_
         return next((right for right in range(proposed) if rng.random() * 100 >= chance), proposed)
 
     cost, _, after = decode(house, rates, (moody, length))
-    assert cost <= UNIT * length + rates.spare + REFILL * length <= 1.02 * UNIT * length
+    assert cost <= UNIT * length + rates.account + REFILL * length <= 1.02 * UNIT * length
     cost, _, _ = decode(house, after, (never, length))
-    assert cost <= UNIT * length + INITIAL_SPARE + REFILL * length, "nor after one in which much was gained"
+    assert cost <= UNIT * length + INITIAL_ACCOUNT + REFILL * length, "nor after one in which much was gained"
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
@@ -608,7 +617,7 @@ def test_an_answer_is_not_later_for_what_the_one_before_it_has_lost(rates: Rates
         found[draft].append(cost)
     behind, later = sum(found[good][2::2]), sum(found[good][3::2])  # a bad one, and one further
     assert behind < 1.1 * later < UNIT * 192 * 20
-    assert max(found[never]) <= UNIT * 192 + INITIAL_SPARE + REFILL * 192
+    assert max(found[never]) <= UNIT * 192 + INITIAL_ACCOUNT + REFILL * 192
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
@@ -618,8 +627,8 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
     for _ in range(30):
         cost, _, rates = decode(CHAIN, rates, *[(never, 64)] * members, late=late)
         costs.append(cost)
-    assert costs[0] <= UNIT * 64 + UNKNOWN.spare + REFILL * 64 + late
-    assert sum(costs) <= (UNIT + REFILL) * 64 * 30 + UNKNOWN.spare + late
+    assert costs[0] <= UNIT * 64 + UNKNOWN.account + REFILL * 64 + late
+    assert sum(costs) <= (UNIT + REFILL) * 64 * 30 + UNKNOWN.account + late
     assert sum(costs[20:]) <= 1.006 * UNIT * 64 * 10
 
 
@@ -629,10 +638,10 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
 def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: float, others: float) -> None:
     """It loses no more than the server had to spare when it came."""
     for seed in range(5):
-        rates = evolve(rates, spare=INITIAL_SPARE)
+        rates = evolve(rates, account=INITIAL_ACCOUNT)
         company = [(steady(chance, seed), 200), *((steady(others, 99 - at), 400) for at in range(3))]
         _, costs, _ = decode(CHAIN, rates, *company)
-        assert costs[0] <= (UNIT + REFILL) * 200 + INITIAL_SPARE
+        assert costs[0] <= (UNIT + REFILL) * 200 + INITIAL_ACCOUNT
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
@@ -677,13 +686,13 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
         plan = control.plan_launch([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
-        rates, time = control.record_launch(rates, plan), time + took
-        if not plan.draft_behind:
+        rates, time = control.record_step(rates, plan), time + took
+        if not plan.charges_measured_time:
             rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
         after = list[tuple[SpeculationControl, int]]()
         for (each, left), proposed in zip(busy, plan.proposals, strict=True):
             step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
-            rates = control.record_outcome(CHAIN, rates, plan, step)
+            rates = control.record_speculation_outcome(CHAIN, rates, plan, step)
             tokens += len(step.tokens)
             if left > len(step.tokens):
                 after.append((control.update_control(evolve(each, plan=plan), step), left - len(step.tokens)))
@@ -713,12 +722,12 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
             control.update_control(evolve(member, plan=plan), step),
-            control.record_launch(rates, plan),
+            control.record_step(rates, plan),
         )
-        rates = control.record_outcome(CHAIN, rates, plan, step)
-        found.append((plan.proposals[0], rates.spare))
+        rates = control.record_speculation_outcome(CHAIN, rates, plan, step)
+        found.append((plan.proposals[0], rates.account))
     assert found == list(zip(proposed, accounts, strict=True))
-    assert member.spare == accounts[-1], "its own has what the server's has, as nobody else is there"
+    assert member.account == accounts[-1], "its own has what the server's has, as nobody else is there"
 
 
 @pytest.mark.parametrize(
@@ -732,8 +741,8 @@ def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, 
     company = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
     offer, rich = (
         launch_prices.estimate_prices((*MEASURED.decode, *company), 0, 4, 64),
-        evolve(MEASURED, spare=INITIAL_SPARE),
+        evolve(MEASURED, account=INITIAL_ACCOUNT),
     )
-    members = [(15, sure(*each, spare=INITIAL_SPARE)) for each in gains]
+    members = [(15, sure(*each, account=INITIAL_ACCOUNT)) for each in gains]
     assert [control.rate_option(way) for way in control.list_options(members, offer, 64)] == worth
     assert control.plan_launch(members, offer, rich, 64).proposals == proposed

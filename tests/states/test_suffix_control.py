@@ -61,11 +61,11 @@ def test_an_outcome_teaches_the_class_of_the_match_before_it() -> None:
     assert after.copied[:4] == before.copied[:4]
     assert after.copied[4][0] == 1
     assert all(now < then for now, then in zip(after.copied[4][1:], before.copied[4][1:], strict=True))
-    assert after.spare == before.spare + 1010 - 1200, "the account pays for it as for a draft's proposals"
+    assert after.account == before.account + 1010 - 1200, "the account pays for it as for a draft's proposals"
 
 
 def test_copies_teach_nothing_of_a_draft_and_the_other_way_round() -> None:
-    both = control.make_control(evolve(COPYING, block=7), CHEAP)
+    both = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
     copied = control.update_control(
         evolve(both, matched=9, plan=Plan((7,), 1200, source="suffix")), Decoded((1,), 7, accepted=0)
     )
@@ -76,7 +76,7 @@ def test_copies_teach_nothing_of_a_draft_and_the_other_way_round() -> None:
 
 
 def test_the_source_is_taken_that_gives_more_for_its_time() -> None:
-    both = control.make_control(evolve(COPYING, block=7), CHEAP)
+    both = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
     plain, draft = Plan((0,)), Plan((7,), 1500)
     copies = Plan((7,), 1200, source="suffix")
     likely, unlikely = evolve(both, matched=40), evolve(both, matched=3)
@@ -89,9 +89,9 @@ def test_the_source_is_taken_that_gives_more_for_its_time() -> None:
 
 def test_trials_of_copies_rest_apart_from_those_of_a_draft() -> None:
     trial = Plan((3,), 1100, is_trial=True, source="suffix")
-    rates = control.record_step(evolve(CHEAP, copy_next_trial_gap=4, pause=8), trial)
+    rates = control.record_step(evolve(CHEAP, copy_next_trial_gap=4, next_trial_gap=8), trial)
     assert (rates.copy_steps_until_trial, rates.copy_next_trial_gap) == (4, 8)
-    assert (rates.rest, rates.pause) == (0, 8)
+    assert (rates.steps_until_trial, rates.next_trial_gap) == (0, 8)
     plain = control.record_step(rates, Plan((0,)))
     assert plain.copy_steps_until_trial == 3
 
@@ -112,13 +112,13 @@ def test_copies_that_are_never_right_cost_no_more_than_the_account() -> None:
         rates = control.record_step(rates, plan)
         done = Decoded((1,), sum(plan.proposals), accepted=0, matched=40)
         state = evolve(state, plan=plan)
-        rates = speculation_control.record_outcome(COPYING, rates, plan, done)
+        rates = speculation_control.record_speculation_outcome(COPYING, rates, plan, done)
         if done.proposed:
             rates = control.record_copies(COPYING, rates, state, done)
         state = control.update_control(state, done)
         lost += plan.price - UNIT
     assert lost <= 5 * UNIT + 2000 * 10
-    assert state.spare >= 0
+    assert state.account >= 0
 
 
 # --- in the world ---

@@ -40,7 +40,9 @@ from states.settings import DecisionContext, Settings
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
 
-EVERYTHING = tuple(one for one in SETTINGS if one.block_size == one.store == one.block == 1 and one.drafter)[:1]
+EVERYTHING = tuple(
+    one for one in SETTINGS if one.block_size == one.store == one.max_proposals == 1 and one.scorer_max_tokens
+)[:1]
 
 
 @pytest.fixture(scope="module")

@@ -211,7 +211,7 @@ def test_what_a_launch_that_goes_on_brings_behind_the_client_stays_in_the_slot()
 
 
 def test_every_step_that_a_launch_takes_alone_counts_in_the_accounts() -> None:
-    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), spare=200))
+    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), account=200))
     one_by_one, _ = after(poor, submitted(ONE, prompt=(1,), max_tokens=40))
     (asked,) = one_by_one.lanes[MAIN].running
     assert isinstance(asked.effect, RunDecode)
@@ -251,7 +251,7 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
 def test_a_second_device_is_a_place_in_the_settings() -> None:
     """A prompt is scored on it while another one is computed on the target's; each lane has its own queue."""
     beside = LaneId(1)
-    apart = evolve(PLAIN, drafter=1000, drafter_lane=beside)
+    apart = evolve(PLAIN, scorer_max_tokens=1000, scorer_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
     assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
@@ -269,7 +269,7 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
     """Who decodes goes on alone meanwhile, and is halted for the newcomer; a few rows are no reason for a lane."""
-    beside = evolve(PLAIN, beside_rows=8, chunk=16)
+    beside = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
     world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
     assert outs[-1] == Launch((EffectRequest(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
     (step,) = world.lanes[MAIN].running
@@ -285,7 +285,9 @@ def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -
     assert launches[0].lane == MAIN
 
 
-WAYS = evolve(PLAIN, beside_rows=8, chunk=16, span=4)  # several chunks at once, on a lane of their own
+WAYS = evolve(
+    PLAIN, prompt_lane_min_rows=8, chunk=16, chunks_per_prefill=4
+)  # several chunks at once, on a lane of their own
 
 
 def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
@@ -330,8 +332,8 @@ def test_of_several_chunks_the_last_is_none_that_decode_steps_share_their_memory
 
 
 def test_chunks_as_narrow_as_decode_steps_are_never_several() -> None:
-    with pytest.raises(ValueError, match="several chunks of 16 rows"):
-        evolve(WAYS, beside_rows=16)
+    with pytest.raises(ValueError, match="16 rows are too few"):
+        evolve(WAYS, prompt_lane_min_rows=16)
 
 
 def test_decode_steps_that_begin_beside_a_prefill_are_beside_it_as_those_it_began_beside() -> None:
@@ -356,7 +358,10 @@ def test_decode_steps_that_end_before_a_prefill_does_were_beside_it_all_the_same
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside decode steps"])
 def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(busy: bool) -> None:
-    beside, company = evolve(PLAIN, beside_rows=8, chunk=16), (submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)))
+    beside, company = (
+        evolve(PLAIN, prompt_lane_min_rows=8, chunk=16),
+        (submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1))),
+    )
     world, _ = after(beside, *(company if busy else ()), submitted(TWO))
     world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
     assert world.rates.prefill == (() if busy else (10_000,))
@@ -373,14 +378,14 @@ def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(
     ids=["as wide as decode steps may be", "wider", "logits are wanted", "a decode step"],
 )
 def test_which_forwards_have_a_lane_of_their_own(effect: Effect, lane: LaneId) -> None:
-    assert choose_lane(evolve(PLAIN, beside_rows=128), effect) == lane
+    assert choose_lane(evolve(PLAIN, prompt_lane_min_rows=128), effect) == lane
     assert choose_lane(PLAIN, effect) == MAIN
 
 
-@pytest.mark.parametrize("other", [{"stateful": True}, {"block": 4}], ids=str)
+@pytest.mark.parametrize("other", [{"stateful": True}, {"max_proposals": 4}], ids=str)
 def test_what_has_more_than_rows_to_keep_in_step_has_one_lane(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is the decode steps' lane's"):
-        evolve(PLAIN, beside_rows=128, **other)
+    with pytest.raises(ValueError, match="with positional state or with a draft"):
+        evolve(PLAIN, prompt_lane_min_rows=128, **other)
 
 
 def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> None:
@@ -517,19 +522,19 @@ def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None
     world, _ = after(DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, Decoded((7,), 1)), (ONE, Decoded((7,))))
     assert ONE not in world.requests
     assert world.rates.gains[0] < control.make_control(DRAFT, Rates()).gains[0]
-    assert world.rates.spare == Rates().spare - 200 + 2 * control.REFILL
+    assert world.rates.account == Rates().account - 200 + 2 * control.REFILL
     assert world.rates.seen == 1
 
 
 def test_why_nothing_is_proposed_is_told() -> None:
-    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), spare=0))
+    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), account=0))
     world, outs = after(poor, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6))
     assert world.requests[ONE].speculation.reason == "loss_limit"  # type: ignore[union-attr]
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
-    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 3200, 0)), rest=9))
+    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 3200, 0)), steps_until_trial=9))
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "does_not_pay"  # type: ignore[union-attr]

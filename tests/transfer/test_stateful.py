@@ -26,7 +26,7 @@ from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import StateMover
-from adapters.transfer.saver import AT_ONCE
+from adapters.transfer.saver import UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
@@ -92,7 +92,7 @@ class Caches(Proposer):
         """It is never late."""
 
     def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
-        state.context = ()
+        state.draft_spans = ()
 
 
 @define
@@ -109,7 +109,7 @@ class StatefulBench:
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
             saving = self.moving.saver.save(RequestId(request), effect)
-            self.moving.saver.pace_snapshot(RequestId(request), AT_ONCE)
+            self.moving.saver.pace_snapshot(RequestId(request), UNPACED)
             return await saving
         (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome

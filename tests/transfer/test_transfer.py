@@ -28,7 +28,7 @@ from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
 from adapters.transfer.copy_rows import RowMover, create_movers
-from adapters.transfer.saver import AT_ONCE, MAX_SNAPSHOT_NS
+from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
@@ -56,7 +56,7 @@ class Bench:
     executor: DeviceExecutor
     moving: Transfer
     shard: DenseShard
-    pace: PaceSnapshot = AT_ONCE  # of every snapshot, from its beginning
+    pace: PaceSnapshot = UNPACED  # of every snapshot, from its beginning
 
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
@@ -219,7 +219,7 @@ async def test_a_snapshot_copies_nothing_before_it_may(bench: Bench, monkeypatch
         tasks.start_soon(save)
         await anyio.sleep(0.05)
         assert copies.begun == []
-        bench.moving.saver.pace_snapshot(RequestId(1), AT_ONCE)
+        bench.moving.saver.pace_snapshot(RequestId(1), UNPACED)
     assert saved == [SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)]
     assert len(copies.begun) == 6
     bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot())  # too late, and for a snapshot that has ended
@@ -241,7 +241,7 @@ async def test_a_snapshot_stops_between_two_runs_and_goes_on(bench: Bench, monke
         await stopped.wait()
         await anyio.sleep(0.05)
         assert copies.begun == [1, 2]
-        bench.moving.saver.pace_snapshot(RequestId(1), AT_ONCE)
+        bench.moving.saver.pace_snapshot(RequestId(1), UNPACED)
     assert len(copies.begun) == 6
     assert not bench.moving.store.collect_figures()["dropped_rows"]
 
@@ -563,8 +563,8 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
     restorer.target = create_movers(parts, bench.moving.store.layout.rows)
     bench.open(2, 3)
     if passed:
-        restorer.raise_fence(RequestId(2), OpenSlot(SlotId(3), SlotId(3), 0, PROMPT, Sampling()))
-        assert await restorer.fences.get_fence(RequestId(2), SlotId(3)).wait() is None
+        restorer.place_fence(RequestId(2), OpenSlot(SlotId(3), SlotId(3), 0, PROMPT, Sampling()))
+        assert await restorer.fences.get_or_place_fence(RequestId(2), SlotId(3)).wait() is None
     failed = await bench.restore(2, await bench.found(2), 3)
     assert failed == StoreFailed("broken", f"layer {lost} is gone")
     assert asked == [*range(lost + 1)], "each is told once, and none once it is of no use"
@@ -583,11 +583,11 @@ def test_loaded_rows_count_when_those_before_them_do() -> None:
     state.add_loaded_rows(30, 40)
     state.add_loaded_rows(40, 60)
     assert state.valid == 10
-    state.advance(20)
+    state.mark_computed(20)
     assert state.valid == 20
-    state.advance(30)
+    state.mark_computed(30)
     assert state.valid == 60
-    state.advance(64)
+    state.mark_computed(64)
     assert state.valid == 64
 
 

@@ -10,7 +10,7 @@ proposals are rolled back. So a step has four parts:
 
 1. *Propose*: the draft says what may follow (`speculation/proposer.py`).
 2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
-3. *DeliverOutcomes*: the shard commits the rows that stay, and the slot states get the kept tokens.
+3. *Settle*: the shard commits the rows that stay, and the slot states get the kept tokens.
 4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
 
 A launch may allow `RunDecode.steps` steps. `DecodeRunner.run` takes them in one of three ways:
@@ -51,7 +51,7 @@ from adapters.device.sampling.sampler import Draw, NotFinite, make_picker
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
 from adapters.device.slots.slot_table import SlotTable
-from adapters.device.slots.slots import SlotState, abandoned_failure, find_decode_misfit
+from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, TextProposer, TreeSource, make_members
@@ -141,7 +141,7 @@ class DecodeRunner:
         outcomes = self.step(asks)
         self.row_watch.learn_new_rows(self.slots, asks)
         following = list(map(self._next_ask, asks, outcomes))
-        if batch.should_stop() or (None in following and self._must_end_together(asks)):
+        if batch.serve_and_check_stop() or (None in following and self._must_end_together(asks)):
             following = [None] * len(asks)
         reported = list[tuple[RequestId, Outcome]]()
         for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
@@ -296,7 +296,7 @@ class DecodeRunner:
         state = self.slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        return find_decode_misfit(state, effect, self.shard.spec.capacity) or state
+        return check_decode_step(state, effect, self.shard.spec.capacity) or state
 
     def fail_half_settled(self, slot: int, error: Exception) -> DeviceFailed:
         """Break the slot: some layers' states may have moved and others not, so nothing can go on from them."""
@@ -347,7 +347,7 @@ class DecodeRunner:
         else:
             # The engine asks for no proposals together with a piece, so all rows stay, as in a prefill.
             self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
-            piece.state.advance(piece.stop)
+            piece.state.mark_computed(piece.stop)
 
     def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
         """Give the draft what the target left of the rows that stay.

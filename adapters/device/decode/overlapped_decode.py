@@ -20,9 +20,10 @@ ahead, but its pick is launched only when step N is known (`InFlightStep.picking
 
 Invariants:
 
-* At most one step is launched beyond the last one that was read.
+* When step N + 1 is launched, all steps before N have been read.
 * The host reads a step only after it has launched the next one, or when there is none.
-* `BatchMember.steps_left` counts the step in flight; no row is launched beyond it or beyond the slot's capacity.
+* `BatchMember.steps_left` counts the step in flight. A request has no row in more steps than that, and none beyond the
+  slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step.
 
 Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 marks A as ended,
@@ -63,8 +64,8 @@ log = logging.getLogger("rekindle.device")
 class BatchMember:
     """One request of a launch.
 
-    steps_left: steps that it may still take, the one in flight included. has_ended: its last outcome is reported; a row
-    that it has in the step in flight is behind its end.
+    steps_left: steps that it may still take, the one in flight included. has_ended: its last outcome is reported; if it
+    has a row in the step in flight, that row lies after its end and is dropped.
     """
 
     request: RequestId
@@ -82,7 +83,7 @@ class InFlightStep:
     first, because a grammar or penalties of a request ask for it.
     """
 
-    rows: Sequence[BatchMember]
+    members: Sequence[BatchMember]
     step: Step
     forward: Forward
     logits: Tensor
@@ -93,8 +94,9 @@ class InFlightStep:
 class OverlappedDecode:
     """Runs overlapped decode steps. Every method but `set_pace` is called on the lane.
 
-    follow: called with each step after its rows are committed, so that a draft's own context keeps up. find_matches:
-    called when the picks of a step are appended. All other fields are those of `DecodeRunner`.
+    follow: called with each step after its rows are committed, so that a draft's own context keeps up. find_ready_slot:
+    returns the state of a request's slot, or why it cannot decode. is_abandoned: has the request been given up?
+    find_matches: called when the picks of a step are appended, returns `Decoded.matched`.
     """
 
     shard: Pipeline
@@ -107,7 +109,7 @@ class OverlappedDecode:
     _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
-    _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
+    _in_flight: InFlightStep | None = field(init=False, default=None)  # None before the first read of a launch
 
     def __attrs_post_init__(self) -> None:
         self._pacer = build_step_pacer(self.shard.spec.device)
@@ -129,7 +131,10 @@ class OverlappedDecode:
         )
 
     def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
-        """Take steps until every request has its last outcome. Return no asks, because none is left."""
+        """Take steps until every request has its last outcome.
+
+        Return the asks that other ways of decoding go on with, which are none: all requests have ended.
+        """
         try:
             members = self._begin_members(asks, batch)
             self._run(self._launch_first(members, batch), batch)
@@ -137,29 +142,31 @@ class OverlappedDecode:
             self._in_flight = None
         return ()
 
-    def is_done_with(self, slot: int) -> bool:
-        """Is the device done with every step that had a row of the slot? Called between two steps.
+    def is_known_unused(self, slot: int) -> bool:
+        """Is it known that no step which the device still runs has a row of the slot? Called between two steps.
 
-        All steps before the one in flight have been read, so only that one counts. Copies that openings launched are
-        not covered.
+        False also where nothing is known, because no step has been read yet. All steps before the one in flight have
+        been read, so only that one counts. Copies that openings launched are not covered.
         """
-        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.rows)
+        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.members)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
         started_ns = time.perf_counter_ns()
         while running is not None:
             self._commit_rows(running)
-            staying = [] if batch.should_stop() else [row for row in running.rows if self._may_continue(row)]
+            staying = (
+                [] if batch.serve_and_check_stop() else [row for row in running.members if self._may_continue(row)]
+            )
             joining = self._begin_members(batch.take_joining(), batch)
             following = self._launch_next(running, staying, joining, batch)
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
-            launched_again = set() if following is None else set(staying)
-            outcomes = self._append_picks(running, picked, launched_again, read_ns - started_ns)
+            continuing = set() if following is None else set(staying)
+            outcomes = self._append_picks(running, picked, continuing, read_ns - started_ns)
             started_ns = read_ns
             if following is not None and following.picking is None:
-                following.picking = self._start_picking(following.logits, following.rows)
+                following.picking = self._start_picking(following.logits, following.members)
             batch.report_outcomes(outcomes)
             self._in_flight = following
             running = following
@@ -199,16 +206,16 @@ class OverlappedDecode:
         joining: Sequence[BatchMember],
         batch: RunningBatch,
     ) -> InFlightStep | None:
-        """Launch the step behind `running`: what its staying rows pick is fed, then the last tokens of those that join.
+        """Launch the step after `running`: what its staying rows pick is fed, then the last tokens of those that join.
 
         Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`.
         """
         assert running.picking is not None
         tokens = running.picking.tokens
         try:
-            if len(staying) < len(running.rows):
+            if len(staying) < len(running.members):
                 places = set(staying)
-                indices = [index for index, row in enumerate(running.rows) if row in places]
+                indices = [index for index, row in enumerate(running.members) if row in places]
                 tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
@@ -223,15 +230,15 @@ class OverlappedDecode:
             row.steps_left -= 1
         return following
 
-    def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread: int = 0) -> InFlightStep:
+    def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread_count: int = 0) -> InFlightStep:
         """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
 
-        unread: the number of rows, from the first on, that feed a token which the host has not read yet. It stands one
-        position further than the slot state knows.
+        unread_count: the number of rows, from the first on, that feed a token which the host has not read yet. Such a
+        token stands one position further than the slot state knows.
 
-        Queued prompts finish sooner if decode steps leave the GPU to the running prefill; `PaceSteps` asks for that.
+        If a pace is set (`set_pace`), the step waits for its beat, so that a running prefill gets the GPU in between.
         """
-        offsets = [int(index < unread) for index in range(len(rows))]
+        offsets = [int(index < unread_count) for index in range(len(rows))]
         segments = tuple(
             Segment(row.slot, row.state.valid + offset, 1) for row, offset in zip(rows, offsets, strict=True)
         )
@@ -239,12 +246,12 @@ class OverlappedDecode:
         forward = self.shard.forward(step, tokens)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
-        if unread and pace_ns is not None:
+        if unread_count and pace_ns is not None:
             self._pacer.beat(pace_ns)
         else:
             self._pacer.stop()
         picking = None
-        if all(row.state.sampler.picks_independently for row in rows[:unread]):
+        if all(row.state.sampler.picks_independently for row in rows[:unread_count]):
             picking = self._start_picking(logits, rows, offsets)
         return InFlightStep(rows, step, forward, logits, picking)
 
@@ -256,11 +263,11 @@ class OverlappedDecode:
         draws = list[Draw]()
         for row, offset in zip(rows, offsets or [0] * len(rows), strict=True):
             state = row.state
-            sampler = self._find_default_sampler(state.sampler) if row.has_ended else state.sampler
+            sampler = self._get_default_sampler(state.sampler) if row.has_ended else state.sampler
             draws.append(Draw(sampler, state.valid + offset + 1))
         return start_picking(logits, draws)
 
-    def _find_default_sampler(self, sampler: Sampler) -> Sampler:
+    def _get_default_sampler(self, sampler: Sampler) -> Sampler:
         """Return a sampler without settings on the device of `sampler`, made once."""
         if self._default_sampler is None:
             self._default_sampler = Sampler(Sampling(), (), self.shard.spec.vocab_size, sampler.device)
@@ -268,23 +275,23 @@ class OverlappedDecode:
 
     def _commit_rows(self, running: InFlightStep) -> None:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
-        kept = [int(not row.has_ended) for row in running.rows]
+        kept = [int(not row.has_ended) for row in running.members]
         self.shard.commit(running.step, kept)
-        self.follow(running.step, running.forward, kept, [row.state for row in running.rows])
+        self.follow(running.step, running.forward, kept, [row.state for row in running.members])
 
     def _append_picks(
-        self, running: InFlightStep, picked: Sequence[Picked], launched_again: Set[BatchMember], took_ns: int
+        self, running: InFlightStep, picked: Sequence[Picked], continuing: Set[BatchMember], took_ns: int
     ) -> list[tuple[RequestId, Outcome]]:
         """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.
 
-        launched_again: those that have a row in the next step. took_ns: since the step before was read, so it includes
+        continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
         the wait for the device.
         """
-        answering = [(row, one) for row, one in zip(running.rows, picked, strict=True) if not row.has_ended]
+        answering = [(row, one) for row, one in zip(running.members, picked, strict=True) if not row.has_ended]
         for row, one in answering:
             if isinstance(one, Pick):
                 row.state.commit((one.token,))
-            row.has_ended = not isinstance(one, Pick) or row not in launched_again or one.token in row.state.stops
+            row.has_ended = not isinstance(one, Pick) or row not in continuing or one.token in row.state.stops
         matches = self.find_matches([(row.slot, row.state) for row, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
         for (row, one), matched in zip(answering, matches, strict=True):

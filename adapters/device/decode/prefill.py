@@ -88,7 +88,7 @@ def find_prompt_piece(
         return None
     states = shard.states
     is_long = effect.stop - effect.start > states.block and not states.settles_apart
-    if states.specs and (effect.held or is_long):
+    if states.specs and (effect.keeps_state_first or is_long):
         return None
     return (
         PromptPiece(effect.slot, effect.start, effect.stop, state)
@@ -137,7 +137,7 @@ def run_prefill(
         for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
             if event is not None:
                 event.synchronize()
-            state.advance(stop)
+            state.mark_computed(stop)
             yield stop
     except BaseException:
         # Chunks before this one may still run, and where their rows go may belong to another slot soon.

@@ -37,5 +37,5 @@ def prefill_with_logprobs(
             return DeviceFailed("broken", f"slot {effect.slot}: the logits of rows {start}..{stop} are not finite")
         logprobs += logprobs_of(logits, state.tokens[start + 1 : stop + 1], effect.logprobs)
         shard.commit(step, [stop - start])
-        state.advance(stop)
+        state.mark_computed(stop)
     return PrefillAdvanced(effect.stop, 0, tuple(logprobs))

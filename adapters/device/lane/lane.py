@@ -127,7 +127,7 @@ class DeviceLane:
     ) -> None:
         self.device = torch.device(device)
         self.devices = tuple(dict.fromkeys((*others, self.device)))
-        self._beside = purpose
+        self._purpose = purpose
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
         self._next: list[
             _Submitted[Any] | _Posted | None
@@ -213,7 +213,7 @@ class DeviceLane:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)
-            if self._beside:
+            if self._purpose:
                 torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             while (job := self._take()) is not None:

@@ -36,7 +36,9 @@ class ExecutorLanes:
     main: DeviceLane
     prompts: DeviceLane | None = None
     _openings: dict[SlotId, Opening] = field(init=False, factory=dict[SlotId, Opening])
-    _told: torch.cuda.Event | None = field(init=False, default=None)  # behind the last opening that needed one
+    _last_opening_event: torch.cuda.Event | None = field(
+        init=False, default=None
+    )  # behind the last opening that needed one
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
@@ -63,8 +65,8 @@ class ExecutorLanes:
 
         def open_and_announce() -> None:
             if opening():
-                self._told = record_event(self.main.device)
-            opened.set_result(self._told)
+                self._last_opening_event = record_event(self.main.device)
+            opened.set_result(self._last_opening_event)
 
         def on_opened(_: object, error: BaseException | None) -> None:
             done(None, error)

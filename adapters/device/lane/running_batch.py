@@ -82,14 +82,14 @@ class RunningBatch:
     before_report: called before outcomes are reported.
     """
 
-    steps: OutcomeQueue
+    outcomes: OutcomeQueue
     lane: DeviceLane
     before_report: Callable[[], object]
     _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
     def join(self, asks: Sequence[EffectRequest]) -> None:
         """Make these requests members. They have their first row in the next step."""
-        self.steps.members |= dict.fromkeys(ask.request for ask in asks)
+        self.outcomes.members |= dict.fromkeys(ask.request for ask in asks)
         self._joining += asks
 
     def take_joining(self) -> list[EffectRequest]:
@@ -98,17 +98,17 @@ class RunningBatch:
         self._joining = []
         return asks
 
-    def should_stop(self) -> bool:
-        """Should the launch end here? Called between two steps.
+    def serve_and_check_stop(self) -> bool:
+        """Carry out the short work that waits for the lane, then say whether the launch should end here.
 
-        Requests that have just joined get one step before other work gets the lane.
+        Called between two steps. Requests that have just joined get one step before other work gets the lane.
         """
         return self.lane.serve_between_steps() and not self._joining
 
     def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
         """Report the outcomes of a step to the event loop."""
         self.before_report()
-        self.steps.put(outcomes)
+        self.outcomes.put(outcomes)
 
 
 @define(eq=False)

@@ -153,22 +153,22 @@ class Picking:
     ends: Mapping[int, str]
     wanted: Sequence[int]
     most: int
-    _told: Tensor
+    _host_results: Tensor
     _arrived: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         """Start the copy to the host on a stream of its own. Neither the host nor the device waits for it."""
-        if self._told.is_cuda:
-            with side_stream(self._told) as stream:
-                there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
-                self._told = there.copy_(self._told, non_blocking=True)
+        if self._host_results.is_cuda:
+            with side_stream(self._host_results) as stream:
+                there = torch.empty(self._host_results.shape, dtype=self._host_results.dtype, pin_memory=True)
+                self._host_results = there.copy_(self._host_results, non_blocking=True)
                 self._arrived = stream.record_event()
 
     def read(self) -> list[Picked]:
         """Return the picks. Waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values = self._told.tolist()
+        values = self._host_results.tolist()
         width = 2 + 2 * self.most
         more = iter(values[3 * len(self.rows) :])
         weighed = {index: list(islice(more, width)) for index in self.wanted}

@@ -66,7 +66,7 @@ class StateCheckpoints:
 
     def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
         """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""
-        if effect.held and self.keep_beyond_device is not None:
+        if effect.keeps_state_first and self.keep_beyond_device is not None:
             self.keep_beyond_device(request, effect.slot, effect.start)
 
     def keep_before_step(self, request: RequestId, effect: RunDecode) -> None:

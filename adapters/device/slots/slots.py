@@ -21,18 +21,20 @@ class SlotState:
     """The state of a slot. Every OpenSlot makes a new one, so nothing of an earlier request stays behind.
 
     Read and changed on lanes, and on one lane at a time. The exception: rows may be loaded on one lane while those
-    before them are computed on another, so `loaded` and `valid` are changed together under a lock.
+    before them are computed on another, so `mark_computed` and `add_loaded_rows` change `loaded` and `valid` under a
+    lock. `commit` and `set_state_row` need none, because no load is in flight then.
 
     tokens: the prompt, then the answer.
     valid: rows `[0, valid)` are those of `tokens[:valid]`. Rows past it are garbage, except those that were loaded.
         Rows are taken back by lowering it.
-    loaded: a span of rows that came from a store, possibly while rows before them are still computed.
+    loaded: the last span of rows that came from a store, possibly while rows before them are still computed. A span
+        that does not continue it replaces it.
     stops: tokens that end the answer; a decode step keeps nothing past the first of them.
     context: the spans of rows that a draft has its own rows for, ascending, none touching the next.
-    rows_ahead: for a model with positional state. Its state is the one behind row `valid`, but the slot has this many
-        more rows of keys and values.
+    rows_ahead: for a model with positional state. Its state is the one after rows [0, valid), but the slot has this
+        many more rows of keys and values.
     salt: whose rows these are; requests of another salt do not share them.
-    refusal: why nothing is done in this slot for the request, although its rows are there.
+    refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
     """
 
     request: RequestId
@@ -41,7 +43,7 @@ class SlotState:
     sampler: Sampler
     loaded: Span = (0, 0)
     stops: frozenset[int] = frozenset()
-    context: tuple[Span, ...] = ()
+    draft_spans: tuple[Span, ...] = ()
     rows_ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
@@ -50,14 +52,14 @@ class SlotState:
     @property
     def draft_rows(self) -> Span:
         """The draft's rows right before `valid`, without a gap. The span is empty if the last row is missing."""
-        for start, stop in self.context:
+        for start, stop in self.draft_spans:
             if start < self.valid <= stop:
                 return start, self.valid
         return self.valid, self.valid
 
     def add_draft_rows(self, start: int, stop: int) -> None:
         """Note that the draft has rows `[start, stop)` now."""
-        self.context = add_span(self.context, start, stop)
+        self.draft_spans = add_span(self.draft_spans, start, stop)
 
     def holds(self, tokens: Sequence[int]) -> bool:
         """Do the first rows stand for exactly these tokens?"""
@@ -69,19 +71,19 @@ class SlotState:
         with self._lock:
             first, last = self.loaded
             self.loaded = (first, stop) if first < last == start else (start, stop)
-            self._advance(self.valid)
+            self._mark_computed(self.valid)
 
-    def resume(self, stop: int) -> None:
-        """Note that the positional state behind row `stop` is in place. The rows before it were there already."""
+    def set_state_row(self, stop: int) -> None:
+        """Note that the positional state after rows [0, stop) is in place. Those rows were there already."""
         self.rows_ahead = max(0, self.valid + self.rows_ahead - stop)
         self.valid = stop
 
-    def advance(self, valid: int) -> None:
+    def mark_computed(self, valid: int) -> None:
         """Note that rows up to `valid` are computed. Loaded rows that follow them become valid as well."""
         with self._lock:
-            self._advance(valid)
+            self._mark_computed(valid)
 
-    def _advance(self, valid: int) -> None:
+    def _mark_computed(self, valid: int) -> None:
         start, stop = self.loaded
         self.valid = stop if start <= valid < stop else valid
 
@@ -96,8 +98,8 @@ class SlotState:
         self.sampler.append(picked)
 
 
-def begin_slot(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
-    """Return the state of a slot that is opened. sampler: makes the sampler of the request.
+def begin_slot(request: RequestId, opening: OpenSlot, make_sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
+    """Return the state of a slot that is opened. make_sampler: makes the sampler of the request.
 
     If no sampler can be made, that is the request's own failure (`refusal`) and not the slot's. Other requests count on
     the rows that the slot is opened with, even if this request has left before it hears of the failure.
@@ -105,12 +107,12 @@ def begin_slot(request: RequestId, opening: OpenSlot, sampler: Callable[[Samplin
     prompt = opening.prompt
     refusal = None
     try:
-        picks = sampler(opening.sampling, prompt)
+        sampler = make_sampler(opening.sampling, prompt)
     except Exception as error:  # noqa: BLE001 - the request gets it
-        picks = sampler(Sampling(), prompt)
+        sampler = make_sampler(Sampling(), prompt)
         refusal = opening_failure(opening, error)
     stops = frozenset(opening.stop_tokens)
-    return SlotState(request, list(prompt), opening.keep, picks, stops=stops, salt=opening.salt, refusal=refusal)
+    return SlotState(request, list(prompt), opening.keep, sampler, stops=stops, salt=opening.salt, refusal=refusal)
 
 
 def opening_failure(opening: OpenSlot, error: BaseException) -> DeviceFailed:
@@ -123,7 +125,7 @@ def abandoned_failure(request: RequestId) -> DeviceFailed:
     return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
 
 
-def slots_lost_by(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
+def find_lost_slots(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
     """Return the slots whose rows are not there, if opening `slot` raised this error."""
     if error is None:
         return ()
@@ -146,7 +148,7 @@ def check_opening(opening: OpenSlot, shard: Shard) -> None:
         raise ValueError(f"the prompt has tokens that are not in 0..{shard.spec.vocab_size - 1}")
 
 
-def find_decode_misfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
+def check_decode_step(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
     """Return why this cannot be the slot's next decode step; None if it can. capacity: rows of a slot."""
     position = effect.position
     token = effect.token

@@ -194,7 +194,7 @@ class DraftContext(Proposer, Generic[D]):
         """Copy the draft's rows with those of the target, and drop the backlog of the slot that was opened."""
         self._pop_deferred(target)
         if source != target:
-            for start, stop in state.context:
+            for start, stop in state.draft_spans:
                 self.draft.copy_rows(source, target, start, stop)
 
 

@@ -98,7 +98,7 @@ async def measure_draft(
     try:
         settings = target.settings
         source: ProposalSource = "suffix" if name == SUFFIX else "draft"
-        width = min(wanted.width, settings.max_copied if source == "suffix" else settings.block)
+        width = min(wanted.width, settings.max_copied if source == "suffix" else settings.max_proposals)
         if not width:
             raise UserError(f"--draft {name}: {wanted.model} has no such draft, so nothing is proposed")
         answers = {str(number): answer for number, (_, answer) in enumerate(texts)}

@@ -81,7 +81,7 @@ class Simulation:
         self.tally = Tally(InfiniteCache(settings.block_size))
         kept = create_index(build_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
-        self._shortening = SimulatedCompression(self.setup.compression, settings.drafter)
+        self._shortening = SimulatedCompression(self.setup.compression, settings.scorer_max_tokens)
         self._start_process()
 
     def run(self) -> None:

@@ -38,7 +38,7 @@ from engine.tools.simulation.simulated_compression import count_scored, shorten_
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
-from engine.tools.simulation.virtual_clock import Clock, Queue
+from engine.tools.simulation.virtual_clock import Clock, SerialServer
 from states.events import Event, ForEngine, ForRequest, Happened, Submitted, TimerElapsed
 from states.request_states import Held, get_remainder
 from states.sequences import round_down_to_block
@@ -76,15 +76,15 @@ class Process:
     keeping: SimulatedStore
     keep_frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
     world: World = field(init=False)
-    lane: Queue = field(init=False)
+    lane: SerialServer = field(init=False)
     live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
     joining: list[EffectRequest] = field(factory=list[EffectRequest])  # requests that join the next launch
     undisturbed: bool = True  # since the first of them joined; see `carry_out`
 
     def __attrs_post_init__(self) -> None:
-        assert not self.settings.block
+        assert not self.settings.max_proposals
         self.world = make_world(self.settings)
-        self.lane = Queue(self.clock)
+        self.lane = SerialServer(self.clock)
 
     @property
     def is_idle(self) -> bool:

@@ -28,7 +28,7 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.tally import Tally
-from engine.tools.simulation.virtual_clock import Clock, Queue
+from engine.tools.simulation.virtual_clock import Clock, SerialServer
 
 ZERO = torch.zeros(1, dtype=torch.uint8)
 
@@ -62,12 +62,12 @@ class SimulatedDisk:
     threads: ClassVar = ()
     damaged_files: ClassVar[Mapping[str, int]] = {}
     counts: Counter[str] = field(factory=Counter[str])
-    reader: Queue = field(init=False)
-    writer: Queue = field(init=False)
+    reader: SerialServer = field(init=False)
+    writer: SerialServer = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.reader = Queue(self.clock)
-        self.writer = Queue(self.clock)
+        self.reader = SerialServer(self.clock)
+        self.writer = SerialServer(self.clock)
         self.recent_prompts.max_bytes = min(MAX_BYTES, self.index.budget // RECENT_SHARE)
 
     def touch(self, entry: Entry) -> None:

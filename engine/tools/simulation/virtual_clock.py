@@ -40,7 +40,7 @@ class Clock:
 
 
 @define
-class Queue:
+class SerialServer:
     """Work that is done one piece after the other, as on a device's lane, by a disk's reader or by its writer."""
 
     clock: Clock

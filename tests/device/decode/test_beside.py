@@ -159,10 +159,10 @@ def test_rows_that_are_loaded_while_those_before_them_are_computed_are_never_los
 
         def _advance(self, valid):
             if not self.others:
-                self.others.append(threading.Thread(target=self.advance, args=(64,)))
+                self.others.append(threading.Thread(target=self.mark_computed, args=(64,)))
                 self.others[0].start()
                 self.others[0].join(0.05)
-            super()._advance(valid)
+            super()._mark_computed(valid)
 
     state = Interrupted(RequestId(1), [0] * 200, 0, None)
     state.add_loaded_rows(64, 128)

@@ -55,7 +55,7 @@ class RoundSetup:
         """The rows of a slot, and the draft's where it has them."""
         state = self.driver.executor.parts.slots.find_state(slot)
         found = list(self.target.rows.export(slot, 0, valid).values())
-        for start, stop in state.context:
+        for start, stop in state.draft_spans:
             found += self.draft.rows.export(slot, start, stop).values()
         return found
 
@@ -109,7 +109,7 @@ async def played(setup: RoundSetup, sampling: Sampling, seed: int, steps: int = 
         client = chance.choice(clients)
         found += await setup.driver.decode(client, propose=chance.choice([0, 0, 1, 2, 3, 3, 5, 7, 7, 9, 12]))
     states = [setup.driver.executor.parts.slots.find_state(slot) for slot in range(SLOTS)]
-    kept = [(state.tokens, state.valid, state.context) for state in states]
+    kept = [(state.tokens, state.valid, state.draft_spans) for state in states]
     return found, kept, [setup.left(client.slot, client.valid) for client in clients]
 
 

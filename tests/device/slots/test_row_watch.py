@@ -20,7 +20,7 @@ from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import build_options
 from tests.models.checkpoints import save_qwen3
@@ -48,7 +48,7 @@ async def answer(running: Engine, job: Job) -> tuple[Tokens, str]:
     raise AssertionError("its stream has no end")
 
 
-def spoil(target: Target, slot: int, change: str) -> None:
+def spoil(target: LoadedModel, slot: int, change: str) -> None:
     """As a fault in the memory of rows would."""
     with torch.inference_mode():
         rows = target.shard.parts[0].rows.view(slot, 70, 200)
@@ -66,7 +66,7 @@ def noticed(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("change", ["zeros", "one bit", "moved"])
 async def test_rows_that_change_between_two_requests_are_noticed_and_computed_again(
-    target: Target, change: str, caplog: pytest.LogCaptureFixture
+    target: LoadedModel, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(PROMPT, 20)
     async with run_engine(target.settings, target.executor, paranoid=True) as running:
@@ -80,7 +80,7 @@ async def test_rows_that_change_between_two_requests_are_noticed_and_computed_ag
         assert "are not what they were when they were written" in noticed(caplog)[0]
 
 
-async def test_without_the_option_nobody_looks(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_option_nobody_looks(target: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(PROMPT, 20)
     async with run_engine(target.settings, target.executor) as running:
         right = await answer(running, job)
@@ -90,7 +90,7 @@ async def test_without_the_option_nobody_looks(target: Target, caplog: pytest.Lo
 
 
 async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_they_are_read(
-    target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    target: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, steps, step = Job(PROMPT, 60), 0, DecodeRunner.step
 
@@ -125,7 +125,7 @@ class Forgetful(KvCache):
 
 
 async def test_memory_that_a_pool_gives_back_too_early_is_noticed_and_no_token_is_wrong(
-    target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    target: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random, heads = Random(4), [tuple(10 + (7 + at) * n % 140 for n in range(3 * PAGE)) for at in range(4)]
     jobs = [Job((*random.choice(heads)[: random.choice((200, 300, 520))], 11 + number % 3), 12) for number in range(60)]

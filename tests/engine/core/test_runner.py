@@ -419,7 +419,7 @@ async def test_where_the_draft_is_can_be_seen() -> None:
         assert plain.door.status().props["runtime"] == {
             "draft_residency": {"policy": "auto", "draft": None, "drafter": None}
         }
-    async with engine(evolve(SETTINGS, block=3, residency=Resolved("request-scoped", "park"))) as running:
+    async with engine(evolve(SETTINGS, max_proposals=3, residency=Resolved("request-scoped", "park"))) as running:
         running.door.live = lambda: LiveFigures(
             MemoryLedger({"draft": ModelBytes(0, 7)}, None, (), None, None, {}, {}, {}, {})
         )

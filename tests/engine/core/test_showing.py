@@ -153,7 +153,10 @@ async def test_what_was_turned_away_is_counted_and_spent_no_time() -> None:
 
 def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there() -> None:
     """Two wait for one model: the event that it is there names one of them, and both go on to prefill."""
-    world, meter = make_world(evolve(SETTINGS, block=4, residency=Resolved("request-scoped", "park"))), RequestMeter()
+    world, meter = (
+        make_world(evolve(SETTINGS, max_proposals=4, residency=Resolved("request-scoped", "park"))),
+        RequestMeter(),
+    )
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
     stages = []
@@ -171,7 +174,7 @@ def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there
 
 def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
     """One prefills, another has asked for a draft that is there already: what it waits for is the lane."""
-    world, meter = make_world(evolve(SETTINGS, block=4)), RequestMeter()
+    world, meter = make_world(evolve(SETTINGS, max_proposals=4)), RequestMeter()
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
     another = evolve(job, salt="another")  # so that it does not follow the first one

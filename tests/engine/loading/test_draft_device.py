@@ -55,7 +55,9 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
             placement = DraftPlacement(
                 device=APART, dtype=spec.dtype, slots=spec.slots, capacity=spec.capacity, buckets=spec.buckets
             )
-            kernels = build_own_kernels(found, target.checkpoint.config, placement, kept=target.kept, fast=False)
+            kernels = build_own_kernels(
+                found, target.checkpoint.config, placement, kept=target.calibrations, fast=False
+            )
             apart = build_draft(found, placement, kernels, target.checkpoint)
             expected, head = proposed(beside, width), target.shard.head
             assert proposed(apart, width) == expected

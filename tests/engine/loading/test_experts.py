@@ -147,12 +147,12 @@ async def test_on_a_gpu_answers_are_those_of_experts_on_the_device(
         target = await load_target(build_options(model=str(folder), experts=place, **how))
         try:
             found[place] = await answers(target)
-            if target.offloaded is not None:
-                shown = target.memory(0).experts
+            if target.host_experts is not None:
+                shown = target.build_ledger(0).experts
                 assert 0 < shown["on_device"] < shown["count"] == 48
                 assert 0 < shown["brought"] < shown["needed"]
                 assert shown["moved"] > shown["on_device"], "some have moved since the first"
-                assert target.memory(0).models["target"].host == shown["host_bytes"] == 48 * 3 * 64 * 128 * 2
+                assert target.build_ledger(0).models["target"].host == shown["host_bytes"] == 48 * 3 * 64 * 128 * 2
                 assert "experts=host (" in describe_costs(target)
         finally:
             await target.close()

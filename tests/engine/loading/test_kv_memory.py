@@ -16,7 +16,7 @@ from effects.ports import Closed
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
 from engine.loading.device_survey import Placement
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.loading.memory_estimate import compute_fit
 from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool
 from engine.serving.announce import describe_costs
@@ -90,7 +90,7 @@ def test_what_a_draft_keeps_is_charged_for_every_slot() -> None:
     assert need.compute_taken(fit) == FIXED + 16 * LIMIT * 20 * KIB + fit.pages * PAGE * ROW <= need.available
 
 
-async def answers(target: Target, jobs: list[Job], *, together: bool) -> list[tuple[Tokens, str]]:
+async def answers(target: LoadedModel, jobs: list[Job], *, together: bool) -> list[tuple[Tokens, str]]:
     told = list[tuple[Tokens, str]]([((), "")] * len(jobs))
 
     async def one(number: int) -> None:
@@ -124,7 +124,7 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
         assert describe_costs(target) == f"  {cost}"
         assert settings.pages == min((1 << 20) // (PAGE * token), 16)
         assert settings.max_context == min(1024, settings.pages * PAGE)
-        assert target.memory(0).slots["target"] == settings.pages * PAGE * token <= 1 << 20
+        assert target.build_ledger(0).slots["target"] == settings.pages * PAGE * token <= 1 << 20
         head = tuple(10 + number % 140 for number in range(settings.max_context // 3))
         jobs = [Job((*head, *(11 + number,) * 40), 60) for number in range(6)]
         alone = await answers(target, jobs, together=False)

@@ -32,7 +32,9 @@ from states import rates as world_rates
 from states.rates import Rates, record_load, record_prefill
 from states.settings import Settings
 
-FOUND = RestoreTimes(from_memory=900, from_files=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
+FOUND = RestoreTimes(
+    from_memory=900, from_files=2_000, prefill_slowdown=1100, load_slowdown=1500, single=4_000, zstd=800
+)
 CHUNK = 64
 
 
@@ -71,8 +73,8 @@ HOSTILE = {
     "words": json.dumps({**GOOD, "from_memory": "7"}).encode(),
     "a list of ratios": json.dumps({**GOOD, "zstd": [800]}).encode(),
     "an endless ratio": json.dumps({**GOOD, "zstd": 10**12}).encode(),
-    "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
-    "endlessly slow beside": json.dumps({**GOOD, "prefill_beside": 10**9}).encode(),
+    "quicker beside than alone": json.dumps({**GOOD, "load_slowdown": 999}).encode(),
+    "endlessly slow beside": json.dumps({**GOOD, "prefill_slowdown": 10**9}).encode(),
     "many digits": FOUND.to_json().replace("2000", "2" * 3900).encode(),
     "large": FOUND.to_json().encode() + b" " * LARGEST,
 }
@@ -139,7 +141,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     assert store.close()
     assert first.loads.keys() == {"host", "disk"}
     assert min(first.loads.values()) > 0
-    assert min(first.prefill_beside, first.load_beside) >= 1000
+    assert min(first.prefill_slowdown, first.load_slowdown) >= 1000
     assert first.prefill == (1000,)
     assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal", "auto-codec"}, (
         "samples do not stay"
@@ -304,7 +306,7 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
 @pytest.mark.parametrize("load_ns", [10, 900, 1100, 100_000])
 def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     """Times that are known from the start decide as the same times do after a hundred requests taught them."""
-    first = RestoreTimes(from_memory=load_ns, from_files=load_ns, prefill_beside=1200, load_beside=1100).add_to(
+    first = RestoreTimes(from_memory=load_ns, from_files=load_ns, prefill_slowdown=1200, load_slowdown=1100).add_to(
         Rates(prefill=(1000,)), {"host": load_ns, "disk": load_ns}
     )
     taught = Rates()

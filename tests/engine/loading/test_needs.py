@@ -43,7 +43,7 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
     options = build_options(model=str(tmp_path / "model"), device="cpu", **how)
     target = await load_target(options)
     try:
-        ledger = target.memory(0)
+        ledger = target.build_ledger(0)
         (need,) = estimate_needs(
             options, target.checkpoint.config, F32, plan_placement(options.placement, target.checkpoint.config), None
         )

@@ -61,7 +61,7 @@ SETTINGS = Settings(
     batch_rows=32,
     store=True,
     stateful=True,
-    interval=48,
+    checkpoint_interval=48,
     state_places=3,
 )
 SAMPLED = Sampling(temperature=0.9, seed=5)
@@ -135,7 +135,7 @@ async def process(
     folder: Path, host: int = 0, known: Sequence[Tokens] = (), **changes: object
 ) -> AsyncIterator[OneStart]:
     """From its start to its end; what it kept is in the folder."""
-    settings = evolve(SETTINGS, block=7 if known else 0, **changes)
+    settings = evolve(SETTINGS, max_proposals=7 if known else 0, **changes)
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
     store = open_store(
@@ -367,7 +367,7 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
     settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, draft, **how))
-    assert settings.block == 15
+    assert settings.max_proposals == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "could propose 31 tokens at once, but only 15 can be undone" in caplog.text
     assert executor.close()

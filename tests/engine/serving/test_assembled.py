@@ -40,7 +40,7 @@ async def test_decode_steps_hear_whether_prompts_wait_for_each_other(monkeypatch
         OverlappedDecode, "set_pace", lambda _, *, evenly, interval_ns: told.append((evenly, interval_ns))
     )
     executor = drive(FakeShard()).executor
-    settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, beside_rows=8)
+    settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, prompt_lane_min_rows=8)
     async with run_engine(settings, executor) as running, create_task_group() as tasks:
         running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=True, interval_ns=7)), tasks)
         running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=False)), tasks)

@@ -24,7 +24,7 @@ from engine.loading.device_survey import (
     measure_host_slots,
     plan_placement,
 )
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.loading.open_store import disk_folder
 from engine.settings.options import Options, build_options, flat_values
 from engine.settings.paths import find_model_folder
@@ -274,13 +274,13 @@ CHANGED: dict[str, dict[str, Any]] = {
 PLANS = {"single": {"device": "cpu"}, "split": {"target_devices": "cpu:0,cpu,cpu:0", "target_layer_split": "1,1,2"}}
 
 
-def outcome(target: Target) -> dict[str, Any]:
+def outcome(target: LoadedModel) -> dict[str, Any]:
     """But for measured times: all that a server and its clients can tell of a target, but where its layers are."""
     assert target.transfer is not None
     shard, store, draft = target.shard, target.transfer.store, target.draft
     assert store.lower_tiers
     assert draft is not None
-    ledger = target.memory(0)
+    ledger = target.build_ledger(0)
     return {
         "settings": evolve(target.settings, rates=Rates()),
         "identity": target.identity,

@@ -23,7 +23,7 @@ from effects.job import Job
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, UnloadModel
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 from tests.device.driver import TINY, VOCAB
 from tests.e2e.test_speculation import FLAT, answers, words
@@ -197,7 +197,7 @@ SHAPE = {"device": "cpu", "max_ctx": 512, "slots": 2, "draft": "none", "disk_pre
 SHAPE |= {"prefill_compression": "always", "prefill_keep_ratio": 0.3}
 
 
-async def shortened(target: Target, jobs: list[Job]) -> tuple[list[object], list[str]]:
+async def shortened(target: LoadedModel, jobs: list[Job]) -> tuple[list[object], list[str]]:
     """What was answered, and why prompts were not shortened."""
     heard = await answers(target, jobs, rates=FLAT)
     told = [one.closed.report.compression for one in heard if one.closed is not None]
@@ -217,13 +217,13 @@ async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
     target = await load_target(build_options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
-    shown = target.memory(0).drafter
+    shown = target.build_ledger(0).drafter
     assert (shown.device, shown.error) == ("ipc+cpu:0", "")
     assert await shortened(target, jobs) == expected
     fates.coming[:] = [(Op.SCORE, "asked", 0)]
     assert await shortened(target, jobs[:1]) == (plain[0][:1], ["drafter_io"])
     assert await shortened(target, jobs) == expected
-    assert target.memory(0).drafter.restarts == 1
+    assert target.build_ledger(0).drafter.restarts == 1
     for _ in range(2):  # as often as anybody likes
         await target.close()
     assert all(not thread.is_alive() for dial in dials for thread in dial.threads), "nothing is left running"

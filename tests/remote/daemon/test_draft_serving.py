@@ -14,7 +14,7 @@ from adapters.remote.protocol.messages import Op
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
 from tests.remote.daemon.test_faults import made, on_threads
@@ -26,7 +26,7 @@ SHAPE |= {"kv_cache_interval": 64}
 
 @define(eq=False)
 class DraftedTarget:
-    target: Target
+    target: LoadedModel
     fates: Fates
     jobs: Sequence[Job]
     plain: Sequence[tuple]
@@ -104,13 +104,13 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     assert serving.draft.state == "lost"
     assert reasons(without)[-1] == "draft_lost"
     assert not proposed(without)[-1]
-    assert serving.target.memory(0).draft.error == "the other end has closed the connection"
+    assert serving.target.build_ledger(0).draft.error == "the other end has closed the connection"
     serving.fates.gate.set()
     await serving.back()
     anew = await serving.right()  # what was kept of its rows is right
     assert all(proposed(anew))
     assert not any(reasons(anew))
-    told = serving.target.memory(0).draft
+    told = serving.target.build_ledger(0).draft
     assert (told.restarts, told.error) == (1, ""), "what is over is no error any more"
 
 

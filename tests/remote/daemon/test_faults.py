@@ -29,7 +29,7 @@ from effects.job import Job
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.background_load import load_target
-from engine.loading.load_target import Target
+from engine.loading.load_target import LoadedModel
 from engine.loading.shard_server import ServedModel
 from engine.settings.options import build_options
 from engine.settings.paths import choose_draft_name, find_model_folder
@@ -49,7 +49,7 @@ ENDINGS = {"stop", "length"}
 class Split:
     """A target of which half is on threads, and what one that is not answers."""
 
-    target: Target
+    target: LoadedModel
     fates: Fates
     jobs: Sequence[Job]
     plain: Sequence[tuple]

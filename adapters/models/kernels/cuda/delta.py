@@ -193,7 +193,7 @@ class CudaDelta:
         width = ring.shape[2]
         block = 128
         launch(
-            delta_rows.keep,
+            delta_rows.store_settled_rows,
             (len(plan.runs) - 1, triton.cdiv(width, block)),
             plan.chunks,
             plan.runs,

@@ -193,7 +193,7 @@ def convolve(
 
 
 @triton.jit
-def keep(
+def store_settled_rows(
     chunks_ptr,
     runs_ptr,
     settled_ptr,

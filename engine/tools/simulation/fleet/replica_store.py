@@ -15,7 +15,7 @@ from adapters.store.block_keys import TOKEN_BYTES
 from effects.ids import Tier
 from engine.tools.simulation.fleet.prompt_paths import PromptPath
 from engine.tools.simulation.simulated_costs import Costs
-from engine.tools.simulation.virtual_clock import Clock, Queue
+from engine.tools.simulation.virtual_clock import Clock, SerialServer
 from states.routing.route_prices import SHARED_TIER
 
 
@@ -69,16 +69,16 @@ class ReplicaStore:
     shared: SharedStore | None
     on_change: Callable[[Tier, Sequence[bytes], Sequence[bytes]], None]
     indexes: dict[Tier, BlockIndex] = field(init=False)  # the quickest tier first
-    reader: Queue = field(init=False)
-    writer: Queue = field(init=False)
-    network_in: Queue = field(init=False)
-    network_out: Queue = field(init=False)
+    reader: SerialServer = field(init=False)
+    writer: SerialServer = field(init=False)
+    network_in: SerialServer = field(init=False)
+    network_out: SerialServer = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.reader = Queue(self.clock)
-        self.writer = Queue(self.clock)
-        self.network_in = Queue(self.clock)
-        self.network_out = Queue(self.clock)
+        self.reader = SerialServer(self.clock)
+        self.writer = SerialServer(self.clock)
+        self.network_in = SerialServer(self.clock)
+        self.network_out = SerialServer(self.clock)
         self.indexes = {"host": self.host, "disk": self.disk}
         if self.shared is not None:
             self.indexes[SHARED_TIER] = self.shared.index
