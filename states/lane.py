@@ -105,7 +105,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     else:
         running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, further_steps)
-    return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
+    return (
+        evolve(after, runs_unattended=False)
+        if after.runs_unattended and (ends_together or any(lane.plan.proposals))
+        else after
+    )
 
 
 def count_further_steps(outcome: Outcome) -> int:

@@ -294,28 +294,6 @@ def plan_proposals(
     return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_steps))
 
 
-def should_stop_to_copy(lane: Lane, requests: Mapping[RequestId, State], rates: Rates, settings: Settings) -> bool:
-    """Would a launch that continues alone without proposals copy something if it ended now?
-
-    This is asked whenever an outcome of such a launch brings a match.
-    """
-    if not (lane.runs_unattended and lane.last_was_decode and lane.running) or any(lane.plan.proposals):
-        return False
-    running = [with_proposable_tokens(one, requests) for one in lane.running]
-    plan = plan_proposals(running, requests, rates, settings.batch_rows, proposing_steps=0)
-    return plan.source == "suffix" and any(plan.proposals)
-
-
-def with_proposable_tokens(effect_request: EffectRequest, requests: Mapping[RequestId, State]) -> EffectRequest:
-    """Return a running decode step with the proposals that the request could have in its next one."""
-    state = requests.get(effect_request.request)
-    if not isinstance(state, Speculating) or not isinstance(state.speculation, Drafted):
-        return effect_request
-    widest = suffix_control.find_widest(state.speculation.control)
-    most = max(0, min(widest, state.answer.count_proposable(state.prompt.job)))
-    return with_decode_plan(effect_request, most, steps=1)
-
-
 def get_launch_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
     """Return what the time of a launch of these decode steps depends on."""
     effects = get_decode_effects(decode_steps)

@@ -86,8 +86,7 @@ class SpeculationControl:
     seen: int = 0  # decode steps with proposals
     account: int = 0  # thousandths of a plain step that may still be lost
     plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
-    # Used by `states/suffix_control.py`; no widths where no text is searched.
-    copy_widths: tuple[int, ...] = ()
+    copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
     copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
     matched: int = 0  # as in `Decoded`, of the last outcome
 
@@ -143,17 +142,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
     spare = update_balance(control.account, control.plan, done)
-    return SpeculationControl(
-        control.widths,
-        gains,
-        control.branching,
-        seen,
-        spare,
-        control.plan,
-        control.copy_widths,
-        control.copied,
-        control.matched,
-    )
+    return SpeculationControl(control.widths, gains, control.branching, seen, spare, control.plan)
 
 
 def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ from states.speculation_control import (
 # For each class, the decode steps with a match of that class, then the proposals that are expected to be right of each
 # width, in thousandths.
 ClassGains: TypeAlias = tuple[tuple[int, ...], ...]
-Wanted: TypeAlias = Sequence[tuple[int, SpeculationControl | None]]
+ProposalLimits: TypeAlias = Sequence[tuple[int, SpeculationControl | None]]
 
 CLASS_STARTS = (3, 5, 9, 17, 33)  # tokens: the shortest match of each class
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
@@ -99,7 +99,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     copied = control.copied
     if done.proposed and control.plan.source == "suffix":
         copied = update_class_gains(copied, control.copy_widths, control.matched, done, REQUEST_MEMORY)
-    return evolve(after, copied=copied, matched=done.matched)
+    return evolve(after, copy_widths=control.copy_widths, copied=copied, matched=done.matched)
 
 
 def update_class_gains(
@@ -134,7 +134,7 @@ def find_widest(control: SpeculationControl) -> int:
     return max((*control.widths, *(control.copy_widths if has_match(control) else ())), default=0)
 
 
-def plan_copies(wanted: Wanted, prices: LaunchPrices, rates: Rates, row_limit: int) -> Plan:
+def plan_copies(wanted: ProposalLimits, prices: LaunchPrices, rates: Rates, row_limit: int) -> Plan:
     """Choose what each member copies. The arguments are those of `speculation_control.plan_launch`."""
     copying = [
         (min(most, control.copy_widths[-1]), view_as_draft(control))

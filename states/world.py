@@ -37,7 +37,6 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect, EffectRequest, Launch
-from effects.decode import Decoded
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
@@ -49,6 +48,7 @@ from effects.stream import Abandon, StopLaunch
 from states import experts, pacing, policy, rates, residency, slot_admission, slots, suffix_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
+from states.copy_launches import join_launch, stop_to_copy
 from states.events import (
     Admitted,
     Cancelled,
@@ -71,7 +71,7 @@ from states.events import (
 from states.experts import Residents
 from states.followers import note_awaited_rows
 from states.lane import Lane
-from states.launch_choice import choose_launch, should_stop_to_copy, with_launch_plan
+from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome, teaches_times
 from states.pacing import Pacing
@@ -84,7 +84,6 @@ from states.slots import Slot, Slots
 from states.table import TABLE
 
 Output: TypeAlias = EffectRequest | Launch
-NEW = New()
 STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)  # no lane has their effects
 
 
@@ -187,17 +186,9 @@ class Fold:
                 raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
             self.react(answer.request, answer.outcome)
         self.process_pending()
-        if self.settings.max_copied and any(
-            isinstance(one.outcome, Decoded) and one.outcome.matched for one in outcomes
-        ):
-            self.stop_to_copy()
-
-    def stop_to_copy(self) -> None:
-        """End the launch of decode steps after its current step if copies would pay."""
-        lane = self.lanes[MAIN]
-        if should_stop_to_copy(lane, self.requests, self.rates, self.settings):
-            self.lanes[MAIN] = evolve(lane, runs_unattended=False)
-            self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
+        context = DecisionContext(self.settings, self.rates)
+        self.lanes[MAIN], stops = stop_to_copy(self.lanes[MAIN], outcomes, self.requests, context)
+        self.outputs += stops
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
         """Take an outcome off its lane and learn from it."""
@@ -209,13 +200,10 @@ class Fold:
                 self.slots = slots.record_checkpoint(
                     self.slots, effect_request, answer.outcome, self.requests, self.settings
                 )
-            case _:
-                pass
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
         if teaches_times(answer, lane, self.settings, is_beside=is_beside):
             self.learn_times(effect_request.effect, answer, lane)
-        ends_together = bool(self.settings.max_proposals) or any(lane.plan.proposals)
-        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
+        self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.max_proposals))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
@@ -255,7 +243,7 @@ class Fold:
 
     def react(self, request: RequestId, event: Event) -> None:
         """Make the request's transition, update what the requests share, and route the effects."""
-        before = self.requests.get(request, NEW)
+        before = self.requests.get(request, New())
         transition = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(transition.state, "computing", False):
             is_loaded = isinstance(transition.state, Restoring)
@@ -344,11 +332,8 @@ class Fold:
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number] = lane_queue.join_waiting(ready)
-        if self.settings.max_copied:
-            lane = self.lanes[number]
-            self.lanes[number] = evolve(lane, plan=evolve(lane.plan, proposals=(0,) * len(lane.running)))
-            self.requests |= with_launch_plan(self.lanes[number], self.requests)
+        self.lanes[number], planned = join_launch(ready, self.requests, self.settings)
+        self.requests |= planned
         self.outputs.append(Launch(ready.waiting, number, joins=True))
 
     def admit_waiting(self) -> None:

@@ -79,8 +79,7 @@ def choose_settings(
     block = count_most_proposals(draft, shard)
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
-    batch_rows = min(BATCH_ROWS, numerics.batch_rows)
-    max_copied = min(count_most_copied(parts.text_proposer, shard), batch_rows - 1)
+    max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
     shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
     places = (
         describe_placement(shard.parts) if draft is None else f"{describe_placement(shard.parts)},draft@{draft.place}"
@@ -97,7 +96,7 @@ def choose_settings(
         chunks_per_prefill=choose_prefill_span(shard, concurrent=bool(concurrent_rows)),
         block_size=numerics.block_size,
         keep_decoded=has_buckets,
-        batch_rows=batch_rows,
+        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
         settles_apart=stateful and shard.states.settles_apart,
         prompt_lane_min_rows=concurrent_rows,

@@ -16,7 +16,6 @@ from attrs import evolve, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import StoredTensor
 from adapters.device.speculation.proposer import DraftModel, TextProposer
-from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.family import ModelConfig
@@ -33,7 +32,6 @@ from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.projection import LastHidden
 from adapters.models.drafts.mtp.weights import list_head_products
-from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
 from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
@@ -46,7 +44,7 @@ from engine.loading.device_survey import Placement, build_kernels, choose_device
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_options import SpeculationOptions
 from engine.settings.options import Options
-from engine.settings.paths import OWN, choose_draft_name, copies_text
+from engine.settings.paths import OWN, choose_draft_name
 from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
@@ -318,23 +316,9 @@ def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     return most
 
 
-def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer | None:
-    """Return what copies earlier text, if that was asked for and copies can be verified exactly."""
-    if not copies_text(options.speculation.draft):
-        return None
-    if numerics.mode != "buckets":
-        log.warning("nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here")
-        return None
-    matcher = build_text_matcher()
-    if matcher is None:
-        log.warning("--draft %s: nothing is copied, because there is no compiled library", options.speculation.draft)
-        return None
-    return SuffixProposer(matcher)
-
-
-def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline) -> int:
+def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch_rows: int) -> int:
     """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
-    most = 0 if text_proposer is None else MOST_COPIED
+    most = 0 if text_proposer is None else min(MOST_COPIED, batch_rows - 1)
     return min(most, shard.states.block - 1) if shard.states.specs else most
 
 

@@ -43,19 +43,12 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.loading.attach_draft import add_draft, get_last_kernels, offload_unused_draft
+from engine.loading.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
-from engine.loading.load_draft import (
-    BATCH_ROWS,
-    DraftNeighbours,
-    FoundDraft,
-    build_text_proposer,
-    check_provable,
-    find_draft,
-)
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, check_provable, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding

@@ -39,7 +39,7 @@ def choose_draft_name(asked: str, model: str) -> str:
 
 
 def copies_text(asked: str) -> bool:
-    """Return whether earlier text is copied, alone or beside a draft. asked: the value of `--draft`."""
+    """Return whether earlier text is copied, alone or together with a draft. asked: the value of `--draft`."""
     return asked == SUFFIX or asked.endswith(f"+{SUFFIX}")
 
 

@@ -54,7 +54,7 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import Proposer, TextProposer, TreeSource, make_members
+from adapters.device.speculation.proposer import Proposer, TextProposer, choose_tree_source, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -163,15 +163,7 @@ class DecodeRunner:
             return None  # another place may be the one to copy from now, or none
         return EffectRequest(
             ask.request,
-            RunDecode(
-                effect.slot,
-                state.valid,
-                last,
-                effect.propose,
-                checkpoint=False,
-                steps=effect.steps - 1,
-                source=effect.source,
-            ),
+            evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),
         )
 
     def _must_end_together(self, asks: Sequence[EffectRequest]) -> bool:
@@ -196,9 +188,8 @@ class DecodeRunner:
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
         state = self.find_ready_slot(ask.request, effect)
-        if effect.checkpoint or isinstance(state, DeviceFailed):
-            return None
-        if effect.propose and effect.source == "suffix":
+        copies = effect.propose > 0 and effect.source == "suffix"
+        if effect.checkpoint or copies or isinstance(state, DeviceFailed):
             return None
         taken = native.step(effect.slot, state, effect.propose, self.proposer)
         if taken is None:
@@ -216,11 +207,6 @@ class DecodeRunner:
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         return [0] * len(slots) if self.text_proposer is None else self.text_proposer.find_matches(slots)
-
-    def _find_tree_source(self, asks: Sequence[EffectRequest]) -> TreeSource | None:
-        """Return what makes the proposals of these steps. All of them name the same source."""
-        copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in asks)
-        return self.text_proposer if copies and self.text_proposer is not None else self.proposer
 
     def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
@@ -249,7 +235,9 @@ class DecodeRunner:
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            members = make_members(self._find_tree_source(asks), taken, self.shard.spec.capacity)
+            members = make_members(
+                choose_tree_source(asks, self.proposer, self.text_proposer), taken, self.shard.spec.capacity
+            )
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)

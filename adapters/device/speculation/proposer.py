@@ -17,6 +17,8 @@ from adapters.models.drafts.cached_draft import BlockRequest, Pick
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.step import Step
+from effects.all import EffectRequest
+from effects.decode import RunDecode
 
 
 class DraftModel(Protocol):
@@ -161,6 +163,14 @@ class Proposer(TreeSource, Protocol):
         Whoever puts the row there counts it by `rows.count`.
         """
         return None
+
+
+def choose_tree_source(
+    asks: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
+) -> TreeSource | None:
+    """Return what makes the proposals of these decode steps. All of them name the same source."""
+    copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in asks)
+    return text_proposer if copies and text_proposer is not None else proposer
 
 
 def make_members(

@@ -18,7 +18,7 @@ class IndexedText(Protocol):
 
     @property
     def address(self) -> int:
-        """Where the library finds the text, as long as this object lives."""
+        """The address of the text for the library, as long as this object lives."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class TextMatcher(Protocol):
     def make_text(self) -> IndexedText: ...
 
     def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> TextMatches:
-        """Search each text, and the archive beside it, for the longest match of the end of the text.
+        """Search each text, and its archive, for the longest match of the end of the text.
 
         Of equally long matches, that counts whose next token is the most frequent one, and of these the newest. The
         text goes before the archive.

@@ -35,7 +35,7 @@ SLOT = SlotId(0)
 
 @define
 class DraftFigures:
-    """What one kind of draft did. steps: decode steps of all answers. proposing: those in which it proposed."""
+    """Counts of one kind of draft. steps: decode steps of all answers. proposing: those in which it proposed."""
 
     draft: str
     requests: int = 0
