@@ -16,18 +16,21 @@ from states.lane import Lane, join_waiting
 from states.launch_choice import plan_proposals, with_decode_plan, with_launch_plan
 from states.rates import Rates
 from states.request_states import Drafted, Speculating, State
-from states.settings import DecisionContext, Settings
+from states.settings import Settings
 
 
 def stop_to_copy(
-    lane: Lane, outcomes: Sequence[EffectOutcome], requests: Mapping[RequestId, State], context: DecisionContext
+    lane: Lane,
+    outcomes: Sequence[EffectOutcome],
+    requests: Mapping[RequestId, State],
+    rates: Rates,
+    settings: Settings,
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
     """Ask a launch to end after its current step if its outcomes brought a match and a copy would pay."""
-    settings = context.settings
     if not settings.max_copied:
         return lane, ()
     has_match = any(isinstance(one.outcome, Decoded) and one.outcome.matched for one in outcomes)
-    if not has_match or not should_stop_to_copy(lane, requests, context.rates, settings):
+    if not has_match or not should_stop_to_copy(lane, requests, rates, settings):
         return lane, ()
     return evolve(lane, runs_unattended=False), (EffectRequest(lane.running[0].request, StopLaunch()),)
 

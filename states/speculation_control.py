@@ -227,7 +227,6 @@ def plan_launch(
         control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose
     )
     price_doubted = round_up_to_bucket(len(wanted) + sum(proposals)) in prices.doubted_buckets
-    is_dependable = pays and not draft_behind and not price_doubted
     return Plan(
         tuple(proposals),
         best.price,
@@ -237,7 +236,7 @@ def plan_launch(
         price_doubted=price_doubted,
         self_funded=gained > rates.account,
         reason="does_not_pay",
-        steps=count_bearable_steps(best.price, spare) if is_dependable else 1,
+        steps=count_bearable_steps(best.price, spare) if pays and not (draft_behind or price_doubted) else 1,
     )
 
 

@@ -186,8 +186,7 @@ class Fold:
                 raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
             self.react(answer.request, answer.outcome)
         self.process_pending()
-        context = DecisionContext(self.settings, self.rates)
-        self.lanes[MAIN], stops = stop_to_copy(self.lanes[MAIN], outcomes, self.requests, context)
+        self.lanes[MAIN], stops = stop_to_copy(self.lanes[MAIN], outcomes, self.requests, self.rates, self.settings)
         self.outputs += stops
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
@@ -311,8 +310,7 @@ class Fold:
                 if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
                     given = self.slots, launched[-1], self.requests, self.settings
                     self.slots, prefill = slots.assign_checkpoint_place(*given)
-                    launched = (*launched[:-1], prefill)
-                    lane = evolve(lane, running=launched)
+                    lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
                 if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
                     self.rates = suffix_control.record_step(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)

@@ -54,7 +54,7 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import Proposer, TextProposer, choose_tree_source, make_members
+from adapters.device.speculation.proposer import Proposer, TextProposer, choose_tree_source, is_proposing, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -141,7 +141,8 @@ class DecodeRunner:
         outcomes = self.step(asks)
         self.row_watch.learn_new_rows(self.slots, asks)
         following = list(map(self._next_ask, asks, outcomes))
-        if batch.serve_and_check_stop() or (None in following and self._must_end_together(asks)):
+        ends_together = self.proposer is not None or any(is_proposing(ask) for ask in asks)
+        if batch.serve_and_check_stop() or (None in following and ends_together):
             following = [None] * len(asks)
         reported = list[tuple[RequestId, Outcome]]()
         for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
@@ -164,12 +165,6 @@ class DecodeRunner:
         return EffectRequest(
             ask.request,
             evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),
-        )
-
-    def _must_end_together(self, asks: Sequence[EffectRequest]) -> bool:
-        """Must a launch of these steps end for all of its requests when it ends for one of them?"""
-        return self.proposer is not None or any(
-            isinstance(ask.effect, RunDecode) and ask.effect.propose for ask in asks
         )
 
     def add_pages(self, asks: Sequence[EffectRequest]) -> None:

@@ -165,6 +165,11 @@ class Proposer(TreeSource, Protocol):
         return None
 
 
+def is_proposing(ask: EffectRequest) -> bool:
+    """Is it a decode step with proposals?"""
+    return isinstance(ask.effect, RunDecode) and ask.effect.propose > 0
+
+
 def choose_tree_source(
     asks: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
 ) -> TreeSource | None:
