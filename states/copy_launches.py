@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from effects.all import EffectRequest
-from effects.decode import Decoded
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId
 from effects.stream import StopLaunch
 from states import suffix_control
@@ -62,10 +62,14 @@ def join_launch(
 ) -> tuple[Lane, dict[RequestId, State]]:
     """Make all waiting effects members of the running launch. Also returns the states that are to know its plan.
 
-    Nothing is proposed in a launch that others join, so a request that joins is charged for plain steps.
+    Nothing is proposed in a launch that others join. So a request that joins proposes nothing, although it might have a
+    match, and is charged for plain steps.
     """
-    joined = join_waiting(lane)
     if not settings.max_copied:
-        return joined, {}
+        return join_waiting(lane), {}
+    plain = tuple(
+        with_decode_plan(one, 0, one.effect.steps) for one in lane.waiting if isinstance(one.effect, RunDecode)
+    )
+    joined = join_waiting(evolve(lane, waiting=plain))
     joined = evolve(joined, plan=evolve(joined.plan, proposals=(0,) * len(joined.running)))
     return joined, with_launch_plan(joined, requests)

@@ -332,7 +332,7 @@ class Fold:
             return
         self.lanes[number], planned = join_launch(ready, self.requests, self.settings)
         self.requests |= planned
-        self.outputs.append(Launch(ready.waiting, number, joins=True))
+        self.outputs.append(Launch(self.lanes[number].running[-len(ready.waiting) :], number, joins=True))
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""

@@ -9,7 +9,7 @@ from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, SlotId
 from effects.stream import StopLaunch
-from states import launch_choice, speculation_control
+from states import copy_launches, launch_choice, speculation_control
 from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
 from states.launch_prices import UNIT
@@ -160,6 +160,15 @@ def test_a_launch_without_proposals_ends_when_a_copy_would_pay() -> None:
     (ask,) = launch.asks
     assert isinstance(ask.effect, RunDecode)
     assert (ask.effect.propose, ask.effect.source) == (7, "suffix")
+
+
+def test_a_request_with_a_match_joins_a_plain_launch_without_proposals() -> None:
+    world = decoding(COPYING, ONE, TWO)
+    lane, waiting = world.lanes[MAIN], EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, propose=5, steps=6))
+    lane = evolve(lane, running=lane.running[:1], waiting=(waiting,), plan=Plan((0,)))
+    joined, states = copy_launches.join_launch(lane, world.requests, COPYING)
+    assert joined.running[1] == EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, steps=6))
+    assert [state.speculation.control.plan.proposals for state in states.values()] == [(0, 0), (0, 0)]
 
 
 def test_a_launch_goes_on_where_a_match_is_not_worth_its_price() -> None:
