@@ -3,7 +3,13 @@ a draft that stays or one that comes and goes, as chains and as trees, beside re
 executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
-[--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]`
+[--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
+[--family gpt_oss] [--quantize int8] [--longest 700] [--answer 48]`
+
+`--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
+draft. For GLM `--draft mtp` takes the checkpoint's prediction head, and for Gemma 4 `--draft assistant` an assistant.
+`distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
+faults, so a share below a quarter is an error.
 
 Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
 compared with answers that are computed cold, alone and without a draft: their tokens, with `--logprobs` the
@@ -36,6 +42,7 @@ from adapters.store.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness_followers import answer_among_companions
+from benchmarks.family_checkpoints import FAMILIES, save_family
 from benchmarks.listening import Listening
 from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.subjects import NAMES
@@ -63,6 +70,7 @@ LONGEST = 700  # tokens of a prompt
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 OFF, FULL = Scope("off"), Scope("full")
 TREE = 22
+LEAST_DISTINCT = 0.25  # of the tokens of an answer; fewer would say little
 
 
 async def prompts(text: Text, count: int) -> list[Tokens]:
@@ -166,6 +174,12 @@ async def together(
 # --- what is compared ---
 
 
+def compute_distinct_share(answers: Sequence[Answered]) -> float:
+    """Return the share of different tokens in an answer, the mean over all answers that have tokens."""
+    shares = [len(set(one.tokens)) / len(one.tokens) for one in answers if one.tokens]
+    return round(sum(shares) / max(1, len(shares)), 2)
+
+
 @define(eq=False)
 class Comparison:
     """Answers against the plain ones, and what the reports told."""
@@ -194,6 +208,7 @@ class Comparison:
                 for one, other in zip(found, self.plain, strict=True)
             ),
             "tokens": sum(len(one.tokens) for one in found),
+            "distinct": compute_distinct_share(found),
             "rounds": sum(report.decode_steps for report in reports),
             "proposed": sum(report.proposed for report in reports),
             "accepted": sum(report.accepted for report in reports),
@@ -247,6 +262,13 @@ class Comparison:
         finally:
             await target.lane.run(target.draft.load_back)
 
+    async def run_silent(self, name: str, work: Callable[[], Awaitable[list[Answered]]]) -> None:
+        """Do the same with jobs that want no draft."""
+        jobs = self.jobs
+        self.jobs = [evolve(job, speculate=False) for job in jobs]
+        await self.run(f"{name}, without a draft", work)
+        self.jobs = jobs
+
     async def restored(self) -> list[Answered]:
         """Beyond the device: the slots are empty, and everything was kept before. It is brought back, whatever that is
         worth: what it took is forgotten.
@@ -266,16 +288,18 @@ class Comparison:
         return found
 
 
-MODES = ("cold", "batched", "continued", "trees", "scoped", "followers", "host", "disk", "executed")
+MODES = ("cold", "batched", "continued", "trees", "scoped", "followers", "host", "disk", "silent", "executed")
 
 
-def made(count: int, ends: Tokens, skip: int = 0, logprobs: int = -1) -> list[Job]:
+def made(
+    count: int, ends: Tokens, skip: int = 0, logprobs: int = -1, *, longest: int = LONGEST, answer: int = ANSWER
+) -> list[Job]:
     """Of every kind in turn; of each the first one greedy, the next one sampled, and so on; without the first ones."""
-    by_kind = held_out_prompts(list(NAMES), -(-(skip + count) // len(NAMES)), LONGEST)
+    by_kind = held_out_prompts(list(NAMES), -(-(skip + count) // len(NAMES)), longest)
     ways = Sampling(logprobs=logprobs), evolve(SAMPLED, logprobs=logprobs)
     mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][: skip + count]
     return [
-        Job(prompt, ANSWER, evolve(ways[n // len(NAMES) % 2], seed=n), ends, OFF)
+        Job(prompt, answer, evolve(ways[n // len(NAMES) % 2], seed=n), ends, OFF)
         for n, prompt in enumerate(mixed)
         if n >= skip
     ]
@@ -302,7 +326,8 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             options, **shape | {"kv_cache_dir": given.leave or folder / "killed", "host_cache_budget": 0}
         )
         text = Text.load(find_model_folder(options.model))
-        jobs = made(given.prompts, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs)
+        sizes = {"longest": given.longest, "answer": given.answer}
+        jobs = made(given.prompts, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs, **sizes)
         await text.aclose()
         if given.leave:
             await leave(killed, jobs)
@@ -311,31 +336,29 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
         compared = Comparison(target, jobs, folder, [], [], heard, seed=given.seed)
         silent = [evolve(job, speculate=False) for job in jobs]
         compared.plain = await together(target, silent, at_once=1)
+        assert compute_distinct_share(compared.plain) >= LEAST_DISTINCT, "answers repeat the same few tokens"
         if compared.listening is not None:
             compared.said = Counter(compared.listening.taken())
         await compare(compared, modes)
         executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
         if "disk" in modes:
-            words = [
-                sys.executable,
-                "-m",
-                "benchmarks.exactness",
-                *sys.argv[1:],
-                "--leave",
-                str(killed.cache.kv_cache_dir),
-            ]
+            same = ["--family", "", "--model", given.model, "--draft", given.draft]
+            left = ["--leave", str(killed.cache.kv_cache_dir)]
+            words = [sys.executable, "-m", "benchmarks.exactness", *sys.argv[1:], *same, *left]
             ended = await anyio.run_process(words, check=False, stderr=None)
             assert ended.returncode == -signal.SIGKILL, ended.returncode
             compared.target = await load_target(killed)
             compared.listening = Listening(compared.target) if given.digests else None
             await compared.run("from disk, of a process that was killed", compared.restored)
+            if "silent" in modes and compared.target.draft is not None:
+                await compared.run_silent("from disk", compared.restored)
             await compared.target.close()
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
-    kinds = [kind for kind in (given.dtype, given.kv_dtype) if kind != "auto"]
+    kinds = [kind for kind in (given.dtype, given.kv_dtype, given.quantize) if kind not in ("auto", "none")]
     subject = ", ".join([Path(given.model).stem, *kinds])
     name = "-".join(["exactness", slug(subject)])
     publish(given, name, found, [make_figure(compared.rows, subject)], given.device)
@@ -365,6 +388,10 @@ async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     if "host" in modes:
         await compared.run("cold, and kept", compared.restored)
         await compared.run("from host memory", compared.restored)
+    if "silent" in modes and compared.target.draft is not None:
+        await compared.run_silent(*ways["batched"])
+        if "host" in modes:
+            await compared.run_silent("from host memory", compared.restored)
 
 
 async def again(compared: Comparison, options: Options) -> dict[str, Any]:
@@ -393,15 +420,24 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--family", default="", choices=["", *FAMILIES])
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
     parser.add_argument("--digests", action="store_true", help="all logits are compared as well")
     parser.add_argument("--leave", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    where = {"device": given.device, "threads": given.threads}
-    kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
-    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
-    return 1 if anyio.run(measure, options, given) else 0
+    with tempfile.TemporaryDirectory() as folder:
+        if given.family:
+            model, draft = save_family(given.family, Path(folder), given.draft)
+            given.model = str(model)
+            given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
+        where = {"device": given.device, "threads": given.threads}
+        kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "quantize": given.quantize}
+        options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
+        return 1 if anyio.run(measure, options, given) else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """A fleet under failures: agents' turns while replicas are killed and options are updated, against a single server.
 
-`python -m benchmarks.fleet [--turns 200] [--kills 3] [--updates 1] [--sessions 8]`. A single server answers all turns
-first, one session after another; each turn contains the answers before it. Then a fleet of two replicas on this machine
-answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile busy replicas are killed
-with SIGKILL, by turns the server and its actor, and the options are updated. Every answer is compared token by token.
-Half of the answers are streams.
+`python -m benchmarks.fleet [--turns 200] [--kills 3] [--updates 1] [--outages 1] [--sessions 8]`. A single server
+answers all turns first, one session after another; each turn contains the answers before it. Then a fleet of two
+replicas on this machine answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile
+busy replicas are killed with SIGKILL, by turns the server and its actor, and the options are updated. The replicas
+share a tier in an S3 store, `moto`'s server process, which is killed and started again without its objects. Every
+answer is compared token by token. Half of the answers are streams. `--outages 0` runs without a shared tier.
 
-`python -m benchmarks.fleet --overhead` measures what the fleet adds to a request: the same request goes by turns to a
-server of its own and to the fleet.
+`python -m benchmarks.fleet --overhead` measures what the fleet adds to a request. Requests go by turns through the
+fleet, and straight to the server of the replica that the fleet has chosen, which is a server like any other. So both
+ways end in one process, and only the way differs. One kind of request is a few words, always the same. The other is a
+conversation of some thousand tokens that grows by a message each time.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -36,6 +39,7 @@ from attrs import define, field, frozen
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
+from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_server
 
 ROOT = Path(__file__).parents[1]
 READY = re.compile(r"ready  (http://\S+)  .*?(?:ray=(\S+)  )?in ")
@@ -45,6 +49,7 @@ SYSTEM_WORDS = 500
 TURN_WORDS = 60
 BUSY_S = 20.0  # for a replica to have a request, while there are turns left
 SETTLE_S = 180.0  # for a replica to come back
+OUTAGE_S = 15.0  # for which the store is away
 
 
 @frozen
@@ -65,6 +70,7 @@ class Outcome:
     cached: int = 0
     failures: list[str] = field(factory=list)  # without a token
     cut: int = 0  # streams that ended after a token: their replica was killed
+    shared: dict[str, int] = field(factory=dict)  # sums of the replicas that are there at the end
 
 
 @contextmanager
@@ -185,11 +191,23 @@ async def replay_turn(client: httpx.AsyncClient, turn: FleetTurn, outcome: Outco
     outcome.answered += 1
 
 
-async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, outcome: Outcome) -> None:
-    """Kill replicas and update the options, evenly over the turns. update: the words of the command that does it."""
+def plan_steps(given: argparse.Namespace) -> deque[str]:
+    """Return what happens to the fleet, in order: the rarer events lie evenly among the kills."""
     steps = deque(["kill"] * given.kills)
-    for place in range(given.updates):
-        steps.insert((place + 1) * len(steps) // (given.updates + 1), "update")
+    for event, count in (("update", given.updates), ("outage", given.outages)):
+        for place in range(count):
+            steps.insert((place + 1) * len(steps) // (count + 1), event)
+    return steps
+
+
+async def disturb(
+    url: str, update: Sequence[str], store: MotoServer | None, given: argparse.Namespace, outcome: Outcome
+) -> None:
+    """Kill replicas, update the options and stop the store, evenly over the turns.
+
+    update: the words of the command that updates the options.
+    """
+    steps = plan_steps(given)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for number, step in enumerate(steps, 1):
             while outcome.answered < number * given.turns // (len(steps) + 1):  # noqa: ASYNC110 - one place asks
@@ -198,12 +216,17 @@ async def disturb(url: str, update: Sequence[str], given: argparse.Namespace, ou
             if step == "kill":
                 killed = await kill_replica(client, with_actor=number % 2 == 0)
                 await wait_for_others(client, {killed})
+            elif step == "outage":
+                assert store is not None
+                store.kill()
+                await anyio.sleep(OUTAGE_S)
+                await anyio.to_thread.run_sync(store.start)
             else:
                 before = {one["id"] for one in await list_replicas(client)}
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
                 await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
                 await wait_for_others(client, before)
-            print(f"{step} after {outcome.answered} turns; two replicas again after {time.monotonic() - began:.1f} s")
+            print(f"{step}: over after {outcome.answered} turns and {time.monotonic() - began:.1f} s", flush=True)
 
 
 async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -220,6 +243,19 @@ async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
     return str(victim["id"])
 
 
+async def read_shared_figures(url: str) -> dict[str, int]:
+    """Return what the replicas did with the shared tier, in sum; empty without one."""
+    names = ("outages", "written", "read_bytes", "damaged")
+    found = dict.fromkeys(names, 0)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for one in await list_replicas(client):
+            props = (await client.get("/props", params={"replica": one["id"]})).raise_for_status().json()
+            figures = props["full_cache"].get("shared")
+            for name in names if figures else ():
+                found[name] += figures[name]
+    return found
+
+
 def find_parent(pid: int) -> int:
     """Return the process that started another one."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -232,18 +268,59 @@ async def wait_for_others(client: httpx.AsyncClient, gone: set[str]) -> None:
             await anyio.sleep(0.5)
 
 
-def measure_overhead(plain: str, fleet: str, runs: int) -> list[list[float]]:
-    """Return the milliseconds of requests to a server, and of the same to a fleet, ascending. They take turns."""
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
-    spent: dict[str, list[float]] = {plain: [], fleet: []}
+@define
+class OverheadRows:
+    """Milliseconds of requests of one kind: through the fleet, and straight to the server that has answered it."""
+
+    fleet: list[float] = field(factory=list)
+    server: list[float] = field(factory=list)
+
+    @property
+    def added(self) -> float:
+        """The median of the differences between a request and the next one of the other way."""
+        return median([one - other for one, other in zip(self.fleet, self.server, strict=True)])
+
+    def make_row(self, kind: str) -> dict[str, Any]:
+        quick = [sorted(times)[len(times) // 10] for times in (self.server, self.fleet)]
+        row = {"request": kind, "server": median(self.server), "fleet": median(self.fleet), "added": self.added}
+        return {**row, "server_p10": quick[0], "fleet_p10": quick[1]}  # what other work on the machine delays least
+
+
+def measure_overhead(fleet: str, runs: int) -> dict[str, OverheadRows]:
+    """Measure two kinds of requests by turns on both ways."""
+    dice = random.Random(53)
     with httpx.Client(timeout=60) as client:
-        for run in range(runs):
-            for url, times in spent.items():
-                began = time.perf_counter()
-                client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
-                if run >= runs // 10:
-                    times.append(1000 * (time.perf_counter() - began))
-    return [sorted(times) for times in spent.values()]
+        short = [{"role": "user", "content": "Hello"}]
+        rows = {"short": measure_requests(client, fleet, runs, lambda _: short)}
+        talks = [[{"role": "system", "content": write_text(dice, 2 * SYSTEM_WORDS)}] for _ in range(2)]
+
+        def grow(way: int) -> list[dict[str, str]]:
+            talks[way] += [{"role": "user", "content": write_text(dice, 10)}, {"role": "assistant", "content": "Good."}]
+            return talks[way][:-1]
+
+        rows["conversation"] = measure_requests(client, fleet, runs // 4, grow)
+    return rows
+
+
+def measure_requests(
+    client: httpx.Client, fleet: str, runs: int, make_messages: Callable[[int], list[dict[str, str]]]
+) -> OverheadRows:
+    """Send requests by turns through the fleet (way 0) and to a replica's server (way 1). The first tenth warms up."""
+    rows = OverheadRows()
+    servers: dict[str, str] = {one["id"]: one["url"] for one in client.get(f"{fleet}/fleet").json()["data"]}
+    for run in range(runs):
+        spent = list[float]()
+        url = fleet
+        for way in range(2):
+            body = {"messages": make_messages(way), "max_tokens": 1, "temperature": 0, "prompt_cache_key": "overhead"}
+            began = time.perf_counter()
+            answer = client.post(f"{url}/v1/chat/completions", json=body).raise_for_status()
+            spent.append(1000 * (time.perf_counter() - began))
+            url = url if way else servers[answer.headers["x-rekindle-replica"]]
+        if run >= runs // 10:
+            rows.fleet.append(spent[0])
+            rows.server.append(spent[1])
+    return rows
 
 
 def main() -> None:
@@ -253,6 +330,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=10.0, help="seconds before a turn, on average")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--outages", type=int, default=1)
     parser.add_argument("--port", type=int, default=8470)
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--runs", type=int, default=400)
@@ -263,23 +341,32 @@ def main() -> None:
         single = ["serve", *common, "--port", "0", "--kv-cache-dir", str(kept / "single")]
         several = ["fleet", *common, "--port", str(given.port), "--kv-cache-dir", str(kept / "fleet")]
         if given.overhead:
-            publish_overhead(given, single, several, kept)
+            publish_overhead(given, several, kept)
         else:
             publish_failures(given, single, several, kept)
 
 
-def publish_overhead(given: argparse.Namespace, single: list[str], several: list[str], kept: Path) -> None:
-    with run_program(single, kept / "single.log") as (plain, _), run_program(several, kept / "fleet.log") as (fleet, _):
-        times = measure_overhead(plain, fleet, given.runs)
-    alone, routed = map(median, times)
-    quick = [one[len(one) // 10] for one in times]  # what other work on the machine delays least
-    print_table("median of a request of one token, ms", [{"server": alone, "fleet": routed, "added": routed - alone}])
-    print_table("the same, 10th percentile", [{"server": quick[0], "fleet": quick[1], "added": quick[1] - quick[0]}])
-    added = Figure(
-        "service", "Fleet: time that it adds to a request", "median", "ms", routed - alone, goal=Goal(at_most=3.0)
-    )
-    raw = {"server_ms": alone, "fleet_ms": routed, "tenth_percentiles_ms": quick, "runs": given.runs}
-    publish(given, "fleet_overhead", raw, [added], device="cpu")
+def publish_overhead(given: argparse.Namespace, several: list[str], kept: Path) -> None:
+    with run_program(several, kept / "fleet.log") as (fleet, _):
+        kinds = measure_overhead(fleet, given.runs)
+    rows = [one.make_row(kind) for kind, one in kinds.items()]
+    print_table("a request of one token, ms: medians, and tenth percentiles", rows)
+    most = Goal(at_most=3.0)
+    subject = "Fleet: time that it adds to a request"
+    figures = [Figure("service", subject, f"median, {kind}", "ms", one.added, goal=most) for kind, one in kinds.items()]
+    publish(given, "fleet_overhead", {"rows": rows, "runs": given.runs}, figures, device="cpu")
+
+
+@contextmanager
+def open_shared_store(given: argparse.Namespace) -> Iterator[tuple[MotoServer | None, list[str]]]:
+    """Yield the store that is to go away, and the words with which a fleet uses it."""
+    if not given.outages:
+        yield None, []
+        return
+    command = find_moto()
+    assert command is not None, "pip install 'moto[server]', or name its command in REKINDLE_MOTO_SERVER"
+    with moto_server(command) as store:
+        yield store, ["--kv-shared-tier", f"s3://{BUCKET}/fleet"]
 
 
 def publish_failures(given: argparse.Namespace, single: list[str], several: list[str], kept: Path) -> None:
@@ -287,14 +374,17 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         recorded = anyio.run(record_sessions, url, given.sessions, given.turns)
     outcome = Outcome()
 
-    async def run(url: str, address: str) -> None:
-        update = [*several, "--address", address, "--request-timeout", "1800"]
+    async def run(url: str, address: str, words: Sequence[str], store: MotoServer | None) -> None:
+        update = [*words, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(disturb, url, update, given, outcome)
+            tasks.start_soon(disturb, url, update, store, given, outcome)
             await replay_sessions(url, recorded, given.pause, outcome)
+            outcome.shared = await read_shared_figures(url)
 
-    with run_program(several, kept / "fleet.log") as (url, address):
-        anyio.run(run, url, address)
+    with open_shared_store(given) as (store, more):
+        words = [*several, *more]
+        with run_program(words, kept / "fleet.log") as (url, address):
+            anyio.run(run, url, address, words, store)
     wanted = sum(turn.cached for own in recorded for turn in own)
     raw = {
         "turns": outcome.answered,
@@ -303,15 +393,23 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         "different": outcome.different,
         "restored_tokens": outcome.cached,
         "restored_by_single_server": wanted,
+        **{f"shared_{name}": count for name, count in outcome.shared.items()},
     }
     print_table("turns in the fleet", [raw])
     print(*outcome.failures[:5], sep="\n")
-    at = f"{outcome.answered} turns, {given.kills} kills, {given.updates} updates"
+    at = f"{outcome.answered} turns, {given.kills} kills, {given.updates} updates, {given.outages} outages"
     none = Goal(at_most=0)
     figures = [
         Figure("service", "Fleet: requests that failed without a token", at, "", len(outcome.failures), goal=none),
         Figure("exactness", "Fleet: answers unlike a single server's", at, "", outcome.different, goal=none),
-        Figure("service", "Fleet: restored tokens, of a single server's", at, "share", outcome.cached / wanted),
+        Figure(
+            "service",
+            "Fleet: restored tokens, of a single server's",
+            at,
+            "share",
+            outcome.cached / wanted,
+            goal=Goal(at_least=0.9),
+        ),
     ]
     publish(given, "fleet", {**raw, "failures": outcome.failures}, figures, device="cpu")
 

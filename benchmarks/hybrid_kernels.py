@@ -64,7 +64,7 @@ def replay_us(states: Sequence[T], one: Callable[[T], object], repeat: int = 20)
 def figure(
     slots: int, rows: int, start: int, bucket: int, *, settles: bool, speed: float, layers: int
 ) -> dict[str, Any]:
-    kernels, own = CudaDelta(DEVICE, True), weights()
+    kernels, own = CudaDelta(DEVICE, True, torch.cuda.get_device_capability()[0] == 9), weights()
     states = [kernels.make_state(SHAPE, slots, 0, DTYPE, DEVICE) for _ in range(layers)]
     for state in states:
         state.memory.normal_(0, 0.1)

@@ -1,11 +1,11 @@
-"""Single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
+"""Time single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
 
-    python -m benchmarks.packed_kernels [--formats q4_k fp8 ...] [--rows 1 ...] [--tiles served 16x64x128 ...] [--check]
+    python -m benchmarks.packed_kernels [--formats q4_k ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...] [--check]
 
-Microseconds a product of one recorded graph of many, over weights in turn that are more than caches hold; the shapes
-are those of an 8B layer. A tile: rows of x, rows of the weight and columns at once, as `PackedTile` has them, and
-`+6` for six stages; `served` is what serves. --check instead compares the bits of each tile with those of wide
-products of unpacked weights.
+The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
+hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
+`PackedTile` has them, and `+128` for at most 128 registers; `served` is what serves. --check instead compares the bits
+of each tile with those of wide products of unpacked weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import triton
 
 from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
-from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.kernels import CudaWeight, TritonKernels
 from adapters.models.kernels.cuda.packed import (
     CudaPackedMatrix,
     CudaStack,
@@ -50,13 +50,13 @@ PRODUCTS = 200  # of a graph, about
 
 
 def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
+    shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
+    served = choose_packed_tile(count, weight.pieces, weight.block_form.block, shared)
     if name == "served":
-        processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
-        return choose_packed_tile(count, weight.outputs, processors, shared)
-    sizes, _, stages = name.partition("+")
-    rows, columns, chunk = map(int, sizes.split("x"))
-    return PackedTile(rows, columns, chunk, stages=int(stages or 4))
+        return served
+    sizes, _, registers = name.partition("+")
+    rows, columns, ahead = map(int, sizes.split("x"))
+    return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None)
 
 
 def kernels_of() -> TritonKernels:
@@ -88,7 +88,11 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
         stack = matrices(name, 832, columns, gated=gated)
         weight, plain = packed(kernels, stack, gated=gated), stack.unpack()
         x = torch.randn(256, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(DTYPE)
-        wide = kernels.gated_linear(x, kernels.pack_gated(plain)) if gated else kernels.linear(x, kernels.pack(plain))
+        unpacked = kernels.pack_gated(plain) if gated else kernels.pack(plain)
+        assert isinstance(unpacked, CudaWeight)
+        wide = x.new_empty(len(x), weight.outputs // (1 + gated))
+        piece = weight.piece if weight.pieces > 1 else 0
+        kernels.products.multiply(x, unpacked.weight, wide, gated=gated, piece=piece)
         for count in (1, 4, 16, 32, 50):
             expected = wide[7 : 7 + count]
             total += expected.numel()

@@ -12,6 +12,10 @@ tier, whatever that is worth. Tokens are compared.
 objects and as many requests at once: by the tier's own client (`moved`), and by the whole tier, which also encodes,
 decodes, checks and copies. Passes take turns; medians.
 
+A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
+So the same is measured with a store that gives `--pace` MB/s, 125 by default (1 Gbit/s): each operation of each way
+takes as long as its bytes take at that rate, all operations of one direction together.
+
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
 
@@ -25,16 +29,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import torch
-from attrs import evolve
+from attrs import define, evolve, field
 
 from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
@@ -62,6 +67,7 @@ RUN_BYTES = 4 << 20
 RUNS = 24
 PASSES = 5
 BLOCK = 64
+T = TypeVar("T")
 
 
 def shared_tier(target: LoadedModel) -> SharedTier:
@@ -156,7 +162,40 @@ def make_runs(layout: Layout, count: int, codec: Fixed) -> list[tuple[Run, Buffe
     return found
 
 
-async def time_client_writes(client: ObjectClient, files: Sequence[bytes], mark: str) -> float:
+@define
+class Pace:
+    """A rate that operations share, on any event loops. bytes_a_s: infinite for no limit."""
+
+    bytes_a_s: float
+    _free_s: float = 0.0  # when the bytes that were taken so far have passed
+    _lock: threading.Lock = field(factory=threading.Lock)
+
+    async def run(self, work: Awaitable[T], size: int) -> T:
+        """Await work that moves so many bytes; it ends when they have passed."""
+        now_s = time.perf_counter()
+        with self._lock:
+            self._free_s = end_s = max(now_s, self._free_s) + size / self.bytes_a_s
+        done = await work
+        if (left_s := end_s - time.perf_counter()) > 0:
+            await asyncio.sleep(left_s)
+        return done
+
+
+@define(eq=False)
+class PacedClient(ObjectClient):
+    """A client of a store that gives a limited rate."""
+
+    pace: Pace
+
+    async def read_object(self, name: str, size: int) -> list[memoryview]:
+        return await self.pace.run(ObjectClient.read_object(self, name, size), size)
+
+    async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
+        written = ObjectClient.write_object(self, name, parts, replace=replace)
+        await self.pace.run(written, sum(map(len, parts)))
+
+
+async def time_client_writes(client: PacedClient, files: Sequence[bytes], mark: str) -> float:
     from obstore import put_async  # noqa: PLC0415
 
     names = [(f"plain-{mark}/{number}", file) for number, file in enumerate(files)]
@@ -165,22 +204,26 @@ async def time_client_writes(client: ObjectClient, files: Sequence[bytes], mark:
     async def work() -> None:
         while names:
             name, file = names.pop()
-            await put_async(store, name, file, mode="create", use_multipart=False)
+            await client.pace.run(put_async(store, name, file, mode="create", use_multipart=False), len(file))
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(UPLOADS)))
     return time.perf_counter() - began
 
 
-async def time_client_reads(client: ObjectClient, count: int, mark: str) -> float:
+async def time_client_reads(client: PacedClient, sizes: Sequence[int], mark: str) -> float:
     from obstore import get_async  # noqa: PLC0415
 
-    names = [f"plain-{mark}/{number}" for number in range(count)]
+    names = [(f"plain-{mark}/{number}", size) for number, size in enumerate(sizes)]
     store = client._store  # noqa: SLF001
+
+    async def read(name: str) -> None:
+        await (await get_async(store, name)).bytes_async()
 
     async def work() -> None:
         while names:
-            await (await get_async(store, names.pop())).bytes_async()
+            name, size = names.pop()
+            await client.pace.run(read(name), size)
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(RUNS_IN_FLIGHT)))
@@ -233,14 +276,25 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
     return time.perf_counter() - began
 
 
-def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory) -> dict[str, float]:
-    """MB/s of every way, on the same objects. memory: mapped before, as a server's is."""
+def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) -> SharedTier:
+    """Open the tier with a client whose store gives this rate."""
+    tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
+    plain = tier.client
+    tier.client = tier._publisher.client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
+    return tier
+
+
+def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
+    url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory, bytes_a_s: float
+) -> dict[str, float]:
+    """MB/s of every way, on the same objects. memory: mapped before, as a server's is. bytes_a_s: of the store."""
     runs = make_runs(layout, RUNS, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
-    mark = f"{codec}{turn}"
-    client = open_client(url)
-    tier = open_shared(layout, SharedPlace(url), threading.RLock(), codec=codec)
+    mark = f"{layout.compute_root('rows').hex()}"
+    plain = open_client(url)
+    client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
+    tier = open_paced_tier(url, layout, codec, bytes_a_s)
     with ThreadPoolExecutor(2 * RUNS_IN_FLIGHT) as workers:
         ways: list[tuple[str, Callable[[], float]]] = [
             ("client_write", lambda: asyncio.run(time_client_writes(client, files, mark))),
@@ -248,7 +302,7 @@ def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int, memory: Slab
             ("tier_write", lambda: time_tier_writes(tier, runs)),
         ]
         reads: list[tuple[str, Callable[[], float]]] = [
-            ("client_read", lambda: asyncio.run(time_client_reads(client, RUNS, mark))),
+            ("client_read", lambda: asyncio.run(time_client_reads(client, sizes, mark))),
             ("moved_read", lambda: asyncio.run(time_moved_reads(client, sizes, mark))),
             ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
         ]
@@ -260,16 +314,16 @@ def measure_pass(url: str, layout: Layout, codec: Fixed, turn: int, memory: Slab
     return {name: sum(sizes) / seconds / 1e6 for name, seconds in found.items()}
 
 
-def measure_rates(url: str, store: str, codec: Fixed) -> dict[str, Any]:
-    """Medians of MB/s over all passes but the first, which warms up."""
+def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
+    """Medians of MB/s over all passes but the first, which warms up. pace: MB/s of the store."""
     rows = list[dict[str, float]]()
     memory = SlabMemory(2 * RUNS_IN_FLIGHT * RUN_BYTES)
     memory.map_buffers(RUN_BYTES, 2 * RUNS_IN_FLIGHT)
     for turn in range(PASSES + 1):
-        layout = Layout(f"rates {store} {codec} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
-        rows.append(measure_pass(url, layout, codec, turn, memory))
+        layout = Layout(f"rates {store} {codec} {pace} {turn}", BLOCK, RowSpec(("rows",), 8, 512, "BF16"))
+        rows.append(measure_pass(url, layout, codec, turn, memory, 1e6 * pace))
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
-    found: dict[str, Any] = {"store": store, "codec": codec}
+    found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
     for way, what in names:
         if way != "client":
@@ -316,6 +370,7 @@ def main() -> int:
     parser.add_argument("--only", default="exactness,rates")
     parser.add_argument("--writer", default="cpu:0,ipc+cpu:0", help="as --target-devices, of the server that writes")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=125.0, help="MB/s of the slow store")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.leave:
@@ -327,8 +382,8 @@ def main() -> int:
                 answers.append(anyio.run(compare_answers, given, model, url))
         if "rates" in given.only:
             codecs: tuple[Fixed, ...] = ("store", "zstd")
-            for codec in codecs:
-                rates.append(measure_rates(url, given.store, codec))
+            for pace, codec in product((inf, given.pace), codecs):
+                rates.append(measure_rates(url, given.store, codec, pace))
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)
     if rates:

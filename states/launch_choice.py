@@ -142,10 +142,10 @@ def choose_mixed_chunk(
     if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.keeps_state_first or effect.logprobs >= 0:
         return None
     least = launch_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
-    is_wider = prompt_count > 1 and not settings.settles_apart
+    is_wider = prompt_count > 1 and not settings.commits_per_segment
     forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
-    if settings.stateful and not settings.settles_apart:
+    if settings.stateful and not settings.commits_per_segment:
         prompt_rows = min(prompt_rows, settings.block_size)
     return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
 

@@ -31,7 +31,7 @@ class Settings:
     store: bool = False  # blocks are kept in host memory or on disk
     min_tokens: int = 0  # shorter sequences are not kept beyond the device
     stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well
-    settles_apart: bool = False  # a forward with decode steps may move a prompt's state by any number of blocks
+    commits_per_segment: bool = False  # a forward with decode steps may commit any number of a prompt's rows
     state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
     checkpoint_interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: only where it ends

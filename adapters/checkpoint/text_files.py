@@ -10,6 +10,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import TOKENIZER, open_regular, read_json, read_optional
 from adapters.checkpoint.gguf.gguf_text import read_gguf_text
 from adapters.checkpoint.gguf.header import is_gguf
+from adapters.checkpoint.tekken import TEKKEN_FILE, name_special_tokens, read_tekken
 from adapters.checkpoint.text_content import TextContent
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -17,7 +18,7 @@ MAX_ENDS = 1 << 10
 
 
 def read_text_files(folder: Path) -> TextContent:
-    """Read the text files of a folder or of a GGUF file.
+    """Read the text files of a folder or of a GGUF file. A folder may have a tekken.json in place of tokenizer.json.
 
     Raises CheckpointError that names the file that is missing or wrong.
     """
@@ -26,8 +27,14 @@ def read_text_files(folder: Path) -> TextContent:
     settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
     generation = read_optional(folder / "generation_config.json")
     config = read_optional(folder / "config.json")
+    tekken = folder / TEKKEN_FILE
+    if (folder / "tokenizer.json").exists() or not tekken.is_file():
+        tokenizer = read_json(folder / "tokenizer.json", TOKENIZER)
+    else:
+        tokenizer = read_tekken(tekken)
+        settings = {**name_special_tokens(tokenizer), **settings}
     return TextContent(
-        tokenizer=read_json(folder / "tokenizer.json", TOKENIZER),
+        tokenizer=tokenizer,
         settings=settings,
         generation=generation,
         end_tokens=find_end_tokens(generation, config),

@@ -24,13 +24,17 @@ FAMILIES: Mapping[str, str] = {
     "glm4_moe": "adapters.models.families.glm4_moe",
     "minimax_m2": "adapters.models.families.minimax_m2",
     "gpt_oss": "adapters.models.families.gpt_oss",
+    "laguna": "adapters.models.families.laguna",
+    "deepseek_v2": "adapters.models.families.deepseek_v2",
+    "deepseek_v3": "adapters.models.families.deepseek_v3",
+    "glm4_moe_lite": "adapters.models.families.glm4_moe_lite",
+    "mistral4": "adapters.models.families.mistral4",
 }
 
 # `model_type` -> what such models need that is not built, for a message.
 MISSING: Mapping[str, str] = {
-    "glm4_moe_lite": "attention over compressed keys and values (MLA)",
-    "deepseek_v3": "attention over compressed keys and values (MLA)",
-    "mistral4": "attention over compressed keys and values (MLA)",
+    "deepseek_v32": "attention to rows that an indexer chooses (DSA)",
+    "glm_moe_dsa": "attention to rows that an indexer chooses (DSA)",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.
@@ -46,4 +50,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "seed_oss": "seed_oss",
     "glm4moe": "glm4_moe",
     "minimax-m2": "minimax_m2",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
 }

@@ -28,6 +28,7 @@ from adapters.checkpoint.safetensors_folder import (
     digest_tensors,
     scan_tensors,
 )
+from adapters.checkpoint.tekken import TEKKEN_FILE
 from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
@@ -67,9 +68,8 @@ class Checkpoint:
             quantised = find_quantisation(raw)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        if not (path / "tokenizer.json").is_file():
-            only = "; tekken.json alone is not supported" if (path / "tekken.json").is_file() else ""
-            raise CheckpointError(f"{path}: tokenizer.json is missing{only}")
+        if not any((path / name).is_file() for name in ("tokenizer.json", TEKKEN_FILE)):
+            raise CheckpointError(f"{path}: tokenizer.json is missing")
         scanned = (
             scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
         )

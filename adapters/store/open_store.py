@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.store.block_index import BlockIndex
+from adapters.store.disk_publisher import DiskPublisher
 from adapters.store.disk_tier import MAX_QUEUED_BYTES, DiskTier
 from adapters.store.files import read_run
 from adapters.store.files.codec import DECODERS, Codec, CodecChooser
@@ -86,7 +87,8 @@ def open_store(
     host = HostTier(create_index(layout, host_bytes), pool)
     # The quickest tier comes first. A further tier is added here.
     tiers = (host, *(() if disk is None else (disk,)), *others)
-    return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
+    upkeep = DiskPublisher(disk, others[0], pool, lock) if disk is not None and others else None
+    return Store(layout, tiers, lock, run_bytes, memory_ready=ready, upkeep=upkeep)
 
 
 def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> SlabMemory:

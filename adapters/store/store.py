@@ -41,7 +41,7 @@ from adapters.store.lease import Lease, Miss
 from adapters.store.prefix_search import PrefixSearch
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
+from adapters.store.tier import LowerTier, NotePrompt, StoreTier, Upkeep, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import LeaseId, Span, Tier, Tokens
 from effects.ports import Divergence
@@ -78,6 +78,7 @@ class Store(Generic[D]):
     """The kept runs of one layout. Any thread may call it: the event loop finds, savers keep, tiers' threads finish.
 
     tiers: host memory, then the lower tiers, the quickest first. memory_ready: set when host memory is prepared.
+    upkeep: background work on the tiers, which ends before they are closed.
     """
 
     layout: Layout
@@ -89,6 +90,7 @@ class Store(Generic[D]):
     misses: Counter[str] = field(factory=Counter[str])
     restores: dict[str, RestoreTotals] = field(factory=dict[str, RestoreTotals])  # by tier
     memory_ready: threading.Event = field(factory=create_set_event)
+    upkeep: Upkeep | None = None
     dropped_rows: int = 0  # rows of snapshots that there was no memory or no time for
     _search: PrefixSearch = field(init=False)
     _by_name: Mapping[Tier, StoreTier] = field(init=False)
@@ -284,7 +286,8 @@ class Store(Generic[D]):
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
         """Threads whose failures /health reports. When one has died, less is found; nothing wrong is served."""
-        return tuple(thread for tier in self.lower_tiers for thread in tier.threads)
+        own = () if self.upkeep is None else (self.upkeep.thread,)
+        return (*own, *(thread for tier in self.lower_tiers for thread in tier.threads))
 
     @property
     def troubles(self) -> Mapping[str, str]:
@@ -306,6 +309,8 @@ class Store(Generic[D]):
 
     def close(self) -> bool:
         """Write what is queued. Return False where a tier needs too long for it."""
+        if self.upkeep is not None:
+            self.upkeep.close()
         closed = [tier.close() for tier in self.lower_tiers]  # every one, whatever the others return
         return all(closed)
 

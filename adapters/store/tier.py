@@ -108,6 +108,19 @@ class LowerTier(StoreTier, Protocol):
         ...
 
 
+class Upkeep(Protocol):
+    """Work between two tiers on a thread of its own."""
+
+    @property
+    def thread(self) -> WatchedThread: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None:
+        """End the work. May be called again, and before `start`."""
+        ...
+
+
 class ReadableTier(LowerTier, Protocol):
     """A lower tier whose rows can be read back; a simulated one keeps none."""
 

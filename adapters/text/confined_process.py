@@ -197,6 +197,7 @@ class GrammarTrial:
 
         self.limits = llguidance.LLParserLimits(**setup["limits"])
         self.layout: dict[str, Any] = setup.get("layout", {})
+        self.seconds: float = setup["seconds"]
         self.schema_module = load_sibling_module("fit_schema")  # loaded before processor time is limited
         self.matcher = llguidance.LLMatcher
         vocabulary: Any = Vocabulary()
@@ -205,7 +206,7 @@ class GrammarTrial:
     def render(self, asked: str | dict[str, Any]) -> str:
         """Answer one request, see the head of this file. A grammar that can be used gives the empty text."""
         if isinstance(asked, dict) and "schemas" in asked:
-            return json.dumps(self.schema_module.fit_schemas(asked["schemas"], self.find_complaint))
+            return json.dumps(self.schema_module.fit_schemas(asked["schemas"], self.find_complaint, self.seconds))
         if isinstance(asked, dict):
             return self.translate_rules(asked["rules"])
         found = self.matcher(self.tokenizer, asked, log_level=0, limits=self.limits)

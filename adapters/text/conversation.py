@@ -230,9 +230,9 @@ def build_message_variables(
         variables["name"] = message.name
     if message.reasoning:
         variables["reasoning_content"] = message.reasoning
-    if message.calls:
-        if message.reasoning and not message.content:  # gpt-oss reads it here, and refuses both
+        if not (message.calls and message.content):  # gpt-oss reads it here, and refuses both beside calls
             variables["thinking"] = message.reasoning
+    if message.calls:
         variables["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
             for call in message.calls

@@ -22,7 +22,7 @@ SINGLE = ("items", "additionalProperties", "additionalItems")
 IDENTIFIERS = ("$id", "id", "$schema")  # inside a part they would change what references mean
 LAST = ("properties", "type", "$ref", "anyOf", "oneOf", "allOf")  # removed last, since most constraints depend on them
 MAX_OMISSIONS = 64  # of one schema
-SECONDS = 1.2  # of processor time for all schemas of one request. The process itself is ended after 2 s.
+TIME_SHARE = 0.6  # for all schemas of one request, of the processor time after which the process itself is ended
 
 Steps = tuple[Any, ...]
 
@@ -141,9 +141,16 @@ class SchemaFitter:
             self.root = part
 
 
-def fit_schemas(schemas: list[dict[str, Any]], compile: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:  # noqa: A002 - as it is
-    """Fit each schema. A schema that costs too much time gives `{"error": reason}`."""
-    until = time.process_time() + SECONDS
+def fit_schemas(
+    schemas: list[dict[str, Any]],
+    compile: Callable[[dict[str, Any]], str],  # noqa: A002 - as it is
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """Fit each schema. A schema that costs too much time gives `{"error": reason}`.
+
+    seconds: processor time after which this process is ended.
+    """
+    until = time.process_time() + TIME_SHARE * seconds
     found = list[dict[str, Any]]()
     for schema in schemas:
         try:

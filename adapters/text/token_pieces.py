@@ -4,9 +4,10 @@ Both follow from tokenizer.json, if its parts are of known kinds.
 
 1. A token of a byte-level vocabulary stands for at most as many bytes as the longest one. So the length of a text in
    bytes gives the least number of its tokens.
-2. Every known pre-tokenizer ends a word between a letter and a sign, whatever follows. None of their expressions
-   continues from a letter to anything but a letter or its mark, and none looks back. NFC composes nothing across such
-   a place either. So a text may be cut there: the parts have the tokens of the whole.
+2. Every known pre-tokenizer ends a word between a letter and a sign other than an apostrophe, whatever follows. None
+   of their expressions continues from a letter to anything but a letter, its mark or an apostrophe, and none looks
+   back. NFC composes nothing across such a place either. So a text may be cut there: the parts have the tokens of the
+   whole.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from adapters.checkpoint.split_patterns import GPT2, LLAMA3, QWEN, QWEN35
-from adapters.text.token_spelling import BYTES, SPACE, Spelling
+from adapters.checkpoint.byte_alphabet import BYTES
+from adapters.checkpoint.split_patterns import GPT2, LLAMA3, O200K, QWEN, QWEN35, SEED, TEKKEN
+from adapters.text.token_spelling import SPACE, Spelling
 
 PIECE_CHARS = 1 << 16  # encoding one piece takes some 20 ms
-CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
+CUT = re.compile("(?<=[A-Za-z\u4e00-\u9fa5])(?=[\\x00-&(-@\\[-`{-\\x7f\u3001\u3002\uff0c])")
 SHRINKS = 3  # NFC turns three Hangul jamo of three bytes each into one syllable of three bytes
 LONG_TEXT_CHARS = 1 << 20
 ASSUMED_TOKEN_BYTES = 64  # for the limit in bytes where nothing is known
 
-KNOWN = (GPT2, QWEN, LLAMA3, QWEN35)
+KNOWN = (GPT2, QWEN, LLAMA3, QWEN35, SEED, TEKKEN, O200K)
 Added: TypeAlias = Mapping[str, Any]  # a token of tokenizer.json's `added_tokens`
 
 

@@ -14,20 +14,13 @@ from typing import Any
 
 from attrs import frozen
 
+from adapters.checkpoint.byte_alphabet import BYTES
 from adapters.checkpoint.checkpoint_error import CheckpointError
 
 SPACE = "\u2581"
 NUMBERED = re.compile("<0x([0-9A-F]{2})>")
 
 
-def build_byte_alphabet() -> dict[str, int]:
-    """Return the byte for each printable character of byte-level BPE (Radford et al. 2019, GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-BYTES = build_byte_alphabet()
 NUMBERS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from typing import Protocol, TypeAlias, cast
 
 import torch
@@ -110,11 +109,11 @@ class RowMover:
         if device.type == "cuda":
             with borrow_stream(device, after):
                 for (first, last), target in places:
-                    copy_box(target, view_by_layer(own)[..., first - begin : last - begin, :])
+                    copy_box(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
         else:
             for (first, last), target in places:
                 map_host_rows(target)
-                copy(target, view_by_layer(own)[..., first - begin : last - begin, :])
+                copy(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
 
     def copy_out(self, slot: int, span: Span, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
         """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns.
@@ -133,10 +132,10 @@ class RowMover:
         if device.type == "cuda":
             with borrow_stream(device, after):
                 for (first, last), rows in places:
-                    copy_box(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+                    copy_box(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
         else:
             for (first, last), rows in places:
-                copy(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+                copy(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
 
     def _view_slot(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:
         """Return views of the slot's rows: page by page on a GPU, all at once in host memory."""
@@ -162,27 +161,36 @@ def split_pages(start: int, stop: int) -> Iterator[Span]:
 
 
 def map_host_rows(rows: Tensor) -> None:
-    """Map the memory of rows `[layers, 2, heads, rows, width]` of a slot, which may never have been written."""
+    """Map the memory of rows `[layers, parts, heads, rows, width]` of a slot, which may never have been written."""
     size = rows[0, 0, 0].nbytes
     for heads in rows.flatten(0, 1):
         for head in heads:
             map_pages(head.data_ptr(), size)
 
 
-def view_by_layer(tensors: Tensor) -> Tensor:
-    """Return `[names, ...]` as `[layers, 2, ...]`: keys and values."""
-    return tensors.view(-1, 2, *tensors.shape[1:])
+def view_by_layer(tensors: Tensor, rows: Tensor) -> Tensor:
+    """Return `[names, ...]` as `[layers, parts, ...]`, with the layers and parts of `rows`: keys and values, or one
+    part that is both.
+    """
+    return tensors.view(*rows.shape[:2], *tensors.shape[1:])
 
 
 def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMover, ...]:
-    """Return a mover for each part that has rows. ValueError unless together they have those of `rows`."""
+    """Return a mover for each part that has rows. ValueError unless together they have those of `rows`.
+
+    Two parts may have the rows of one layer. Both are moved in, and either gives the same bytes when it is moved out.
+    """
     having = [part for part in parts if part.spec.names]
-    names = tuple(name for part in having for name in part.spec.names)
-    if names != rows.names:
+    names = tuple(dict.fromkeys(name for part in having for name in part.spec.names))
+    firsts = [rows.names.index(part.spec.names[0]) for part in having if part.spec.names[0] in rows.names]
+    together = all(
+        rows.names[first : first + len(part.spec.names)] == part.spec.names
+        for first, part in zip(firsts, having, strict=False)
+    )
+    if names != rows.names or not together:
         odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
         raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
-    firsts = accumulate((len(part.spec.names) for part in having), initial=0)
-    return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=False))
+    return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=True))
 
 
 @define(eq=False)

@@ -54,7 +54,7 @@ def _load_driver() -> Any:
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:
-    """Copy `[layers, 2, heads, rows, width]` between host memory and the current device, on the current stream.
+    """Copy `[layers, parts, heads, rows, width]` between host memory and the current device, on the current stream.
 
     Raises ValueError where the shapes differ or one side is no box: a head's rows must be contiguous, a plane (the
     keys or values of a layer) must be a multiple of the distance between heads, and planes equally far apart. Raises
@@ -62,9 +62,9 @@ def copy_box(target: Tensor, source: Tensor) -> None:
     """
     if source.shape != target.shape or source.dtype != target.dtype or source.is_cuda == target.is_cuda:
         raise ValueError(f"{source.dtype} {tuple(source.shape)} does not go to {target.dtype} {tuple(target.shape)}")
-    layers, both, heads, rows, width = source.shape
+    layers, parts, heads, rows, width = source.shape
     on = source if source.is_cuda else target
-    box = Box(make_box_side(source), make_box_side(target), rows * width * source.itemsize, heads, layers * both)
+    box = Box(make_box_side(source), make_box_side(target), rows * width * source.itemsize, heads, layers * parts)
     failed = _load_driver()(ctypes.byref(box), ctypes.c_void_p(torch.cuda.current_stream(on.device).cuda_stream))
     if failed:
         raise RuntimeError(f"cuMemcpy3DAsync of {tuple(source.shape)}: CUDA error {failed}")
@@ -72,7 +72,7 @@ def copy_box(target: Tensor, source: Tensor) -> None:
 
 def make_box_side(rows: Tensor) -> BoxSide:
     layer, plane, pitch, row, number = rows.stride()
-    if number != 1 or row != rows.shape[4] or plane % pitch or layer != 2 * plane:
+    if number != 1 or row != rows.shape[4] or plane % pitch or layer != rows.shape[1] * plane:
         raise ValueError(f"rows of strides {rows.stride()} are no box")
     there = {"kind": DEVICE, "device": rows.data_ptr()} if rows.is_cuda else {"kind": HOST, "host": rows.data_ptr()}
     return BoxSide(pitch=pitch * rows.itemsize, height=plane // pitch, **there)

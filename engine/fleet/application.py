@@ -12,9 +12,10 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from engine.fleet.engine_replica import LATE_S, EngineReplica
-from engine.fleet.fleet_options import MOST_REPLICAS, read_gpus
+from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
 from engine.fleet.ingress_replica import IngressReplica
 from engine.fleet.prefix_router import ROUTER_PATH
+from engine.fleet.scaling_policy import build_scaling
 from engine.settings.config_file import parse_values
 from engine.settings.preload import gpu_driver
 
@@ -26,13 +27,28 @@ HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 15.0
 STATS_PERIOD_S = 1.0  # between two reports of what a replica holds
 INGRESS_GRACE_S = 60.0  # for the requests of an ingress that is replaced
+# Requests and choices of a replica stay in one event loop of an ingress. Each change of the thread would cost 0.2 ms.
+INGRESS_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a deployment that decide how many replicas there are. Raises ValueError."""
+    replicas = ReplicaRange.parse(str(arguments.get("replicas", FleetOptions().replicas)))
+    if replicas.is_fixed:
+        return {"num_replicas": replicas.least}
+    delays = (float(arguments[name]) for name in ("upscale_delay_s", "downscale_delay_s"))
+    return {"autoscaling_config": build_scaling(replicas.least, replicas.most, *delays)}
 
 
 def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
-    """Return the application. arguments: `replicas`, `options` by flat name, and `is_local` for one machine."""
-    replicas = int(arguments.get("replicas", 2))
-    if not 1 <= replicas <= MOST_REPLICAS:
-        raise ValueError(f"replicas: {replicas}; accepted: 1 to {MOST_REPLICAS}")
+    """Return the application.
+
+    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range, `options` by
+    flat name, and `is_local` for one machine. Raises ValueError.
+    """
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))
     options = parse_values(values)
@@ -40,7 +56,7 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
     engines = serve.deployment(
         EngineReplica,
         name=REPLICAS,
-        num_replicas=replicas,
+        **choose_scaling(arguments),
         max_ongoing_requests=MOST_REQUESTS,
         # On one machine Ray must not refuse a replica because the cores are counted already.
         ray_actor_options={"num_cpus": 0 if is_local or gpus else max(1, options.runtime.threads), "num_gpus": gpus},
@@ -57,7 +73,8 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         name=INGRESSES,
         num_replicas=1 if is_local else 2,
         max_ongoing_requests=MOST_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
+        logging_config={"enable_access_log": False},  # the ingress has a log of its own
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=INGRESS_GRACE_S,
     )

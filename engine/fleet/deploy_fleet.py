@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from engine.fleet.application import NAME, build_fleet
-from engine.fleet.fleet_options import list_arguments
+from engine.fleet.fleet_options import FleetOptions, list_arguments
 from engine.fleet.local_ray import MARK, run_local_ray
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
@@ -21,34 +21,34 @@ from engine.settings.user_error import UserError
 NAMESPACE = "serve"
 
 
-def run_local_fleet(options: Options, replicas: int) -> int:
+def run_local_fleet(options: Options, fleet: FleetOptions) -> int:
     """Run a fleet on this machine until a signal comes. Returns the exit status."""
     began = time.monotonic()
     stop = threading.Event()
-    print(f"starting: a Ray of its own with {replicas} replicas", file=sys.stderr, flush=True)
+    print(f"starting: a Ray of its own with {fleet.replicas} replicas", file=sys.stderr, flush=True)
     with run_local_ray(options):
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set handlers of its own
             signal.signal(number, lambda *_: stop.set())
-        deploy({**list_arguments(options, replicas), "is_local": True})
-        announce(options, replicas, time.monotonic() - began)
+        deploy({**list_arguments(options, fleet), "is_local": True})
+        announce(options, fleet.replicas, time.monotonic() - began)
         stop.wait()
         print("shutting down: running requests may end first", file=sys.stderr, flush=True)
     return 0
 
 
-def deploy_to_cluster(options: Options, replicas: int, address: str) -> int:
+def deploy_to_cluster(options: Options, fleet: FleetOptions) -> int:
     """Deploy a fleet on a running cluster, or update the one that runs there. Returns the exit status."""
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        ray.init(address=fleet.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
         hint = "set RAY_AUTH_MODE=token if the cluster checks tokens, as a local fleet does"
-        raise UserError(f"--address {address}: {error}; {hint}") from error
+        raise UserError(f"--address {fleet.address}: {error}; {hint}") from error
     try:
         is_local = MARK in ray.cluster_resources()
-        deploy({**list_arguments(options, replicas), "is_local": is_local})
+        deploy({**list_arguments(options, fleet), "is_local": is_local})
     finally:
         ray.shutdown()
-    print(f"deployed  {NAME} with {replicas} replicas on {address}", flush=True)
+    print(f"deployed  {NAME} with {fleet.replicas} replicas on {fleet.address}", flush=True)
     return 0
 
 
@@ -65,7 +65,7 @@ def deploy(arguments: dict[str, Any]) -> None:
         raise UserError(f"the replicas do not start: {cause.rpartition('UserError:')[2].strip()}") from error
 
 
-def announce(options: Options, replicas: int, seconds: float) -> None:
+def announce(options: Options, replicas: str, seconds: float) -> None:
     """Print a line that a script can wait for, then a command that a person can paste."""
     host = f"[{options.http.host}]" if ":" in options.http.host else options.http.host
     url = f"http://{host}:{options.http.port}"

@@ -27,6 +27,7 @@ from engine.fleet.digests import fetch_routing_stats
 from engine.fleet.fleet_options import build_replica_words
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.replica_folder import claim_folder
+from engine.fleet.scaling_policy import LOAD, compute_load
 from engine.fleet.server_process import ServerProcess, start_server
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options
@@ -49,7 +50,8 @@ class EngineReplica:
         self.claim: PrivateFolder | None = claim_folder(options.cache)
         folder = None if self.claim is None else self.claim.path
         host = LOOPBACK if is_local else get_node_ip_address()
-        self.server: ServerProcess = start_server(build_replica_words(options, host, folder))
+        self.name: str = serve.get_replica_context().replica_id.unique_id
+        self.server: ServerProcess = start_server(build_replica_words(options, host, folder, self.name))
         self.server.watch(end_actor)
         self.client = httpx2.Client(
             base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False
@@ -70,7 +72,12 @@ class EngineReplica:
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         """Return the id of this replica and its facts, for those who ask all replicas."""
-        return serve.get_replica_context().replica_id.unique_id, self.facts.to_metadata()
+        return self.name, self.facts.to_metadata()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the load of this replica, for `scaling_policy.py`. Called by Ray Serve at an interval."""
+        props = self.client.get("/props").raise_for_status().json()
+        return {LOAD: compute_load(props["queue"], props["slots_busy"], props["total_slots"])}
 
     def check_health(self) -> None:
         """Raise an exception if the server cannot answer. Called by Ray Serve at an interval."""

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from engine.fleet.fleet_options import FleetOptions
+from engine.fleet.ray_environment import prepare_environment
 from engine.settings import log_format
 from engine.settings.option_types import SERVER
 from engine.settings.options import Options
@@ -42,14 +43,15 @@ def fleet(
 
     log_format.configure(options.diagnostics.log_format, options.diagnostics.log_level)
     if fleet_options.yaml:
-        print(write_serve_file(options, fleet_options.replicas), end="")
+        print(write_serve_file(options, fleet_options), end="")
         return 0
     if importlib.util.find_spec("ray") is None:
         raise UserError("a fleet needs Ray Serve: pip install 'rekindle[fleet]'")
+    prepare_environment(fleet_options.address)
     from engine.fleet.deploy_fleet import deploy_to_cluster, run_local_fleet  # noqa: PLC0415
 
     if fleet_options.address:
-        return deploy_to_cluster(options, fleet_options.replicas, fleet_options.address)
+        return deploy_to_cluster(options, fleet_options)
     prepare_options(options)
     check_address(options.http)
-    return run_local_fleet(options, fleet_options.replicas)
+    return run_local_fleet(options, fleet_options)

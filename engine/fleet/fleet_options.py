@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,19 +10,56 @@ from attrs import frozen
 from cyclopts.validators import Number
 
 from engine.settings.config_file import list_words
-from engine.settings.option_types import FLEET, flag, parse_integer
+from engine.settings.option_types import FLEET, flag
 from engine.settings.options import Options, evolve_options, flat_values
-from engine.settings.user_error import UserError
 
 MOST_REPLICAS = 512
+DELAY_S = 86_400
+RANGE = re.compile(r"(\d{1,4})(?:\.\.(\d{1,4}))?")
+
+
+@frozen
+class ReplicaRange:
+    """The least and the most replicas of a fleet. They are equal unless their number follows the load."""
+
+    least: int
+    most: int
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.least == self.most
+
+    def __str__(self) -> str:
+        return str(self.least) if self.is_fixed else f"{self.least}..{self.most}"
+
+    @staticmethod
+    def parse(text: str) -> ReplicaRange:
+        """Return the range of `4` or `1..4`. Raises ValueError."""
+        found = RANGE.fullmatch(text)
+        least, most = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if not 1 <= least <= most <= MOST_REPLICAS:
+            raise ValueError(f"replicas: {text[:40]!r}; accepted: 1 to {MOST_REPLICAS}, or a range such as 1..4")
+        return ReplicaRange(least, most)
+
+
+def check_replicas(_: Any, text: str) -> None:
+    """Raise ValueError if a text is no number of replicas and no range."""
+    ReplicaRange.parse(text)
 
 
 @frozen(kw_only=True)
 class FleetOptions:
     """The options of a fleet: how many replicas, and on which cluster."""
 
-    replicas: Annotated[int, flag(FLEET, converter=parse_integer, validator=Number(gte=1, lte=MOST_REPLICAS))] = 2
-    """Number of replicas. Each is a server with all slots and caches that the other options name."""
+    replicas: Annotated[str, flag(FLEET, validator=check_replicas)] = "2"
+    """Number of replicas, such as 2, or a range such as 1..4, in which their number follows the load. Each is a server
+    with all slots and caches that the other options name."""
+
+    upscale_delay: Annotated[float, flag(FLEET, validator=Number(gte=0, lte=DELAY_S))] = 30
+    """Seconds for which more than three quarters of all slots must be used before a replica is added."""
+
+    downscale_delay: Annotated[float, flag(FLEET, validator=Number(gte=0, lte=DELAY_S))] = 600
+    """Seconds for which fewer replicas must be enough before one is taken away. It finishes its requests first."""
 
     address: Annotated[str, flag(FLEET)] = ""
     """Address of a running Ray cluster, such as ray-head:6379, or auto for the one on this machine. The fleet is
@@ -33,11 +70,7 @@ class FleetOptions:
 
 
 def collect_changed_values(options: Options) -> dict[str, Any]:
-    """Return the options that differ from the defaults, by flat name, as YAML has values. Raises UserError for options
-    that name one server.
-    """
-    if options.diagnostics.trace is not None:
-        raise UserError("--trace records one server, and a fleet has several: leave it out")
+    """Return the options that differ from the defaults, by flat name, as YAML has values."""
     defaults = flat_values(Options())
     changed = {name: value for name, value in flat_values(options).items() if value != defaults[name]}
     return {name: to_plain(value) for name, value in changed.items()}
@@ -48,15 +81,18 @@ def to_plain(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
-def build_replica_words(options: Options, host: str, folder: Path | None) -> list[str]:
+def build_replica_words(options: Options, host: str, folder: Path | None, replica: str) -> list[str]:
     """Return the words with which a replica's server is started.
 
     It listens on a free port of `host`, and answers to the names of the fleet. folder: that the replica has claimed.
+    replica: its id, which the name of its trace carries.
     """
     names = (*options.http.allow_host, options.http.host)
     changed = evolve_options(options, host=host, port=0, allow_host=names)
     if folder is not None:
         changed = evolve_options(changed, kv_cache_dir=folder / "kv")
+    if (trace := options.diagnostics.trace) is not None:
+        changed = evolve_options(changed, trace=trace.with_name(f"{trace.stem}-{replica}{trace.suffix}"))
     values = collect_changed_values(changed)
     model = values.pop("model", "demo")
     return ["serve", model, *list_words({**values, "port": 0, "host": host})]
@@ -69,6 +105,10 @@ def read_gpus(options: Options, *, has_gpu: bool) -> int:
     return len(named) or int(has_gpu and "auto" in places)
 
 
-def list_arguments(options: Options, replicas: int) -> Mapping[str, Any]:
+def list_arguments(options: Options, fleet: FleetOptions) -> dict[str, Any]:
     """Return the arguments of the application, as a file for `serve deploy` has them."""
-    return {"replicas": replicas, "options": collect_changed_values(options)}
+    replicas = ReplicaRange.parse(fleet.replicas)
+    if replicas.is_fixed:
+        return {"replicas": replicas.least, "options": collect_changed_values(options)}
+    delays = {"upscale_delay_s": fleet.upscale_delay, "downscale_delay_s": fleet.downscale_delay}
+    return {"replicas": str(replicas), **delays, "options": collect_changed_values(options)}

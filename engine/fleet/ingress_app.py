@@ -36,8 +36,9 @@ from adapters.http.wire.read_body import read_bytes
 from adapters.metrics import Metrics
 from engine.fleet.fleet_status import FleetStatus
 from engine.fleet.held_answer import HeldAnswer, ReplicaLost
+from engine.fleet.key_finder import KeyFinder
 from engine.fleet.merge_metrics import make_repeat_counter
-from engine.fleet.prompt_keys import APIS, PromptReader
+from engine.fleet.prompt_keys import APIS
 from engine.fleet.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 from engine.fleet.response_holders import ResponseHolders
@@ -56,7 +57,7 @@ class IngressApp:
     """The handlers of one ingress, and the objects that they share."""
 
     picker: ReplicaPicker
-    reader: PromptReader
+    finder: KeyFinder
     options: EdgeOptions
     metrics: Metrics
     relay: ReplicaClient = field(factory=ReplicaClient)
@@ -82,6 +83,8 @@ class IngressApp:
             body = await read_bytes(request, self.options, self.budget, incoming)
             asked = await self._read_request(request, body)
             await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
+        if asked.read_later is not None:
+            asked.read_later()
 
     def _find_own_answer(self, path: str, request: Request) -> Callable[[], Awaitable[Response]] | None:
         """Return what answers a request about the whole fleet; None: a replica answers it."""
@@ -114,8 +117,8 @@ class IngressApp:
         if request.method != "POST" or scope["path"] not in APIS:
             return asked
         newest = self.picker.newest or await self.picker.choose(None)
-        route = await self.reader.find_keys(asked.path, body, scope.get(CALLER, ""), newest.facts)
-        return evolve(asked, route=route)
+        found = await self.finder.find_keys(asked.path, body, scope.get(CALLER, ""), newest.facts)
+        return evolve(asked, route=found.route, read_later=found.read_later)
 
     async def _find_pinned(self, name: str) -> Replica:
         found = next((one for one in await self.picker.list_replicas() if one.id == name), None)

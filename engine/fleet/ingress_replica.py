@@ -16,12 +16,14 @@ from adapters.metrics import Metrics
 from adapters.text.model_text import Text
 from engine import __version__
 from engine.fleet.ingress_app import FLEET, IngressApp
+from engine.fleet.key_finder import KeyFinder
 from engine.fleet.prompt_keys import PromptReader
+from engine.fleet.reading_thread import ReadingThread
 from engine.fleet.replica_picker import ReplicaPicker
 from engine.loading.load_text import begin_text
 from engine.settings.config_file import parse_values
 from engine.settings.log_format import configure
-from engine.settings.options import Options
+from engine.settings.options import Options, evolve_options
 from engine.settings.preflight import prepare_options
 
 
@@ -32,7 +34,7 @@ class IngressReplica:
     """
 
     def __init__(self, values: Mapping[str, Any], replicas: Any) -> None:
-        options = prepare_options(parse_values(values))
+        options = prepare_options(evolve_options(parse_values(values), trace=None))  # replicas write traces
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
         self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
 
@@ -48,6 +50,7 @@ class IngressGate:
     options: Options
     text: Text
     picker: ReplicaPicker
+    thread: ReadingThread = field(factory=ReadingThread)
     guard: Guard | None = field(default=None, init=False)
     _building: anyio.Lock = field(factory=anyio.Lock, init=False)
 
@@ -61,11 +64,18 @@ class IngressGate:
     async def _build(self) -> Guard:
         async with self._building:
             if self.guard is None:
-                await self.text.check()
+                await self.thread.run(self.text.check)
                 replica = await self.picker.choose(None)
                 paths = frozenset({*replica.facts.paths, *files.load_files(), FLEET})
-                self.guard = build_guard(self.options, self.text, self.picker, paths)
+                self.guard = self._build_guard(paths)
             return self.guard
+
+    def _build_guard(self, paths: frozenset[str]) -> Guard:
+        """Return the application of the ingress behind the guard of the HTTP server."""
+        edge = build_edge_options(self.options, self.text)
+        metrics = Metrics()
+        finder = KeyFinder(PromptReader(self.text, edge), edge.max_body, self.thread)
+        return Guard(IngressApp(self.picker, finder, edge, metrics), edge, metrics, paths, None)
 
 
 async def answer_lifespan(receive: Receive, send: Send) -> None:
@@ -73,14 +83,6 @@ async def answer_lifespan(receive: Receive, send: Send) -> None:
     for phase in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{phase}.complete"})
-
-
-def build_guard(options: Options, text: Text, picker: ReplicaPicker, paths: frozenset[str]) -> Guard:
-    """Return the application of the ingress behind the guard of the HTTP server."""
-    edge = build_edge_options(options, text)
-    metrics = Metrics()
-    app = IngressApp(picker, PromptReader(text, edge), edge, metrics)
-    return Guard(app, edge, metrics, paths, None)
 
 
 def build_edge_options(options: Options, text: Text) -> EdgeOptions:

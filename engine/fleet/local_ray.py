@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,32 +13,14 @@ from engine.settings.options import Options
 
 MARK = "rekindle_local"  # a resource that only such a Ray has
 OBJECT_STORE_BYTES = 80 << 20  # about the least that Ray accepts: no request passes through its object store
-# What Ray Serve reads from the environment of each of its processes.
-ENVIRONMENT = {
-    # HAProxy in front of the ingresses, instead of a proxy in Python that takes 10 ms a request on two cores.
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # A choice of a replica stays in the event loop of the ingress.
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-HAPROXY_PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-
-
-def find_free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
 def run_local_ray(options: Options) -> Iterator[None]:
-    """Run Ray and Ray Serve on this machine for as long as the block takes. options: where the proxy listens."""
-    ports = {name: str(find_free_port()) for name in HAPROXY_PORTS}  # two fleets on one machine need two of each
-    for name, value in {**ENVIRONMENT, **ports}.items():
-        os.environ.setdefault(name, value)
+    """Run Ray and Ray Serve on this machine for as long as the block takes. options: where the proxy listens.
+
+    `prepare_environment` must have been called before Ray was imported.
+    """
     ray.init(
         address="local",
         num_cpus=os.cpu_count(),

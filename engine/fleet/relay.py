@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 from attrs import define, field, frozen
@@ -30,7 +30,8 @@ class AskedRequest:
     """A request as its client sent it, with its whole body.
 
     path: the path that is served. target: path and query as sent. can_repeat: it may be sent more than once, as it
-    only generates or reads. pinned: the only replica that can answer it, if any.
+    only generates or reads. pinned: the only replica that can answer it, if any. read_later: called when it has been
+    answered; it reads the prompt for the conversation's next request.
     """
 
     method: str
@@ -41,6 +42,7 @@ class AskedRequest:
     can_repeat: bool
     route: RouteKeys | None = None
     pinned: Replica | None = None
+    read_later: Callable[[], None] | None = None
 
 
 @frozen

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.fleet.fleet_options import list_arguments
+from engine.fleet.fleet_options import FleetOptions, list_arguments
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
@@ -16,7 +16,7 @@ NAME = "rekindle"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - the proxies of a cluster are reached from other machines
 
 
-def write_serve_file(options: Options, replicas: int) -> str:
+def write_serve_file(options: Options, fleet: FleetOptions) -> str:
     """Return the file as YAML. Raises UserError for keys, which would stand in it."""
     if options.http.api_key:
         raise UserError("--api-key would stand in the file that --yaml prints: use --api-key-file, on every machine")
@@ -28,7 +28,7 @@ def write_serve_file(options: Options, replicas: int) -> str:
                 "name": NAME,
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
-                "args": list_arguments(options, replicas),
+                "args": list_arguments(options, fleet),
             }
         ],
     }

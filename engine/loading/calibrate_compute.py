@@ -87,7 +87,7 @@ def choose_mixed_rows(devices: Set[str], shard: Pipeline) -> int:
     devices: the kinds of device that have layers. With a GPU both can run at once (`choose_concurrent_rows`), or they
     take turns. The exception is a model with recurrent layers, if its kernels take both in one step.
     """
-    if devices == {"cuda"} and shard.states.specs and shard.states.settles_apart:
+    if devices == {"cuda"} and shard.states.specs and shard.states.commits_per_segment:
         return MIXED_ROWS_GPU
     return MIXED_ROWS if devices == {"cpu"} else 0
 

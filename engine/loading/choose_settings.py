@@ -96,7 +96,7 @@ def choose_settings(
         keep_decoded=has_buckets,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
-        settles_apart=stateful and shard.states.settles_apart,
+        commits_per_segment=stateful and shard.states.commits_per_segment,
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,
         max_proposals=block,

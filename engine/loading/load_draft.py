@@ -22,6 +22,9 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.assistant.checkpoint import AssistantCheckpoint, is_assistant
+from adapters.models.drafts.assistant.draft import AssistantDraft
+from adapters.models.drafts.assistant.weights import list_assistant_products
 from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
@@ -93,7 +96,10 @@ def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
     if name == "none":
         return None
     try:
-        return find_own_head(target) if name == OWN else find_dflash(Path(name), target.config)
+        if name == OWN:
+            return find_own_head(target)
+        find = find_assistant if is_assistant(Path(name)) else find_dflash
+        return find(Path(name), target.config)
     except CheckpointError as error:
         raise UserError(f"--draft {error}") from error
 
@@ -118,6 +124,25 @@ def find_dflash(folder: Path, target: ModelConfig) -> FoundDraft:
         partial(DFlashDraft, config, found),
         partial(FeatureProjection, config, found),
     )
+
+
+def find_assistant(folder: Path, target: ModelConfig) -> FoundDraft:
+    found = AssistantCheckpoint.open(folder, target)
+    config = found.config
+    return FoundDraft(
+        str(folder),
+        config,
+        count_weights(found.tensors),
+        found.digest(),
+        partial(list_assistant_products, config),
+        partial(AssistantDraft, config, found),
+        refuse_projection,
+    )
+
+
+def refuse_projection(*_: object) -> Projection:
+    """Raise ValueError: an assistant cannot be in another process than its target."""
+    raise ValueError("an assistant reads its target's rows, so it must be on the device of the last layers")
 
 
 def find_own_head(target: Checkpoint) -> FoundDraft:

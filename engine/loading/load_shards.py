@@ -48,7 +48,8 @@ def build_shards(
         if place.peer is not None:
             ends = CopiedEnds(config, checkpoint, own, room.dtype, place.device)
             request = build_layers_request(config, placement, fast=fast)
-            parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers))
+            left = config.find_crossing(place.layers.stop, room.dtype, room.rows or room.dtype).width
+            parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None
         with use_device(place.device):

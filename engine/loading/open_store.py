@@ -37,7 +37,8 @@ log = logging.getLogger("rekindle")
 
 def build_layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
     """Return the layout of snapshot files: rows of the target and of its draft, and recurrent states."""
-    kept = None if draft is None else DraftLayout(draft.identity, draft.rows.spec)
+    has_rows = draft is not None and bool(draft.rows.spec.names)
+    kept = DraftLayout(draft.identity, draft.rows.spec) if draft is not None and has_rows else None
     return Layout(named, block_size, shard.rows.spec, kept, shard.states.specs)
 
 
@@ -120,4 +121,6 @@ def with_store(
     rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
     # It starts now, because no more times are measured.
     WatchedThread("store-pool", moving.store.memory.register_all).start()
+    if moving.store.upkeep is not None:
+        moving.store.upkeep.start()
     return evolve(settings, store=True, rates=rates)

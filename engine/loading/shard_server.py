@@ -135,7 +135,8 @@ class ServedModel:
                     state_places=asked.state_places,
                 ),
             )
-        return ServedLayers(shard, config.num_layers, config.hidden_size)
+        given = config.find_crossing(asked.layers[0], dtype, rows)
+        return ServedLayers(shard, config.num_layers, config.hidden_size, given.width)
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         dtype = torch_dtype(asked.dtype)

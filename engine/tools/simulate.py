@@ -119,7 +119,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
         "min_tokens",
         "latency_target_ns",
     )
-    state = ("checkpoint_interval", "shared_checkpoint_limit", "state_places", "settles_apart")
+    state = ("checkpoint_interval", "shared_checkpoint_limit", "state_places", "commits_per_segment")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 

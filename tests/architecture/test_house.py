@@ -15,7 +15,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import PositionalStates, Shard, ShardPlacement, ShardSpec, SlotRows
 from adapters.remote.client.remote_shard import RemoteShard
-from tests.architecture.parsed import parse_module
+from tests.architecture.parsed import read_module, walk_module
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adapters", "effects", "engine", "states")
@@ -131,7 +131,7 @@ def test_few_functions_are_named_by_a_bare_participle() -> None:
     names = [
         node.name
         for path in modules()
-        for node in ast.walk(parse_module(path))
+        for node in walk_module(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     found = [name for name in names if is_participle(name)]
@@ -142,7 +142,7 @@ def test_few_lines_have_a_private_word() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in modules()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(read_module(path).splitlines(), 1)
         if PRIVATE_WORDS.search(line)
     ]
     assert len(found) <= MOST_PRIVATE_WORDS, found
@@ -152,7 +152,7 @@ def test_one_statement_does_one_thing() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in modules()
-        for node in ast.walk(parse_module(path))
+        for node in walk_module(path)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Tuple)
         and isinstance(node.targets[0], ast.Tuple)
@@ -173,7 +173,7 @@ def is_swap(targets: ast.Tuple, values: ast.Tuple) -> bool:
 def test_docstrings_have_a_subject() -> None:
     found = []
     for path in modules():
-        for node in ast.walk(parse_module(path)):
+        for node in walk_module(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node)
                 if text and OPENERS.match(text):
@@ -187,7 +187,7 @@ def test_only_the_core_looks_at_the_world_of_a_running_engine() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in modules()
         if path.parent != ROOT / "engine" / "core"
-        for node in ast.walk(parse_module(path))
+        for node in walk_module(path)
         if isinstance(node, ast.Attribute) and node.attr == "world" and name_of(node.value) in EVENT_LOOPS
     ]
     assert looks == []
@@ -199,7 +199,7 @@ def test_no_executor_sleeps_to_find_a_good_moment() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in modules()
         if not path.is_relative_to(ROOT / "engine" / "tools")
-        for node in ast.walk(parse_module(path))
+        for node in walk_module(path)
         if (isinstance(node, ast.Attribute) and node.attr == "sleep" and name_of(node.value) == "time")
         or (isinstance(node, ast.ImportFrom) and node.module == "time" and "sleep" in {one.name for one in node.names})
     ]
@@ -231,7 +231,7 @@ def test_no_function_takes_more_than_eight_parameters() -> None:
     for path in modules():
         if "kernels" in path.parts:
             continue
-        for node in ast.walk(parse_module(path)):
+        for node in walk_module(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 count = len([one for one in given if one.arg not in {"self", "cls"}])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.parsed import parse_module
+from tests.architecture.parsed import parse_module, read_module, walk_module
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("effects", "states", "engine", "adapters")
@@ -23,9 +23,9 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def broad_handlers(module: ast.AST) -> Iterator[int]:
+def broad_handlers(path: Path) -> Iterator[int]:
     """Lines that catch everything; cleaning up and raising again is something else."""
-    for node in ast.walk(module):
+    for node in walk_module(path):
         if isinstance(node, ast.ExceptHandler) and not (isinstance(node.body[-1], ast.Raise) and not node.body[-1].exc):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(one is None or (isinstance(one, ast.Name) and one.id in BROAD) for one in caught):
@@ -36,38 +36,34 @@ def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
     silent = [
         name(path)
         for path in CODE
-        if not ast.get_docstring(parse_module(path)) or not path.read_text().startswith('"""')
+        if not ast.get_docstring(parse_module(path)) or not read_module(path).startswith('"""')
     ]
     assert not silent
 
 
 def test_nothing_is_left_unfinished() -> None:
-    assert not [(name(path), word) for path in CODE for word in UNFINISHED if word in path.read_text()]
+    assert not [(name(path), word) for path in CODE for word in UNFINISHED if word in read_module(path)]
 
 
 def test_imports_are_absolute_and_by_name() -> None:
-    imports = [
-        (path, node) for path in ALL for node in ast.walk(parse_module(path)) if isinstance(node, ast.ImportFrom)
-    ]
+    imports = [(path, node) for path in ALL for node in walk_module(path) if isinstance(node, ast.ImportFrom)]
     assert not [(name(path), node.lineno) for path, node in imports if node.level]
     assert not [(name(path), node.lineno) for path, node in imports if "*" in {alias.name for alias in node.names}]
 
 
 def test_no_file_knows_whose_machine_it_was_written_on() -> None:
-    assert not [name(path) for path in ALL if re.search(r"/(?:home|Users|root|work)/\w+/", path.read_text())]
+    assert not [name(path) for path in ALL if re.search(r"/(?:home|Users|root|work)/\w+/", read_module(path))]
 
 
 def test_failures_are_caught_broadly_in_one_place_of_the_engine() -> None:
     """Where executors are called. Everywhere else an exception is a bug and stops the engine."""
-    broad = [
-        name(path) for path in CODE if path.is_relative_to(ROOT / "engine") for _ in broad_handlers(parse_module(path))
-    ]
+    broad = [name(path) for path in CODE if path.is_relative_to(ROOT / "engine") for _ in broad_handlers(path)]
     assert broad == ["engine/core/event_loop.py"]
 
 
 def test_the_core_catches_nothing() -> None:
     core = [path for path in CODE if path.parent.name in ("states", "effects")]
-    assert not [name(path) for path in core for node in ast.walk(parse_module(path)) if isinstance(node, ast.Try)]
+    assert not [name(path) for path in core for node in walk_module(path) if isinstance(node, ast.Try)]
 
 
 def test_one_class_name_means_one_thing_in_the_whole_tree() -> None:
@@ -80,13 +76,13 @@ def test_one_class_name_means_one_thing_in_the_whole_tree() -> None:
 
 
 def test_no_file_that_ships_is_long() -> None:
-    long = {name(path): len(path.read_text().splitlines()) for path in CODE if "training" not in path.parts}
+    long = {name(path): len(read_module(path).splitlines()) for path in CODE if "training" not in path.parts}
     assert {path: lines for path, lines in long.items() if lines > 350} == {}
 
 
 @pytest.mark.parametrize("package", ["effects", "states", "engine"])
 def test_functions_stay_small(package: str) -> None:
     for path in (ROOT / package).glob("**/*.py"):
-        for node in ast.walk(parse_module(path)):
+        for node in walk_module(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 70, f"{name(path)}: {node.name}"

@@ -14,7 +14,7 @@ from benchmarks.agents_load import AgentsRun, Workload, ask_in_turn, run_agents
 from benchmarks.peer_servers import ROOT, VLLM_ENVIRONMENT, serve_llama, serve_ours, serve_vllm
 from engine.tools.bench.bench_prompts import LoadPrompt
 from engine.tools.bench.load_client import Sample
-from tests.e2e.server import serving
+from tests.e2e.prepared import serving
 
 MODEL = Path("/models/m8b")
 

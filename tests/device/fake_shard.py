@@ -82,7 +82,7 @@ class NoStates:
     specs: tuple[TensorSpec, ...] = ()
     block: int = 64
     places: int = 0
-    settles_apart: bool = True
+    commits_per_segment: bool = True
 
 
 @define(eq=False)

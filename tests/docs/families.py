@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.family import Family, family_of
 from adapters.models.decoder.feed_forward import cut_up
+from adapters.models.families.gemma4 import Gemma4Config
 from adapters.text.answer.answer_parser import CALL_FORMS, REASONING
 from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.hybrids import HYBRIDS, SPARSE
@@ -19,6 +22,7 @@ from tests.models.windowed import WINDOWED
 PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 YES, NO = "yes", "no"
+DTYPE = torch.bfloat16
 # The forms of calls and the tags of reasoning in the templates that are published with a family.
 PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (("llama3-json", "pythonic"), ()),
@@ -35,6 +39,11 @@ PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "glm4_moe": (("glm-xml",), ("think",)),
     "minimax_m2": (("minimax-xml",), ("think",)),
     "gpt_oss": (("harmony",), ("harmony",)),
+    "laguna": (("glm-xml",), ("think",)),
+    "deepseek_v2": ((), ()),
+    "deepseek_v3": ((), ("think",)),
+    "glm4_moe_lite": (("glm-xml",), ("think",)),
+    "mistral4": (("mistral",), ("mistral",)),
 }
 
 
@@ -72,10 +81,11 @@ def write_table() -> str:
             ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if one in types) or NO
         ),
         "quantised": lambda family, _, __: YES if family.cut_up is cut_up else "MXFP4",
-        "split": lambda _, __, own: say([can_be_split(one) for one in own]),
+        # Whatever later layers read crosses a cut, so every model may be cut behind any layer.
+        "split": lambda _, __, own: say([one.find_crossing(1, DTYPE, DTYPE).width > 0 for one in own]),
         "DFlash": lambda family, _, __: say(family.model_type in PUBLISHED),
         "trees": lambda _, __, own: say([not has_state(one) for one in own]),
-        "MTP": lambda family, _, __: say(family.head_shape is not None),
+        "own draft": lambda family, _, own: name_own_draft(family, own),
         "scores prompts": lambda _, __, own: say([one.can_score_prompts for one in own]),
         "calls": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][0]) or NO,
         "reasoning": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][1]) or NO,
@@ -86,16 +96,17 @@ def write_table() -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def name_own_draft(family: Family, configs: Sequence[DenseConfig]) -> str:
+    """Return the kind of draft that is published with the models of a family, besides DFlash drafts."""
+    if family.head_shape is not None:
+        return "`mtp`"
+    return "assistant" if all(isinstance(one, Gemma4Config) for one in configs) else NO
+
+
 def has_state(config: DenseConfig) -> bool:
     """Has some layer a state or a window, so that trees are refused?"""
     layers = range(config.num_layers)
     return any(config.recurrent(layer) or config.shape_of(layer).traits.keeps_window for layer in layers)
-
-
-def can_be_split(config: DenseConfig) -> bool:
-    """May some first layers be on one device and the rest on another?"""
-    cuts = range(1, config.num_layers)
-    return any(all(map(config.can_be_shard, (range(cut), range(cut, config.num_layers)))) for cut in cuts)
 
 
 def check_names() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.architecture.parsed import parse_module
 from tests.docs.pages import DOCS, INTERNALS, PAGES, ROOT, name
 from tests.docs.prose import FENCED
 
@@ -51,7 +52,7 @@ def index_definitions() -> Mapping[str, tuple[tuple[str, str], ...]]:
     found = defaultdict[str, list[tuple[str, str]]](list)
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.parse(path.read_text()).body:
+        for node in parse_module(path).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found[node.name].append((module, node.name))
             for member in node.body if isinstance(node, ast.ClassDef) else ():

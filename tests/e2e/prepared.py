@@ -17,12 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
 from attrs import define, field
 
+from engine.settings.shard_secret import VARIABLE
 from tests.e2e import server
 from tests.e2e.forking import MESSAGE
 from tests.importing import importing
@@ -99,6 +100,19 @@ def forked(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> Forked:
         os.close(err[1])
         told[1].close()
     return Forked(words, os.fdopen(out[0]), os.fdopen(err[0]), told[0])
+
+
+@contextlib.contextmanager
+def listening(*words: str, secret: str, address: str = "127.0.0.1:0") -> Iterator[tuple[server.StartedProcess, str]]:
+    """A process for layers that waits for servers, and its address; killed at the block's end if it still runs."""
+    command = [sys.executable, "-m", "engine", "shard", *words, "--listen", address]
+
+    def start(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> Forked:
+        return forked(words, {**env, VARIABLE: secret}, cwd)
+
+    with server.started(command, None, start) as (process, _):
+        assert process.stdout is not None
+        yield process, process.stdout.readline().removeprefix("ready  ").strip()
 
 
 serving = functools.partial(server.serving, start=forked)

@@ -48,7 +48,7 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[LoadedModel]:
 
 async def jobs(target: LoadedModel) -> list[Job]:
     text = Text.load(target.folder)
-    made = [prompt[-900:] for prompt in (await prompts(text, 64))[-8:]]
+    made = [prompt[-600:] for prompt in (await prompts(text, 64))[-5:]]
     await text.aclose()
     return [Job(prompt, 12, sampling=SAMPLINGS[n % 4]) for n, prompt in enumerate(made)]
 
@@ -72,7 +72,7 @@ async def test_tokens_are_the_same_however_they_come_about(target: LoadedModel, 
         assert target.numerics.mode == "buckets", target.numerics.failures
     asked, restored = await jobs(target), list[int]()
     cold = await each_cold(target, asked)
-    assert len({tokens for tokens in cold if tokens}) > 4
+    assert len({tokens for tokens in cold if tokens}) > 3
     assert await each_continued(target, asked, restored) == cold
     assert sum(restored) > 500, "nothing was continued"
     assert await each_batched(target, asked, None) == cold
@@ -86,23 +86,24 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     """And they change nothing for others: a prompt that was asked for them is continued by nobody."""
     if shapes == "grid":
         target = gridded(target)
-    for job in [evolve(job, sampling=Sampling(logprobs=2), max_tokens=90) for job in (await jobs(target))[:2]]:
-        async with run_engine(target.settings, target.executor) as running:
-            said, told = await heard(running, job)
-            whole = (*job.prompt, *said)
-            again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
-            report = (await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
-            assert report is not None
-            assert report.restored_tokens == 0
-            assert len(report.prompt_logprobs) == len(whole) - 1
-            assert report.prompt_logprobs[-len(said) :] == told
-            assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
-            assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
-        async with run_engine(target.settings, target.executor) as running:
-            await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
-            after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
-            assert after is not None
-            assert after.restored_tokens == 0
+    first, *_ = await jobs(target)
+    job = evolve(first, sampling=Sampling(logprobs=2), max_tokens=90)
+    async with run_engine(target.settings, target.executor) as running:
+        said, told = await heard(running, job)
+        whole = (*job.prompt, *said)
+        again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
+        report = (await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
+        assert report is not None
+        assert report.restored_tokens == 0
+        assert len(report.prompt_logprobs) == len(whole) - 1
+        assert report.prompt_logprobs[-len(said) :] == told
+        assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
+        assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
+    async with run_engine(target.settings, target.executor) as running:
+        await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
+        after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
+        assert after is not None
+        assert after.restored_tokens == 0
 
 
 async def heard(running: Engine, job: Job) -> tuple[Tokens, tuple[Logprob, ...]]:

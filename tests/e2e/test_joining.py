@@ -12,7 +12,8 @@ import pytest
 from effects.all import Launch
 from engine.__main__ import main
 from engine.core.trace import read_trace
-from tests.e2e.server import Running, serving
+from tests.e2e.prepared import serving
+from tests.e2e.server import Running
 
 
 def asked(count: int) -> list[dict[str, object]]:
@@ -39,7 +40,7 @@ def answer(running: Running, body: dict[str, object]) -> object:
 
 @pytest.mark.timeout(150)
 def test_who_comes_beside_others_gets_the_answer_alone_and_the_trace_says_how(tmp_path: Path) -> None:
-    trace, bodies = tmp_path / "together.jsonl", asked(24)
+    trace, bodies = tmp_path / "together.jsonl", asked(14)
 
     def late(number: int) -> object:
         time.sleep(0.01 * (number % 4))

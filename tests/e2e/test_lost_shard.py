@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.settings.shard_secret import VARIABLE
-from tests.e2e.prepared import serving
-from tests.e2e.server import Running
-from tests.importing import importing
+from tests.e2e.prepared import listening, serving
+from tests.e2e.server import Running, StartedProcess
 
 WORDS, OTHER = "known to both of them", "known to nobody here at all"
-ROOT = Path(__file__).parents[2]
 BODY: dict[str, Any] = {"prompt": "def add(a, b):\n    return a + b\n" * 4, "max_tokens": 6, "temperature": 0}
 
 
@@ -33,17 +27,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def daemon(port: int, *, model: str = "demo", secret: str = WORDS) -> Iterator[subprocess.Popen[str]]:
+def daemon(port: int, *, model: str = "demo", secret: str = WORDS) -> Iterator[StartedProcess]:
     """Ready inside the block, and killed at its end."""
-    environment = {**os.environ, **importing(ROOT), "PYTHONUNBUFFERED": "1", VARIABLE: secret}
-    command = [sys.executable, "-m", "engine", "shard", model, "--device", "cpu", "--listen", f"127.0.0.1:{port}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == f"ready  tcp://127.0.0.1:{port}"
-            yield process
-        finally:
-            process.kill()
+    with listening(model, "--device", "cpu", secret=secret, address=f"127.0.0.1:{port}") as (process, address):
+        assert address == f"tcp://127.0.0.1:{port}"
+        yield process
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

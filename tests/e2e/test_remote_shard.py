@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +15,10 @@ from engine.loading.background_load import load_target
 from engine.settings.options import build_options
 from engine.settings.shard_secret import VARIABLE
 from engine.settings.user_error import UserError
-from tests.e2e.prepared import refused, serving
+from tests.e2e.prepared import listening, refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import answers, words
 from tests.e2e.test_split import compare
-from tests.importing import importing
 
 ONE, APART = {"device": "cpu"}, {"target_devices": "cpu:0,ipc+cpu:0"}
 WORDS = "known to both of them"
@@ -131,20 +126,6 @@ def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
         assert gone(anew["process"])
 
 
-@contextmanager
-def listening(*words: str) -> Iterator[str]:
-    """A daemon that was started by hand; its address."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, **importing(root), "PYTHONUNBUFFERED": "1", VARIABLE: WORDS}
-    command = [sys.executable, "-m", "engine", "shard", *words, "--listen", "tcp://127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().removeprefix("ready  ").strip()
-        finally:
-            process.kill()
-
-
 @pytest.mark.timeout(300)
 async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +136,7 @@ async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
     plain = words(await answers(whole, jobs))
     await whole.close()
     file = tmp_path / "secret"
-    with listening("demo", "--device", "cpu") as address:
+    with listening("demo", "--device", "cpu", secret=WORDS, address="tcp://127.0.0.1:0") as (_, address):
         plan = {"target_devices": f"cpu:0,{address}", "shard_secret_file": file}
         file.write_text("something else, just as long", encoding="utf-8")
         with pytest.raises(UserError, match="the secret is another one"):

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from tests.e2e.server import Running, refused, serving
+from tests.e2e.prepared import refused, serving
+from tests.e2e.server import Running
 from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]

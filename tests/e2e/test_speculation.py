@@ -231,8 +231,7 @@ def words(found: Sequence[Heard]) -> list[tuple]:
 
 @only_demo
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("at_once", [1, 4])
-@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize(("branches", "at_once"), [(False, 1), (True, 4)], ids=["chains", "trees"])
 async def test_tokens_and_logprobs_are_those_without_speculation(jobs, plain, guided, branches, at_once):
     guided.branches = branches
     found = await answers(guided.target, jobs, at_once=at_once, tree=15 if branches else 0)
@@ -264,7 +263,7 @@ async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
 @pytest.mark.timeout(300)
 async def test_an_answer_ends_at_every_limit_as_without_speculation(target, jobs, plain, guided):
     guided.right = 1.0
-    for job, one in list(zip(jobs, plain, strict=True))[:4]:
+    for job, one in list(zip(jobs, plain, strict=True))[:2]:
         limits = range(1, len(one.tokens) + 1)
         found = await answers(target, [evolve(job, max_tokens=limit) for limit in limits])
         assert [each.tokens for each in found] == [one.tokens[:limit] for limit in limits]
@@ -277,7 +276,7 @@ async def test_an_answer_ends_at_every_limit_as_without_speculation(target, jobs
 @pytest.mark.timeout(300)
 async def test_an_answer_ends_with_any_of_its_tokens_as_without_speculation(target, jobs, plain, guided):
     guided.right = 1.0
-    for job, one in list(zip(jobs, plain, strict=True))[:4]:
+    for job, one in list(zip(jobs, plain, strict=True))[:2]:
         stops = list(dict.fromkeys(one.tokens))
         found = await answers(target, [evolve(job, stop_tokens=(stop,)) for stop in stops])
         assert [each.tokens for each in found] == [one.tokens[: one.tokens.index(stop) + 1] for stop in stops]

@@ -61,6 +61,25 @@ GLM_GROUPS = {
     "use_qk_norm": True,
     "first_k_dense_replace": 0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
+}
+LATENT_GROUPS = {**LATENT, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
+LATENT_YARN = rope("yarn", **YARN, mscale=0.7, mscale_all_dim=0.9)
 # Of an early row another expert may be chosen in half precision, and later rows depend on it. So the error beside that
 # of transformers is between 0.1 and 9 times, by the seed; over 16 seeds its geometric mean is 0.7 (mqa) and 1.2.
 MINIMAX = {"seed": 5, "num_local_experts": 9, "num_experts_per_tok": 3, "intermediate_size": 40}
@@ -96,6 +115,26 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "minimax_m2",
         {**MINIMAX, **GEOMETRIES["mqa"], **partial(1.0), "tie_word_embeddings": True},
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "rms_norm_eps": 1e-5}),
+    "deepseek_v3, groups, yarn": ("deepseek_v3", {**LATENT_GROUPS, **LATENT_YARN}),
+    "deepseek_v3, neighbours apart, tied": (
+        "deepseek_v3",
+        {**LATENT, "rope_interleave": False, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2, plain queries": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v2, groups, yarn": (
+        "deepseek_v2",
+        {**LATENT_GROUPS, **LATENT_YARN, "topk_method": "group_limited_greedy"},
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **LATENT,
+            "head_dim": 40,
+            "first_k_dense_replace": 0,
+            **rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
+        },
+    ),
     "qwen2, mqa, tied": ("qwen2", {**GEOMETRIES["mqa"], "tie_word_embeddings": True, "sliding_window": 32768}),
 }
 
@@ -114,7 +153,11 @@ def save_model(
     **overrides: object,
 ) -> object:
     """Writes a random model as transformers does, with a tokenizer.json that is only there; returns the oracle."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
+    from transformers import (  # noqa: PLC0415 - seconds, and most files need it once
+        AutoConfig,
+        AutoModelForCausalLM,
+        Mistral4ForCausalLM,
+    )
 
     settings = {
         "vocab_size": 160,
@@ -128,7 +171,9 @@ def save_model(
         **overrides,
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
+    # The automatic class does not know mistral4, because published checkpoints have it inside mistral3.
+    build = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config  # noqa: SLF001
+    model = build(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale")):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import pytest
 import torch
 from attrs import evolve
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.models.decoder.dense_config import HEAD_ROWS
@@ -25,7 +28,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
-from tests.models.checkpoints import kernels_for
+from tests.models.checkpoints import kernels_for, save_model
 
 FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 TARGET = Qwen3Config(211, 64, 104, 9, 4, 2, 16, 4096, 1e4)
@@ -234,3 +237,66 @@ def slow_logits(
         gate, up = of("mlp.gate_proj.weight", h), of("mlp.up_proj.weight", h)
         x = x + of("mlp.down_proj.weight", gate * gate.sigmoid() * up)
     return norm(x, weights["norm.weight"], eps) @ table.double().T
+
+
+def save_assistant(folder: Path, target: dict[str, object], *, hidden: int = 32, seed: int = 3) -> object:
+    """Write a random Gemma 4 assistant as transformers does, and return it. target: what transformers is told of its
+    target, whose sizes of heads it has.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
+
+    own: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "initializer_range": 0.15,
+        "dtype": "float32",
+    }
+    text = AutoConfig.for_model("gemma4_text", **target | own)
+    config = AutoConfig.for_model("gemma4_assistant", text_config=text, backbone_hidden_size=target["hidden_size"])
+    torch.manual_seed(seed)
+    # transformers 5.23 wants a layer that makes the rows, although the layers of an assistant all read others' rows.
+    reading = property(lambda one: ["reuse"] * one.num_hidden_layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(text), "kv_sharing_modes", reading)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * 0.15 + ("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.mul_(0.9)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_glm_head(folder: Path, told: dict[str, Any]) -> object:
+    """Add a random prediction head to a checkpoint of GLM, as published: one more layer. Returns the oracle, a model of
+    that layer whose final norm is the head's.
+    """
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    with TemporaryDirectory() as beside:
+        alone = {**told, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+        head = save_model(Path(beside), "glm4_moe", **alone, seed=1)
+        found = load_file(Path(beside) / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{layers}."
+    for name, tensor in found.items():
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("model.layers.0.", prefix, 1)] = tensor
+    generator = make_generator(2)
+    hidden = found["model.norm.weight"].shape[0]
+    tensors[prefix + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
+    tensors[prefix + "shared_head.norm.weight"] = found["model.norm.weight"]
+    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for name in ("enorm", "hnorm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + torch.randn(hidden, generator=generator) * 0.2
+    save_file(tensors, folder / "model.safetensors")
+    return head

@@ -21,6 +21,14 @@ from torch import Tensor
 from adapters.models.decoder.rope import Llama3, ScaledRotary, Yarn
 from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
+from tests.models.windowed_ggufs import (
+    WINDOWED_NAMES,
+    find_scale_name,
+    join_halves,
+    make_frequency_factors,
+    windowed_settings,
+    written_as,
+)
 
 NAMES = {
     "llama": "llama",
@@ -34,14 +42,15 @@ NAMES = {
     "seed_oss": "seed_oss",
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
+    **WINDOWED_NAMES,
 }
-EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 ROUTERS = (
     "exp_probs_b.bias",
     "mlp.gate.weight",
-    "shared_expert_gate.weight",
     "ffn_gate_inp.weight",
     "ffn_gate_inp_shexp.weight",
+    *("_exps.bias", "_proj_bias", "router.weight", "router.proj.weight"),
 )
 
 
@@ -88,13 +97,14 @@ def write_gguf(
     split: int = 0,
     weights: bool = True,
     older: bool = False,
+    spare: bool = False,
     **fields: Any,
 ) -> Path:
     """The checkpoint in `folder` as one file. tokenizer: what llama.cpp calls its pre-tokenizer; None: none is written.
 
     split: tensors of one file of several. weights: without them, only the header can be read. older: as the converter
-    wrote Qwen3-Next at first. fields: further ones, and
-    None for those that are to be left out.
+    wrote Qwen3-Next at first. spare: with keys of layers that need none. fields: further ones, and None for those that
+    are to be left out; "rope_freqs" is the tensor of Gemma 4.
     """
     checkpoint = Checkpoint.open(folder)
     config: Any = checkpoint.config
@@ -107,22 +117,24 @@ def write_gguf(
         **(text(folder, tokenizer) if tokenizer else {}),
         **fields,
     }.items():
-        add(writer, key.replace("ARCH", name), value)
+        if key != "rope_freqs":
+            add(writer, key.replace("ARCH", name), value)
     layers = config.num_layers + (1 if checkpoint.others else 0)
     arch = next(arch for arch, called in gguf.MODEL_ARCH_NAMES.items() if called == name)
     names = gguf.get_tensor_name_map(arch, layers)
-    for published in checkpoint.tensors | checkpoint.others if weights else ():
-        if published == "lm_head.weight" and config.tie_word_embeddings:
-            continue
+    wanted = checkpoint.tensors if spare else config.tensors()
+    for published in (*wanted, *checkpoint.others) if weights else ():
         tensor = stacked(checkpoint, published, config, name)
         if tensor is None:
             continue
-        whole = {called(published, names, config.num_layers): tensor}
+        whole = {called(written_as(published, name), names, config.num_layers): tensor}
         for there, part in (
             whole.items() if older or "in_proj_qkvz" not in published else apart(published, tensor, config)
         ):
             data, stored = pack(there, np.ascontiguousarray(part.numpy()), kind)
             writer.add_tensor(there, data, raw_dtype=stored)
+    if name == "gemma4" and (factors := fields.get("rope_freqs", make_frequency_factors(config))) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     scaling = getattr(config, "rope_scaling", None)
     if isinstance(scaling, Llama3):
         plain = type(config.rotary)(config.head_dim, config.rope_theta).frequencies()[0]
@@ -146,7 +158,10 @@ def stacked(checkpoint: Checkpoint, name: str, config: Any, architecture: str) -
         return one(name).squeeze(0) if name.endswith("shared_expert_gate.weight") else one(name)
     if expert[1] != "0":
         return None
-    return torch.stack([one(name.replace(".experts.0.", f".experts.{at}.")) for at in range(config.experts.count)])
+    every = torch.stack([one(name.replace(".experts.0.", f".experts.{at}.")) for at in range(config.experts.count)])
+    if architecture == "gemma4" and expert[2] != "down_proj":
+        return join_halves(every, name, lambda other: stacked(checkpoint, other, config, ""))
+    return every
 
 
 def apart(name: str, tensor: Tensor, config: Any) -> list[tuple[str, Tensor]]:
@@ -177,6 +192,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def settings(config: Any, name: str) -> dict[str, Any]:
+    if name in WINDOWED_NAMES.values():
+        return windowed_settings(config, name)
     found = {
         "ARCH.block_count": config.num_layers,
         "ARCH.context_length": config.max_positions,
@@ -253,7 +270,9 @@ def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
     elif published.startswith("mtp."):
         return gguf.TENSOR_NAMES[parts[published.split(".")[1]]].format(bid=layers) + ".weight"
     published = published.replace("e_score_correction_bias", "e_score_correction.bias")
-    published = EXPERT.sub(r".experts.\2.weight", published.replace(".dt_bias", ".dt_proj.bias"))
+    published = EXPERT.sub(r".experts.\2.\3", published.replace(".dt_bias", ".dt_proj.bias"))
+    if (scale := find_scale_name(published)) is not None:
+        return scale
     there = names.get_name(published, try_suffixes=(".weight", ".bias"))
     assert there is not None, published
     return there
@@ -263,6 +282,8 @@ def converted(name: str, tensor: Tensor, config: Any, architecture: str) -> Tens
     if architecture in {"llama", "mistral3"} and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_heads if "q_proj" in name else config.num_kv_heads
         return tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+    if architecture == "gemma3":
+        return tensor + 1 if name.endswith("norm.weight") else tensor
     if architecture == "qwen3next" and "linear_attn." in name:
         return -tensor.exp() if name.endswith("A_log") else tensor.squeeze()
     if not architecture.startswith(("qwen35", "qwen3next")):

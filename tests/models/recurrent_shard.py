@@ -95,7 +95,7 @@ class RecurrentStates:
     """What each slot goes on from, and places for more."""
 
     specs = STATE_SPECS
-    settles_apart = False
+    commits_per_segment = False
 
     def __init__(self, slots: int, block: int, places: int) -> None:
         self.block = block

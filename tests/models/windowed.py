@@ -42,6 +42,18 @@ SHARING = {
 }
 BESIDE = {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 3, "moe_intermediate_size": 40}
 
+# As in the 31B model five of six layers have a window, and their rows are four times as wide as those of the others.
+LAYOUT_31B = {
+    "num_hidden_layers": 12,
+    "layer_types": [*[SLIDING] * 5, FULL] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 1024,
+    "max_position_embeddings": 32768,
+}
+
 GPT_OSS = {
     **rope(),
     "num_local_experts": 9,
@@ -49,6 +61,35 @@ GPT_OSS = {
     "intermediate_size": 48,
     "sliding_window": 40,
     "layer_types": [SLIDING, FULL, SLIDING],
+}
+
+LAGUNA = {
+    "num_hidden_layers": 4,
+    "layer_types": [FULL, SLIDING, SLIDING, FULL],
+    "num_attention_heads_per_layer": [4, 6, 2, 4],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "sliding_window": 48,
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+    "moe_routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+LAGUNA_YARN = {
+    **LAGUNA,
+    **GEOMETRIES["mqa"],
+    "num_attention_heads_per_layer": [5, 3, 5, 1],
+    "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    "gating": "per-element",
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        FULL: {"rope_type": "yarn", **YARN, "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }
 
 # model_type, and what transformers is told.
@@ -67,13 +108,19 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
         "gpt_oss",
         {**GPT_OSS, **GEOMETRIES["mqa"], **rope("yarn", **YARN, truncate=False), "tie_word_embeddings": True},
     ),
+    "laguna": ("laguna", LAGUNA),
+    "laguna, mqa, yarn, wide gates": ("laguna", LAGUNA_YARN),
+    "laguna, no windows": ("laguna", {**LAGUNA, "layer_types": [FULL] * 4, "mlp_layer_types": None}),
     "gemma3, a long window": ("gemma3_text", {**GEMMA3, "sliding_window": 290}),
 }
+
+# Configurations that are too slow for tests of every model.
+LARGE = {"gemma4, 31b layout": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **LAYOUT_31B})}
 
 
 def read_config(name: str) -> LayeredConfig:
     """The configuration of one of them, without a checkpoint."""
-    model_type, told = WINDOWED[name]
+    model_type, told = (WINDOWED | LARGE)[name]
     sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
     raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
     found = family_of({"model_type": model_type}).parse(raw)

@@ -66,7 +66,8 @@ class RandomModel:
         how |= {"aux_layers": asked.aux_layers, "state_places": asked.state_places}
         shard = part(self.config, range(first, last), self.dtype, **how)
         self.built.append(shard)
-        return ServedLayers(shard, self.config.num_layers, self.config.hidden_size)
+        given = self.config.find_crossing(first, self.dtype, self.dtype)
+        return ServedLayers(shard, self.config.num_layers, self.config.hidden_size, given.width)
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         raise ValueError("there is no draft here: name one with --draft")
@@ -261,7 +262,8 @@ def remote(
     given = {"slots": 3, "capacity": 512, "buckets": shards.BUCKETS, "aux_layers": (0, 2, 4)}
     given |= {"state_places": 2, "fast": False, "limit": LIMIT, "shared": (1 << 20, 1 << 20)} | how
     asked = LoadLayers(layers=(layers.start, layers.stop), **given)
-    return RemoteShard(peer, asked, NoEnds(), config.hidden_size, config.num_layers)
+    left = config.find_crossing(layers.stop, torch.bfloat16, torch.bfloat16).width
+    return RemoteShard(peer, asked, NoEnds(), config.hidden_size, config.num_layers, left)
 
 
 def split(config: DenseConfig, cuts: Sequence[int], dial: Callable[[], Threads]) -> Pipeline:

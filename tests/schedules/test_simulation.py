@@ -37,13 +37,15 @@ from tests.schedules.simulator import Simulator
 
 ONE, TWO = RequestId(1), RequestId(2)
 CHUNK = 100
-SCHEDULES, MORE = 2_000, 10_000
-LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    "first", [*range(0, SCHEDULES, CHUNK), *(pytest.param(at, marks=LONG) for at in range(SCHEDULES, MORE, CHUNK))]
-)
+def chunks(usual: int, most: int) -> list[Any]:
+    """Return the first seed of each chunk up to `most`. Those from `usual` on are marked as long."""
+    later = (pytest.param(first, marks=pytest.mark.long) for first in range(usual, most, CHUNK))
+    return [*range(0, usual, CHUNK), *later]
+
+
+@pytest.mark.parametrize("first", chunks(800, 10_000))
 def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert not play(seed).world.requests
@@ -80,7 +82,7 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
         return then
 
     monkeypatch.setattr(states.world, "step", noted)
-    for seed in range(700):
+    for seed in range(400):
         play(seed, replay=False)
     arms = {(row.state, row.event, arm) for row in TABLE.values() for arm in row.arms}
     assert taken <= arms
@@ -99,7 +101,7 @@ def crowded(seed: int) -> Simulator:
     return simulator
 
 
-@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+@pytest.mark.parametrize("first", chunks(100, 300))
 def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert not play(seed, crowded).world.requests
@@ -128,7 +130,7 @@ def reading(seed: int) -> Simulator:
     return simulator
 
 
-@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+@pytest.mark.parametrize("first", chunks(100, 400))
 def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first: int) -> None:
     """And nobody is told twice to."""
     halts = 0

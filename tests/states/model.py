@@ -56,6 +56,12 @@ BLOCKS = tuple(
     )
     for block_size, store, block, drafter, keep_decoded in product((1, 2), (False, True), (0, 1), (0, 9), (False, True))
 )
+# Every combination of any four of these five options, which is half of all combinations.
+HALF = tuple(
+    one
+    for one in BLOCKS
+    if (one.block_size + one.store + one.max_proposals + (one.scorer_max_tokens > 0) + one.keep_decoded) % 2 == 1
+)
 STATEFUL = tuple(
     Settings(
         block_size=1,
@@ -73,7 +79,6 @@ STATEFUL = tuple(
 TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
 SPANNING = evolve(BLOCKS[2], chunks_per_prefill=2)  # a prefill of two chunks
-SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL, SPANNING)
 LOSING = (
     *(
         one
@@ -83,6 +88,7 @@ LOSING = (
     ),
     STATEFUL[0],
 )
+SETTINGS = tuple(dict.fromkeys((*HALF, *LOSING, TIGHT, FITTING, *STATEFUL, SPANNING)))
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
 DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
 

@@ -154,7 +154,7 @@ def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
     almost_all = evolve(MIXED, mixed_rows=48)
     assert choose(*prompts, a_decode(3), settings=almost_all)[2] == Launch((a_decode(3), widest))
     usual = a_prompt(1, 0, MIXED.mixed_rows - 1)
-    apart = evolve(MIXED, stateful=True, settles_apart=True)
+    apart = evolve(MIXED, stateful=True, commits_per_segment=True)
     assert choose(*prompts, a_decode(3), settings=apart)[2] == Launch((a_decode(3), usual)), "a GPU's is wide enough"
     away = {"draft": Residence("parked")}
     chosen = choose(prompts[0], unpark(4), a_decode(3), models=away, settings=MIXED)[2]

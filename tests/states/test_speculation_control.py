@@ -18,6 +18,7 @@ from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
 from states.speculation_control import LONGEST_TRIAL_GAP, REFILL, Plan, SpeculationControl
+from tests.pairs import cover_pairs
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)
 TREE = Settings(max_proposals=15, tree=22, batch_rows=64)
@@ -560,7 +561,7 @@ def some_rates() -> st.SearchStrategy[Rates]:
     return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(rounds, dear, seen))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rates=some_rates(),
     house=st.sampled_from([CHAIN, TREE, evolve(CHAIN, max_proposals=3), evolve(CHAIN, max_proposals=10)]),
@@ -586,11 +587,11 @@ def test_an_answer_never_takes_more_than_two_per_cent_longer_whatever_the_draft_
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
-@pytest.mark.parametrize("length", [LENGTH, 700, 4000])
+@pytest.mark.parametrize("length", [LENGTH, 1500])
 def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: int) -> None:
     """Right whenever it is trusted little, wrong whenever it is trusted much: it sees the estimates."""
     worst = 0
-    for patience in range(1, 12):
+    for patience in (1, 2, 3, 5, 8, 11):
         streak = 0
 
         def malicious(proposed: int, _: int, patience: int = patience) -> int:
@@ -632,9 +633,9 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
     assert sum(costs[20:]) <= 1.006 * UNIT * 64 * 10
 
 
-@pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
-@pytest.mark.parametrize("others", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("rates", "chance", "others"), cover_pairs([UNKNOWN, FLAT, STEEP], [0.0, 0.3, 0.8], [0.0, 0.5, 0.9])
+)
 def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: float, others: float) -> None:
     """It loses no more than the server had to spare when it came."""
     for seed in range(5):
@@ -672,9 +673,7 @@ def test_a_request_that_the_draft_suits_is_found_out_where_it_suited_no_other() 
     assert cost <= 0.6 * UNIT * 1500
 
 
-@pytest.mark.parametrize("members", [2, 4, 16])
-@pytest.mark.parametrize("dear", [1.0, 1.5, 3.0])
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(("members", "dear", "chance"), cover_pairs([2, 4, 16], [1.0, 1.5, 3.0], [0.8, 0.3, 0.0]))
 def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int, dear: float, chance: float) -> None:
     """Answers of 64 tokens come and go; launches really cost `dear` times what is presumed of them."""
     rng, rates, busy = random.Random(members), STEEP, list[tuple[SpeculationControl, int]]()

@@ -10,6 +10,7 @@ from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.checkpoint.byte_alphabet import BYTES
 from adapters.text.answer.answer_pieces import (
     ArgumentsPiece,
     CallBegun,
@@ -20,7 +21,6 @@ from adapters.text.answer.answer_pieces import (
 )
 from adapters.text.detokenize import TextStream
 from adapters.text.stop_strings import StopStrings
-from adapters.text.token_spelling import BYTES
 from adapters.text.tokenizer import Tokenizer
 
 LETTERS = {byte: char for char, byte in BYTES.items()}

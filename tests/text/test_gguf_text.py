@@ -12,7 +12,7 @@ import pytest
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.gguf_text import PRE_TOKENIZERS
-from adapters.checkpoint.split_patterns import GPT2, LLAMA3, QWEN, QWEN35
+from adapters.checkpoint.split_patterns import GPT2, LLAMA3, O200K, QWEN, QWEN35, TEKKEN
 from adapters.checkpoint.text_files import MAX_TEMPLATE_BYTES, read_text_files
 from adapters.text.model_text import Text
 from adapters.text.token_pieces import derive_bounds, splits_words
@@ -98,12 +98,15 @@ async def test_every_pre_tokenizer_that_is_accepted_is_built_and_cut_where_it_ma
 
 def test_expressions_are_those_of_the_models() -> None:
     """As transformers builds their tokenizers; Llama 3's differs from Qwen's in digits."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS  # noqa: PLC0415
     from transformers.models.qwen2 import tokenization_qwen2  # noqa: PLC0415 - takes seconds
     from transformers.models.qwen3_5 import tokenization_qwen3_5  # noqa: PLC0415
 
     assert tokenization_qwen2.PRETOKENIZE_REGEX == QWEN
     assert tokenization_qwen3_5.PRETOKENIZE_REGEX == QWEN35
     assert QWEN.replace(r"\p{N}| ", r"\p{N}{1,3}| ") == LLAMA3
+    others = ("tekken", "gpt-4o", "minimax-m2", "llama3")
+    assert [GGUF_PRE_TOKENIZER_SPLITS[name] for name in others] == [TEKKEN, O200K, O200K, LLAMA3]
     assert GPT2.startswith("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+")
     assert {words.normalizer is not None for name, words in PRE_TOKENIZERS.items() if name in {"qwen2", "qwen35"}} == {
         True
@@ -124,7 +127,14 @@ def test_marks_stay_with_their_letters_in_qwen35(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "told", "begins"),
-    [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False), ("qwen2", True, True)],
+    [
+        ("tekken", None, True),
+        ("gpt-4o", None, False),
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+    ],
 )
 def test_a_text_begins_as_the_metadata_say(pre: str, told: bool | None, begins: bool, tmp_path: Path) -> None:
     fields = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.add_bos_token": told}
@@ -132,6 +142,24 @@ def test_a_text_begins_as_the_metadata_say(pre: str, told: bool | None, begins: 
     assert tokenizer.variables.get("bos_token") == "<|endoftext|>"
     (plain,), (started,) = tokenizer.encode_now(["Hello"]), tokenizer.encode_now(["Hello"], start=True)
     assert started == ((2, *plain) if begins else plain)
+
+
+WORDS = {
+    "tekken": ["Hello", "World", " again", " don", "'t", " ", "1", "2", "3", "4", "\n"],
+    "gpt-4o": ["Hello", "World", " again", " don't", " ", "123", "4", "\n"],
+    "glm4": ["HelloWorld", " again", " don", "'t", " ", "123", "4", "\n"],
+    "seed-coder": ["HelloWorld", " again", " don", "'t", " ", "1", "2", "3", "4", "\n"],
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_words_are_cut_as_the_models_cut_them(pre: str, tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.add_bos_token": False}
+    steps = Tokenizer.from_files(read_text_files(gguf_of(demo.FOLDER, tmp_path / "m.gguf", pre, **fields))).plain
+    assert steps.pre_tokenizer is not None
+    text = "HelloWorld again don't 1234\n"
+    spans = [span for _, span in steps.pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[start:stop] for start, stop in spans] == WORDS[pre]
 
 
 def test_words_that_are_tokens_stay_whole_in_llama_3(tmp_path: Path) -> None:
@@ -165,8 +193,8 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     ),
     "none": ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing; accepted: 'gpt2'"),
     "other words": (
-        {"tokenizer.ggml.pre": "tekken"},
-        "tokenizer.ggml.pre 'tekken' is not supported; accepted: 'qwen2', ",
+        {"tokenizer.ggml.pre": "falcon"},
+        "tokenizer.ggml.pre 'falcon' is not supported; accepted: 'qwen2', ",
     ),
     "no words": ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing; accepted: 'qwen2'"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),

@@ -31,8 +31,7 @@ TEXTS = ("README.md", "adapters/text/tokenizer.py")
 SIGNS = "ab  Z09_.,'!\n\t\u00e9e\u0301\u4e2d\u3002\u0645\u0651\U0001f600<s></s><0x0A><unk>"
 
 
-@pytest.fixture(scope="module")
-def theirs() -> sentencepiece.SentencePieceProcessor:
+def train(**more: Any) -> sentencepiece.SentencePieceProcessor:
     """As Llama 2's was made, but small."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -47,8 +46,14 @@ def theirs() -> sentencepiece.SentencePieceProcessor:
         split_digits=True,
         character_coverage=0.999,
         minloglevel=2,
+        **more,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="module")
+def theirs() -> sentencepiece.SentencePieceProcessor:
+    return train()
 
 
 def fields_of(theirs: sentencepiece.SentencePieceProcessor, **fields: Any) -> dict[str, Any]:
@@ -208,3 +213,67 @@ async def test_without_a_space_before_a_text_nothing_is_dropped(theirs, tmp_path
     )
     for text in (" x", "x"):
         assert found.decode(found.encode_now([text])[0]) == text
+
+
+# Gemma
+
+
+SPACES = [
+    *("\u2581" * count for count in range(2, 8)),
+    "\n",
+    "\n\n",
+    "\n\n\n",
+]  # tokens that Gemma's vocabulary defines
+GEMMAS = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": True}
+
+
+@pytest.fixture(scope="module")
+def gemmas() -> sentencepiece.SentencePieceProcessor:
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    return train(add_dummy_prefix=False, user_defined_symbols=SPACES, control_symbols=turns)
+
+
+def test_tokens_of_gemma_3_are_theirs(gemmas, tmp_path) -> None:
+    """Runs of spaces and of ends of lines are tokens that no merge makes. Files write these with real spaces."""
+    tokens = [gemmas.id_to_piece(id_) for id_ in range(gemmas.vocab_size())]
+    spaces = {id_: token.replace("\u2581", " ") for id_, token in enumerate(tokens) if token in SPACES}
+    fields = fields_of(gemmas, **GEMMAS)
+    fields["tokenizer.ggml.tokens"] = [spaces.get(id_, token) for id_, token in enumerate(tokens)]
+    kinds = fields["tokenizer.ggml.token_type"]
+    fields["tokenizer.ggml.token_type"] = [4 if id_ in spaces else kind for id_, kind in enumerate(kinds)]
+    fields["tokenizer.ggml.scores"] = [
+        -1000.0 if id_ in spaces else score for id_, score in enumerate(fields["tokenizer.ggml.scores"])
+    ]
+    found = Tokenizer.from_files(read_text_files(file_of(tmp_path, fields)))
+    for text in [*texts(), "a     b\n\n\n\nc", "  x  ", "\n"]:
+        ids = found.encode_now([text])[0]
+        assert list(ids) == gemmas.encode(text), text
+        assert found.decode(ids) == text
+    assert found.encode_now(["x"], start=True)[0] == (gemmas.bos_id(), *gemmas.encode("x"))
+    assert found.end_tokens == (gemmas.eos_id(), gemmas.piece_to_id("<end_of_turn>"))
+
+
+def test_tokens_of_gemma_4_are_those_of_transformers(theirs, tmp_path) -> None:
+    """Its files have merges, and tokens of the forms of its answers are written as such that are not special."""
+    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer  # noqa: PLC0415 - takes seconds
+
+    fields = fields_of(theirs, **GEMMAS)
+    own = fields["tokenizer.ggml.tokens"]
+    built = json.loads(Tokenizer.from_files(read_text_files(file_of(tmp_path, fields))).full.to_str())
+    forms = {"<|tool_call>": 4, "<tool_call|>": 4, "<|tool_response>": 4, "<turn|>": 3}
+    fields |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*own, *forms],
+        "tokenizer.ggml.token_type": [*fields["tokenizer.ggml.token_type"], *forms.values()],
+        "tokenizer.ggml.scores": None,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in built["model"]["merges"]],
+    }
+    found = Tokenizer.from_files(read_text_files(file_of(tmp_path, fields)))
+    merges = [tuple(merge) for merge in built["model"]["merges"]]
+    oracle = GemmaTokenizer(vocab={token: id_ for id_, token in enumerate([*own, *forms])}, merges=merges)
+    for text in texts():
+        if not any(token in text for token in ("<s>", "</s>", "<unk>")):
+            assert list(found.encode_now([text])[0]) == oracle.encode(text, add_special_tokens=False), text
+            assert found.decode(found.encode_now([text])[0]) == text
+    assert {found.controls[form].id for form in forms} == set(range(len(own), len(own) + 4))
+    assert found.end_tokens == (theirs.eos_id(), len(own) + 2, len(own) + 3)

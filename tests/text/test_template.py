@@ -226,7 +226,7 @@ async def test_a_killed_worker_is_replaced(make: Make) -> None:
 
 async def test_a_render_is_limited_by_its_own_work_not_by_the_clock(make: Make) -> None:
     """A worker that is kept from running is no template that loops."""
-    template = make("{{ messages[0].content }}", seconds=1)
+    template = make("{{ messages[0].content }}", seconds=0.4)
     assert await rendered(template, "warm") == "warm"
     worker = template._confined.worker  # noqa: SLF001 - whom to stop, nobody else needs to know
     assert worker is not None
@@ -238,7 +238,7 @@ async def test_a_render_is_limited_by_its_own_work_not_by_the_clock(make: Make) 
             found.append(await rendered(template, "late"))
 
         tasks.start_soon(ask)
-        await anyio.sleep(1.5)
+        await anyio.sleep(0.6)
         worker.process.send_signal(signal.SIGCONT)
     assert found == ["late"]
 

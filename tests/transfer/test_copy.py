@@ -28,9 +28,9 @@ class Named:
 
     is_addressable = False
 
-    def __init__(self, device: str, dtype: torch.dtype, layers: range = range(LAYERS)) -> None:
-        self.spec = rows_of(dtype, layers)
-        self.all = torch.randn(len(layers), 2, SLOTS, HEADS, CAPACITY, WIDTH).to(dtype).to(device)
+    def __init__(self, device: str, dtype: torch.dtype, layers: range = range(LAYERS), parts: str = "kv") -> None:
+        self.spec = rows_of(dtype, layers, parts)
+        self.all = torch.randn(len(layers), len(parts), SLOTS, HEADS, CAPACITY, WIDTH).to(dtype).to(device)
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         return dict(zip(self.spec.names, self.all[:, :, slot].flatten(0, 1), strict=True))
@@ -56,16 +56,17 @@ class Direct(Named):
         return self.all[:, :, slot, :, start:stop]
 
 
-def rows_of(dtype: torch.dtype, layers: range = range(LAYERS)) -> RowSpec:
-    return RowSpec(tuple(f"layers.{n}.{part}" for n in layers for part in "kv"), HEADS, WIDTH, dtype_name(dtype))
+def rows_of(dtype: torch.dtype, layers: range = range(LAYERS), parts: str = "kv") -> RowSpec:
+    return RowSpec(tuple(f"layers.{n}.{part}" for n in layers for part in parts), HEADS, WIDTH, dtype_name(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("parts", ["kv", "k"], ids=["keys and values", "rows that are both"])
+def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype, parts: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    slots, layout = Direct(device, dtype), rows_of(dtype)
+    slots, layout = Direct(device, dtype, parts=parts), rows_of(dtype, parts=parts)
     mover, memory = RowMover(slots, layout), SlabMemory(1 << 20, pin=device == "cuda")
     truth, other = slots.view(0, 16, 80).clone(), slots.all[:, :, 1].clone()
     assert mover.is_addressable

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.finite_check import check_finite
-from adapters.checkpoint.gguf.few_bit_types import LIBRARY_TYPES, unpack_with_library
+from adapters.checkpoint.gguf.few_bit_types import HOST_TYPES, unpack_few_bits
 from adapters.checkpoint.gguf.header import GgufTensorInfo
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, LAYOUTS, UNPACK
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, check_levels, choose_piece_size, rearrange
@@ -68,7 +68,7 @@ class GgufTensor:
 
         That is so if numbers must be changed, as devices differ in logarithms, and if the library unpacks them.
         """
-        on_host = self.stored.packing.name in LIBRARY_TYPES or (self.undo is not None and self.layout is None)
+        on_host = self.stored.packing.name in HOST_TYPES or (self.undo is not None and self.layout is None)
         return () if on_host else (self._source,)
 
     @property
@@ -141,11 +141,11 @@ class GgufTensor:
         tensor = torch.empty(self.stored.shape, dtype=self.dtype, device=data.device)
         packing = self.stored.packing
         blocks = tensor.view(-1, packing.count)
-        if packing.name in LIBRARY_TYPES:
+        if packing.name in HOST_TYPES:
             stored = data.view(-1, packing.size)
             step = max(1, choose_piece_size(data.device) // packing.count)
             for at in range(0, len(stored), step):
-                blocks[at : at + step] = unpack_with_library(packing.name, stored[at : at + step])
+                blocks[at : at + step] = unpack_few_bits(packing.name, stored[at : at + step])
             return tensor
         for at, piece in self._iterate_blocks(data):
             blocks[at : at + len(piece.steps)] = piece.unpack(torch.float32)

@@ -16,7 +16,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.gguf import sentence_piece
 from adapters.checkpoint.gguf.header import GgufHeader, ListField, read_header
 from adapters.checkpoint.gguf.metadata import shorten_float
-from adapters.checkpoint.split_patterns import LLAMA3, QWEN, QWEN35
+from adapters.checkpoint.split_patterns import LLAMA3, O200K, QWEN, QWEN35, SEED, TEKKEN
 from adapters.checkpoint.text_content import TextContent
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -27,7 +27,11 @@ CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
 # Further end tokens besides the one that the metadata name. llama.cpp also finds them by their text.
-ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+ENDS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>"),
+)
+MODELS = ("gpt2", "llama", "gemma4")  # the accepted kinds of vocabularies
 END_FIELDS = ("eos", "eot", "eom")
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 SAMPLING = {
@@ -68,6 +72,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         ("llama-bpe", "llama3", "llama-v3"),
         PreTokenizer(make_split_steps(LLAMA3), keeps_whole_tokens=True, adds_first_token=True),
     ),
+    "tekken": PreTokenizer(make_split_steps(TEKKEN), keeps_whole_tokens=True, adds_first_token=True),
+    "gpt-4o": PreTokenizer(make_split_steps(O200K), keeps_whole_tokens=True),
+    "minimax-m2": PreTokenizer(make_split_steps(O200K)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), PreTokenizer(make_split_steps(LLAMA3))),
+    "seed-coder": PreTokenizer(make_split_steps(SEED)),
     "gpt-2": PreTokenizer(({**BYTE_LEVEL, "use_regex": True},)),
     "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True})),
 }
@@ -82,9 +91,9 @@ def read_gguf_text(path: Path, most_template: int) -> TextContent:
     header = read_header(path)
     fields = header.fields
     model = fields.get("tokenizer.ggml.model")
-    if model not in {"gpt2", "llama"}:
+    if model not in MODELS:
         what = "is missing" if model is None else f"{describe_value(model)} is not supported"
-        accepted = "'gpt2', which is byte-level BPE, and 'llama', which is SentencePiece"
+        accepted = "'gpt2', which is byte-level BPE, and 'llama' and 'gemma4', which are SentencePiece"
         raise CheckpointError(f"{path}: tokenizer.ggml.model {what}; accepted: {accepted}")
     tokens, ids = read_tokens(header)
     added = list_added_tokens(header, tokens)
@@ -93,7 +102,11 @@ def read_gguf_text(path: Path, most_template: int) -> TextContent:
         parts = build_byte_level(header, words, ids)
         start = words.adds_first_token
     else:
-        parts = sentence_piece.build_tokenizer_parts(header, tokens, ids, [token["content"] for token in added])
+        sentence_piece.check_bytes(header, ids)
+        has_merges = model == "gemma4"
+        whole = [token["content"] for token in added]
+        merges = read_merges(header, ids) if has_merges else sentence_piece.build_merges(header, tokens, ids, whole)
+        parts = sentence_piece.build_tokenizer_parts(header, ids, merges, adds_space=not has_merges)
         start = True
     named = {
         name: tokens[id_] for name, key in SPECIAL.items() if (id_ := read_token_id(header, key, tokens)) is not None

@@ -109,6 +109,13 @@ class GgufHeader:
         found: list[int] = self._read_numbers(name, "integers", lambda kind: kind not in {_TEXT, _BOOL, *_FLOATS})
         return found
 
+    def read_flags(self, name: str) -> list[bool]:
+        """Return a list of flags of the metadata. Raises CheckpointError where it is none."""
+        found = self.fields.get(name)
+        if not isinstance(found, ListField) or found.kind != _BOOL:
+            raise CheckpointError(f"{self.path}: {name} is {'missing' if found is None else 'not a list of flags'}")
+        return [byte != 0 for byte in self.data[found.start : found.start + found.count]]
+
     def read_floats(self, name: str) -> list[float]:
         """Return a list of floats of the metadata. Raises CheckpointError where it is none."""
         found: list[float] = self._read_numbers(name, "floats", _FLOATS.__contains__)

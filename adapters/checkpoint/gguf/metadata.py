@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 
@@ -16,23 +16,28 @@ from adapters.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensorI
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_PARTS = 1 << 10
 GREATEST = 1e30
+T = TypeVar("T")
 
 
 @frozen
 class Metadata:
     """The metadata of a model.
 
-    path: the file, or the first of several. architecture: llama.cpp's name of the family. tensors: those of all files.
+    architecture: llama.cpp's name of the family. header: of the file, or of the first of several. tensors: those of all
+    files.
     """
 
-    path: Path
     architecture: str
-    fields: Mapping[str, Value]
+    header: GgufHeader
     tensors: Mapping[str, GgufTensorInfo]
+
+    @property
+    def path(self) -> Path:
+        return self.header.path
 
     def find_field(self, name: str) -> Value | None:
         """Return a field of the architecture, or None."""
-        return self.fields.get(f"{self.architecture}.{name}")
+        return self.header.fields.get(f"{self.architecture}.{name}")
 
     def read_count(self, name: str, default: int | None = None) -> int:
         """Return an integer field. Without a default it must be there. Raises CheckpointError."""
@@ -45,6 +50,21 @@ class Metadata:
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.make_error(f"{self.architecture}.{name} {self.describe_non_number(value)}")
         return value
+
+    def read_layer_counts(self, name: str, layers: int, default: int | None = None) -> list[int]:
+        """Return an integer for each layer. The file has one for all of them, or a list. Raises CheckpointError."""
+        if not isinstance(self.find_field(name), ListField):
+            return [self.read_count(name, default)] * layers
+        return self._check_length(name, self.header.read_integers(f"{self.architecture}.{name}"), layers)
+
+    def read_layer_flags(self, name: str, layers: int) -> list[bool]:
+        """Return a list of flags, one for each layer. Raises CheckpointError."""
+        return self._check_length(name, self.header.read_flags(f"{self.architecture}.{name}"), layers)
+
+    def _check_length(self, name: str, found: list[T], layers: int) -> list[T]:
+        if len(found) != layers:
+            raise self.make_error(f"{self.architecture}.{name} has {len(found)} entries; accepted: {layers}")
+        return found
 
     def read_number(self, name: str, default: float | None = None) -> float:
         value = self.find_field(name)
@@ -85,7 +105,7 @@ def read_metadata(path: Path) -> Metadata:
     architecture = first.fields.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing")
-    return Metadata(path, architecture, first.fields, tensors)
+    return Metadata(architecture, first, tensors)
 
 
 def collect_tensors(first: GgufHeader) -> Mapping[str, GgufTensorInfo]:

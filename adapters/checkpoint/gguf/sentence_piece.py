@@ -1,8 +1,8 @@
-"""Turns a SentencePiece vocabulary of a GGUF file (`tokenizer.ggml.model` 'llama') into the form of tokenizer.json.
+"""Turns a SentencePiece vocabulary of a GGUF file into the form of tokenizer.json.
 
-The file has a score for each token and no merges. SentencePiece joins the two neighbours whose joined text has the best
-score. So every way to make a token from two others is a merge, in the order of scores. Hugging Face's converter of such
-models does the same.
+With `tokenizer.ggml.model` 'llama', the file has a score for each token and no merges. SentencePiece joins the two
+neighbours whose joined text has the best score. So every way to make a token from two others is a merge, in the order
+of scores. Hugging Face's converter of such models does the same. With 'gemma4', the file has the merges.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ MAX_TOKEN_CHARS = 1024  # characters of a token; published vocabularies have up 
 MAX_VOCABULARY_CHARS = 1 << 23
 
 
-def build_tokenizer_parts(
-    header: GgufHeader, tokens: Sequence[str], ids: Mapping[str, int], whole: Sequence[str]
-) -> dict[str, Any]:
-    """Return normalizer, pre_tokenizer, decoder and model of a tokenizer.json. whole: tokens that no merge makes."""
+def check_bytes(header: GgufHeader, ids: Mapping[str, int]) -> None:
+    """Raise CheckpointError for a vocabulary that lacks a byte."""
     if missing := [byte for byte in BYTES if byte not in ids]:
         raise CheckpointError(f"{header.path}: tokenizer.ggml.tokens lacks {len(missing)} bytes, {missing[0]} for one")
-    prefix = header.fields.get("tokenizer.ggml.add_space_prefix", True)
+
+
+def build_tokenizer_parts(
+    header: GgufHeader, ids: Mapping[str, int], merges: Sequence[Sequence[str]], *, adds_space: bool
+) -> dict[str, Any]:
+    """Return normalizer, pre_tokenizer, decoder and model of a tokenizer.json.
+
+    adds_space: a text gets a space before it unless the metadata say otherwise.
+    """
+    prefix = header.fields.get("tokenizer.ggml.add_space_prefix", adds_space)
     if not isinstance(prefix, bool):
         raise CheckpointError(
             f"{header.path}: tokenizer.ggml.add_space_prefix {describe_value(prefix)} is neither true nor false"
@@ -51,18 +58,24 @@ def build_tokenizer_parts(
             "byte_fallback": True,
             "fuse_unk": True,
             "vocab": ids,
-            "merges": build_merges(header, tokens, ids, {*whole, *BYTES}),
+            "merges": merges,
         },
     }
 
 
-def build_merges(header: GgufHeader, tokens: Sequence[str], ids: Mapping[str, int], whole: set[str]) -> list[list[str]]:
-    """Return the merges: best score first, and equal scores in the order of the vocabulary."""
+def build_merges(
+    header: GgufHeader, tokens: Sequence[str], ids: Mapping[str, int], whole: Sequence[str]
+) -> list[list[str]]:
+    """Return the merges: best score first, and equal scores in the order of the vocabulary.
+
+    whole: tokens that no merge makes.
+    """
     name = "tokenizer.ggml.scores"
     scores = header.read_floats(name)
     if len(scores) != len(tokens) or not all(map(isfinite, scores)):
         raise CheckpointError(f"{header.path}: {name} is not a number for each of {len(tokens)} tokens")
-    made = {token: id_ for token, id_ in ids.items() if token not in whole}
+    apart = {*whole, *BYTES}
+    made = {token: id_ for token, id_ in ids.items() if token not in apart}
     longest = max(map(len, made), default=0)
     if longest > MAX_TOKEN_CHARS or sum(map(len, made)) > MAX_VOCABULARY_CHARS:
         raise CheckpointError(

@@ -81,13 +81,13 @@ def find_prompt_piece(
     """Return the piece of a prefill that can share a forward with decode steps; None if it has to run by itself.
 
     It cannot share one if the rows' log-probabilities are asked for, or if the rows are not the next ones of the slot.
-    With positional state, the state that the slot has cannot be kept before. And where a shard does not settle apart, a
-    step that decodes takes at most a block of rows of a slot.
+    With positional state, the state that the slot has cannot be kept before. And where a shard does not commit per
+    segment, a step that decodes takes at most a block of rows of a slot.
     """
     if isinstance(state, DeviceFailed) or effect.logprobs >= 0:
         return None
     states = shard.states
-    is_long = effect.stop - effect.start > states.block and not states.settles_apart
+    is_long = effect.stop - effect.start > states.block and not states.commits_per_segment
     if states.specs and (effect.keeps_state_first or is_long):
         return None
     return (

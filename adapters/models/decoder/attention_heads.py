@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
+from adapters.models.decoder.latent_layer import LatentLayer
+from adapters.models.kernels.activations import gate_by_softplus
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.step_batch import Batch
 
 
 def select_heads(kernels: Kernels, layer: DecoderLayer, projected: Tensor) -> Tensor:
-    """Return the columns of queries, keys and values in a layer's projection, normed if all heads share a norm."""
+    """Return the columns of queries, keys and values in a layer's projection, normed if all heads share a norm.
+
+    A layer over compressed rows has no such columns: its queries and its row are made of them.
+    """
+    if isinstance(layer, LatentLayer):
+        return layer.project_heads(kernels, projected)
     heads = projected[:, : layer.width]
     if layer.norms is None:
         return heads
@@ -32,12 +39,17 @@ def scale_queries(q: Tensor, rope: Rope, batch: Batch) -> Tensor:
     return q.mul_(factors.view(-1, *[1] * (q.dim() - 1)))
 
 
-def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
-    """Return the output of attention, multiplied with the sigmoid of its gate if the layer has one.
+def finish_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, projected: Tensor) -> Tensor:
+    """Return the output of attention, multiplied with the sigmoid or the softplus of its gate if the layer has one.
 
-    own: the projection of the layer, which contains the gate.
+    projected: the projection of the layer, which contains the gate. Of compressed rows it returns the values.
     """
+    if isinstance(layer, LatentLayer):
+        return layer.project_values(kernels, attended)
     if projected.shape[1] == layer.width:
         return attended
+    gate = projected[:, layer.width :]
+    if layer.gates:
+        return gate_by_softplus(attended, gate, layer.gates)
     assert kernels.delta is not None
-    return kernels.delta.apply_gate(attended, projected[:, layer.width :])
+    return kernels.delta.apply_gate(attended, gate)

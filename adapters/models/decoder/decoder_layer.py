@@ -17,10 +17,8 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StackedWeight, select_rows
+from adapters.checkpoint.packed_matrix import StackedWeight, select_rows
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.feed_forward import (
     FeedShape,
     Matrix,
@@ -30,8 +28,8 @@ from adapters.models.decoder.feed_forward import (
     load_feed,
     run_feed,
 )
-from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
 from adapters.models.kernels.interface import HeadPrep, Kernels
@@ -110,7 +108,7 @@ class DecoderLayer:
 
     width: columns of queries, keys and values in the projection. Gates may follow them. source: the layer whose keys
     and values it reads; None: it has its own. norms: the factors of norms over all query heads and over all key heads;
-    None where each head has its own, or none.
+    None where each head has its own, or none. gates: as in `LayerTraits`.
     """
 
     frame: Frame
@@ -120,11 +118,12 @@ class DecoderLayer:
     source: int | None = None
     ending: LayerEnding | None = None
     norms: tuple[Tensor, Tensor] | None = None
+    gates: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Does the layer consist of operations that `Kernels.fuse_layers` can put together?"""
-        return self.norms is None and self.frame.out_bias is None
+        return self.norms is None and self.frame.out_bias is None and not self.gates
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
@@ -157,6 +156,8 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
         shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in [*both][: len(parts)]}
     if shape.qkv_bias:
         shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in parts}
+    if shape.traits.gates:
+        shapes["self_attn.g_proj.weight"] = (shape.num_heads * shape.traits.gates, hidden)
     if shape.traits.out_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if shape.traits.sinks:
@@ -176,7 +177,7 @@ def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     head = shape.head_dim
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
-    own = kv * (len(projected_parts(shape)) - 1)
+    own = kv * (len(projected_parts(shape)) - 1) + shape.num_heads * shape.traits.gates
     return frame_products(shape, (2 * q if shape.output_gate else q) + own, q)
 
 
@@ -197,70 +198,11 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
     q = shape.num_heads * head
     kv = shape.num_kv_heads * head
     parts = [(f"{own}{part}_proj.weight", q if part == "q" else kv) for part in projected_parts(shape)]
-    yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
+    gates = shape.num_heads * shape.traits.gates
+    parts += [(f"{own}g_proj.weight", gates)] if gates else parts[:1] if shape.output_gate else []
+    yield projection, tuple(parts)
     yield out, ((f"{own}o_proj.weight", out.outputs),)
     yield from feed_matrices(shape, prefix)
-
-
-@frozen
-class WeightReader:
-    """Reads weights onto a device, in the model's dtype.
-
-    offloaded: keeps the weights of experts in host memory; None: they go to the device. wide_norms: norms multiply in
-    float32, and round once.
-    """
-
-    weights: WeightSource
-    device: torch.device
-    dtype: torch.dtype
-    offloaded: HostExperts | None = None
-    wide_norms: bool = False
-
-    def __call__(self, *names: str) -> Tensor:
-        """Return the named tensors, stacked along their rows."""
-        parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
-
-    def table(self, *, on_host: bool) -> Tensor:
-        """Return the embedding. on_host: keep it in host memory, if the device can read it there."""
-        name = "model.embed_tokens.weight"
-        kept = host_table(self.weights.read(name).to(self.dtype)) if on_host else None
-        return self(name) if kept is None else kept
-
-    def matrix(self, *names: str) -> StackedWeight:
-        """Return the named tensors, stacked along their rows. Packed ones stay packed."""
-        return StackedWeight(tuple(self._part(name) for name in names), self.dtype, self.device)
-
-    def head(self, table: Tensor | None) -> Tensor | StackedWeight:
-        """Return the weight of the head. table: the embedding that it is tied to; None: the head has its own weight.
-
-        A tied head shares the memory of the embedding, unless the checkpoint has that packed.
-        """
-        if table is None:
-            return self.matrix("lm_head.weight")
-        name = "model.embed_tokens.weight"
-        return table if self._find_packed_source(name) is None else self.matrix(name)
-
-    def _part(self, name: str) -> Tensor | PackedMatrix:
-        source = self._find_packed_source(name)
-        return self(name) if source is None else source.read_packed(name)
-
-    def _find_packed_source(self, name: str) -> PackedSource | None:
-        source = self.weights
-        return source if isinstance(source, PackedSource) and source.find_layout(name) is not None else None
-
-    def wide(self, name: str) -> Tensor:
-        """Return one tensor in float32."""
-        return self.weights.read(name).to(self.device, torch.float32).contiguous()
-
-    def norm(self, name: str, *, zero_centred: bool) -> Tensor:
-        """Return the factors of a norm: the weight as it is, or 1 + weight in float32.
-
-        In the model's dtype the sum would be rounded.
-        """
-        if zero_centred:
-            return self.wide(name) + 1
-        return self.wide(name) if self.wide_norms else self(name)
 
 
 def load_frame(
@@ -288,7 +230,8 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     head = shape.head_dim
     traits = shape.traits
     parts_read = projected_parts(shape)
-    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in parts_read))
+    gates = "g" if traits.gates else ""
+    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in parts_read + gates))
     width = (shape.num_heads + (len(parts_read) - 1) * shape.num_kv_heads) * head
     if shape.output_gate:  # published for each head as `q | gate`; here all gates follow the values
         both, *rest = projection.parts
@@ -316,7 +259,8 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     )
     sinks = read.wide(f"{attention}sinks") if traits.sinks else None
     frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
-    return DecoderLayer(frame, prep, width, AttentionRule(traits.window, traits.cap, sinks), traits.source, norms=norms)
+    rule = AttentionRule(traits.window, traits.cap, sinks)
+    return DecoderLayer(frame, prep, width, rule, traits.source, norms=norms, gates=traits.gates)
 
 
 def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:

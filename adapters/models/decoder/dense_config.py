@@ -14,25 +14,19 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import (
-    LayerEnding,
-    WeightReader,
-    layer_matrices,
-    layer_products,
-    layer_tensors,
-)
+from adapters.models.decoder.decoder_layer import LayerEnding, layer_matrices, layer_products, layer_tensors
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.decoder.tree_attention import check_tree
+from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
 from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 PROBED_VOCABULARY = 256  # of a small model whose layers are probed
@@ -107,13 +101,22 @@ class DenseConfig:
         """The cap of logits, c in c * tanh(logit / c); 0: there is none."""
         return 0.0
 
-    def can_be_shard(self, layers: range) -> bool:  # noqa: ARG002
-        """Return whether these layers can be a shard. Some layers need what only other layers have."""
-        return True
+    def list_borrowed(self, start: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the layers before `start` whose rows the layers from there on read."""
+        return ()
+
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:  # noqa: ARG002
+        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
+        return Crossing(self.hidden_size)
 
     @property
     def delta(self) -> DeltaShape | None:
         """The shape of the recurrent layers; None if there are none."""
+        return None
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The sizes of attention over compressed rows; None if the layers have other attention."""
         return None
 
     @property
@@ -136,8 +139,12 @@ class DenseConfig:
         return not self.recurrent(layer) and self.shape_of(layer).traits.keeps_rows
 
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
-        own = range(self.num_layers) if layers is None else layers
-        return sum(self.shape_of(layer).row_bytes(dtype) for layer in own if self.keeps_rows(layer))
+        kept = self._list_kept(range(self.num_layers) if layers is None else layers)
+        return sum(self.shape_of(layer).row_bytes(dtype) for layer in kept if self.keeps_rows(layer))
+
+    def _list_kept(self, layers: range) -> list[int]:
+        """Return the layers that a shard of these layers has memory for: those that it borrows, and its own."""
+        return [*self.list_borrowed(layers.start), *layers]
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one row of keys and values in this layer."""
@@ -158,7 +165,7 @@ class DenseConfig:
 
     def _window_shapes(self, layers: range) -> list[DenseConfig]:
         """Return the shapes of the layers that keep the rows of their windows alone."""
-        attending = [self.shape_of(layer) for layer in layers if not self.recurrent(layer)]
+        attending = [self.shape_of(layer) for layer in self._list_kept(layers) if not self.recurrent(layer)]
         return [shape for shape in attending if shape.traits.keeps_window]
 
     def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
@@ -208,14 +215,15 @@ class DenseConfig:
             weights=tuple(dict.fromkeys((*layers, head, *plain))),
             packed=tuple(dict.fromkeys(part for part in parts if part.layout is not None)),
             unpacked=(count + idle) * dtype.itemsize <= memory,
-            heads=self._list_heads(capacity),
+            heads=self.list_heads(capacity),
             deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
             rows=tuple(rows),
             threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
             wider=(count + idle) * 4 <= memory,
         )
 
-    def _list_heads(self, capacity: int) -> tuple[Heads, ...]:
+    def list_heads(self, capacity: int) -> tuple[Heads, ...]:
+        """Return the kinds of attention, over slots of this many rows."""
         shapes = [self.shape_of(layer) for layer in range(self.num_layers) if not self.recurrent(layer)]
         kinds = dict.fromkeys((shape.group, shape.head_dim) for shape in shapes)
         return tuple(Heads(group, size, -(-capacity // TILE) * TILE) for group, size in kinds)
@@ -253,35 +261,6 @@ class DenseConfig:
     def _small(self, **changes: Any) -> Self:
         changes |= {"vocab_size": PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
         return evolve(self, **{"num_layers": 2} | changes)
-
-
-def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:
-    """Raise ValueError for a shard of these layers that cannot be built."""
-    slots = placement.slots
-    capacity = placement.capacity
-    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
-        raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
-    if not config.can_be_shard(layers):
-        raise ValueError(f"layers {layers.start}..{layers.stop - 1} of this model need what other layers have")
-    if slots < 1 or not 1 <= capacity <= config.max_positions:
-        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
-    if not placement.buckets or any(bucket < 1 for bucket in placement.buckets):
-        raise ValueError(f"buckets {tuple(placement.buckets)} are not positive row counts")
-    if any(not 0 <= layer < config.num_layers for layer in placement.aux_layers):
-        raise ValueError(f"aux_layers {tuple(placement.aux_layers)}: not all in 0..{config.num_layers - 1}")
-
-
-def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: Sequence[int]) -> None:
-    """Raise ValueError for a step that a forward cannot run. expected: the shape of its inputs."""
-    if step.bucket not in buckets:
-        raise ValueError(f"bucket {step.bucket} is not one of {tuple(buckets)}")
-    if not 0 < step.rows <= step.bucket or inputs.shape != expected:
-        raise ValueError(f"{step.rows} rows at bucket {step.bucket} do not go with inputs {tuple(inputs.shape)}")
-    if len({part[0].slot for part in step.parts}) != len(step.parts):
-        raise ValueError("a slot appears twice in one step")
-    if step.branches:
-        for part in step.parts:
-            check_tree(part)
 
 
 def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Mapping[str, StepLayout]) -> list[Weight]:

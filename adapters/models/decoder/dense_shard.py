@@ -11,18 +11,22 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_heads import gate_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
-from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
+from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_rows, build_states
+from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_crossing_port, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
+from adapters.models.decoder.shard_checks import check_arguments, check_step
 from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
 from adapters.models.kernels.decode_pass import DecodePass
@@ -73,6 +77,7 @@ class DenseShard:
         self._layout = LayerPlaces(config, layers)
         self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
         self.states = build_states(config, self._layout, self.spec, placement, kernels)
+        self._crossing = build_crossing_port(config, layers, placement, self._find_cache)
         self._load(
             WeightReader(weights, device, placement.dtype, offloaded, config.wide_norms),
             offload_embedding=placement.offload_embedding,
@@ -87,7 +92,7 @@ class DenseShard:
         table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self.spec.layers.start == 0 else None
         self._decoder: list[DecoderLayer | DeltaLayer] = [self._load_layer(read, layer) for layer in self.spec.layers]
-        self._row_inputs = config.load_row_inputs(read, kernels)
+        self._row_inputs = None if self._embedding is None else config.load_row_inputs(read, kernels)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.spec.dtype))
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
@@ -101,6 +106,8 @@ class DenseShard:
         prefix = f"model.layers.{layer}."
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
+        if shape.latent is not None:
+            return load_latent_layer(read, self._kernels, shape, prefix)
         found = load_layer(read, self._kernels, shape, prefix)
         ending = self.config.load_ending(read, self._kernels, layer)
         return found if ending is None else evolve(found, ending=ending)
@@ -119,15 +126,15 @@ class DenseShard:
     def output(self) -> OutputHead:
         if self._norm is None:
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the head")
-        return OutputHead(self._head, self._norm)
+        return OutputHead(self._head, self._norm, self._find_caches)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         self._check_step(step, inputs)
         buffers = self._at(step.bucket)
         with use_inference_mode():
-            if self._embedding is None:
-                buffers.hidden.copy_(inputs)
             buffers.batch.before = self.states.start(step)
+            if self._embedding is None:
+                self._crossing.receive(step, inputs, buffers)
             buffers.batch.settle(step)
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare_step(buffers.batch)
@@ -142,6 +149,7 @@ class DenseShard:
                 name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
             with self.states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
+                self._crossing.leave(step, buffers)
         return buffers.forward
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
@@ -150,10 +158,8 @@ class DenseShard:
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Run a step with trees. Its shape changes from step to step, so no CUDA graph is recorded of it."""
         if buffers.tree is None:
-            first = self.config.shape_of(self.spec.layers.start)
-            width = first.num_heads * first.head_dim
             rope = self._ropes.of_layer(self.spec.layers.start)
-            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows, (width, self.spec.dtype))
+            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows)
         buffers.tree.load(step)
         if self.spec.device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -243,20 +249,19 @@ class DenseShard:
             assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gate_attention(
-                kernels, layer, tree.attend(place, select_heads(kernels, layer, own), layer.prep), own
-            )
+            attended = tree.attend(place, select_heads(kernels, layer, own), layer.prep, layer.rule)
+            mixed = finish_attention(kernels, layer, attended, own)
         else:
-            attended = self._attend(number, layer, own, batch, stops=stops)
-            if attended is None:
+            found = self._attend(number, layer, own, batch, stops=stops)
+            if found is None:
                 return None
-            mixed = gate_attention(kernels, layer, attended, own)
+            mixed = finish_attention(kernels, layer, found, own)
         if stops:
             return None
         if isinstance(layer, DeltaLayer) or layer.ending is None:
             return finish_layer(kernels, layer.frame, residual, mixed, batch)
         residual.add_(finish_layer(kernels, layer.frame, residual, mixed, batch, ending=layer.ending))
-        inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number]
+        inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number - self.spec.layers.start]
         layer.ending.end(kernels, residual, inputs)
         return None
 
@@ -274,14 +279,20 @@ class DenseShard:
         return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
 
     def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values that a layer attends to, and the table of their pages, if there is one."""
         source = self.config.shape_of(number).traits.source
         owner = number if source is None else source
-        place = self._layout.places[owner]
-        if owner in self._layout.windowed:
+        if owner not in self._layout.places:
+            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack rows of layer {owner}")
+        cache, place = self._find_cache(owner)
+        return *cache.layers[place], cache.table
+
+    def _find_cache(self, number: int) -> tuple[KvCache, int]:
+        """Return the cache of the rows that a layer keeps, and the layer's place in it."""
+        place = self._layout.places[number]
+        if number in self._layout.windowed:
             assert isinstance(self.states, WindowRows)
-            return *self.states.layers[place], self.states.table
-        return *self.rows.layers[place], self.rows.table
+            return self.states.cache, place
+        return self.rows, place
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
@@ -292,10 +303,13 @@ class DenseShard:
             if self.spec.layers.stop - 1 in aux_hidden_states:
                 aux_hidden_states[self.spec.layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self.spec.device, pages=self.rows.table)
-            forward = Forward(hidden, aux_hidden_states)
+            forward = Forward(self._crossing.make_left(hidden), aux_hidden_states)
             rope = self._ropes.of_layer(self.spec.layers.start)
             fused_layers = fuse_layers(self._kernels, self._attending(), rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
+            if self._embedding is None:
+                behind = self.config.num_layers - self.spec.layers.start
+                self._buffers[bucket].row_inputs = self._crossing.make_inputs(hidden, behind)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
@@ -308,7 +322,7 @@ class DenseShard:
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
-        expected = (step.rows,) if self._embedding is not None else (step.bucket, self.config.hidden_size)
+        expected = (step.rows,) if self._embedding is not None else (step.bucket, self._crossing.given.width)
         check_step(step, inputs, expected, self.spec.buckets)
         for segment in step.segments:
             self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve
 
-from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
-from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
+from adapters.models.kernels.experts_interface import ExpertsShape, GroupedExpertsShape, SigmoidExpertsShape
 
 MOST = 1 << 16  # experts of all layers: almost three times as many as any published model has
 
@@ -44,9 +44,26 @@ def read_sigmoid_experts(
     count, inner: the fields of the number of experts and of their columns. shared: columns of the shared expert.
     groups: does the family choose groups of experts first, and scale the weights?
     """
+    return _read_grouped(SigmoidExpertsShape, raw, count, inner, shared, groups=groups)
+
+
+def read_softmax_experts(raw: Mapping[str, Any], *, count: str, inner: str, shared: int) -> GroupedExpertsShape:
+    """Read the shape of a feed-forward whose router scores by a softmax, by groups. Raises CheckpointError.
+
+    The arguments are those of `read_sigmoid_experts`.
+    """
+    return _read_grouped(GroupedExpertsShape, raw, count, inner, shared, groups=True)
+
+
+GroupedT = TypeVar("GroupedT", bound=GroupedExpertsShape)
+
+
+def _read_grouped(
+    kind: type[GroupedT], raw: Mapping[str, Any], count: str, inner: str, shared: int, *, groups: bool
+) -> GroupedT:
     plain = {"num_experts": raw.get(count), "moe_intermediate_size": raw.get(inner), "norm_topk_prob": True}
     shape = read_experts({**raw, **plain}, default_normalized=True, shared=False)
-    own = SigmoidExpertsShape(shape.count, shape.chosen, shape.inner, is_normalized=True, shared=shared)
+    own = kind(shape.count, shape.chosen, shape.inner, is_normalized=True, shared=shared)
     if not groups:
         return own
     found = evolve(
@@ -78,3 +95,16 @@ def read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     if named is not None and not whole:
         raise CheckpointError("config.json: mlp_only_layers is not a list of numbers of layers")
     return tuple(layer for layer in range(layers) if layer in (named or ()) or (layer + 1) % step)
+
+
+def read_dense_list(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the layers without experts: by default the first one. Raises CheckpointError."""
+    found = raw.get("mlp_layer_types")
+    if found is None:
+        return (0,)
+    if not isinstance(found, list) or len(found) != layers or any(kind not in ("dense", "sparse") for kind in found):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types {describe_value(found)} is not a list of {layers} kinds of feed-forwards; "
+            "accepted: 'dense', 'sparse'"
+        )
+    return tuple(layer for layer, kind in enumerate(found) if kind == "dense")

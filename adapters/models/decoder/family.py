@@ -19,6 +19,7 @@ from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
+from adapters.models.decoder.shard_crossing import Crossing
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
@@ -69,6 +70,10 @@ class ModelConfig(Protocol):
         device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
         proven operations decide which data are kept.
         """
+        ...
+
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
         ...
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:

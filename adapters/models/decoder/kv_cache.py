@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,21 +18,26 @@ from adapters.models.decoder.shard import NamedTensors
 from adapters.sequence_layout import RowSpec, dtype_name
 from effects.ids import PAGE, Span
 
-Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE rows in it
+BOTH = "kv"  # the parts of a row in most models
+ONE = "k"  # the part of a row that is key and value at once
+Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows in it
 
 
 class KvCache:
-    """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
+    """`[layers, parts, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
+    page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
     rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
     capacity: the rows of a slot that may be used; all by default.
+    parts: of a row, by name: keys and values, or one part that is both.
     pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
-        covers PAGE rows of one slot. When it goes to another slot, the memory of these rows is given back.
+        covers one page of rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
 
     table: Tensor | None = None
     is_addressable = True
+    page: ClassVar[int] = PAGE
 
     def __init__(
         self,
@@ -43,19 +48,21 @@ class KvCache:
         device: torch.device,
         capacity: int | None = None,
         pages: int = 0,
+        parts: str = BOTH,
     ) -> None:
         """Allocate the memory. shape: slots, key heads, rows, numbers of a head."""
         self.slots, heads, rows, width = shape
         self.capacity = rows if capacity is None else capacity
-        keys = tuple(f"{name}.{part}" for name in names for part in "kv")
+        keys = tuple(f"{name}.{part}" for name in names for part in parts)
         self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
         self.pages = pages
         self._pieces = dict[int, Piece]()  # by page, the piece that it permits
         self._permits = dict[Piece, int]()  # the other way round
         self._counts = [0] * self.slots  # pages of each
-        self._make((len(names), 2, *shape), dtype, device)
-        # Keys and values of each layer, `[slots, KV, rows, hd]`.
-        self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in self._all]
+        self._make((len(names), len(parts), *shape), dtype, device)
+        # Keys and values of each layer, `[slots, KV, rows, hd]`: the same object where a row is both.
+        layers = (tuple(layer) for layer in self._all)
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[-1]) for layer in layers]
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
@@ -69,7 +76,7 @@ class KvCache:
     @property
     def nbytes(self) -> int:
         """The most bytes that the rows can take."""
-        return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
+        return min(self._all.nbytes, self.pages * self.page * self.spec.token_bytes) if self.pages else self._all.nbytes
 
     def check_span(self, slot: int, start: int, stop: int) -> None:
         """Raise ValueError for rows that no slot has."""
@@ -79,7 +86,7 @@ class KvCache:
             raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return the rows where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+        """Return the rows where they are: a view `[layers, parts, KV, stop - start, hd]`."""
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
@@ -94,8 +101,8 @@ class KvCache:
         The copy comes before memory is given back, so a page may come from the source itself.
         """
         self._check_pages(slot, 0, pages)
-        if keep > len(pages) * PAGE:
-            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
+        if keep > len(pages) * self.page:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {self.page} for them")
         lost = self._permit(slot, 0, pages)
         if keep and source != slot:
             self.copy(source, slot, keep)
@@ -109,7 +116,7 @@ class KvCache:
     def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
         stop = first + len(pages)
-        most = -(-self.capacity // PAGE)
+        most = -(-self.capacity // self.page)
         if stop > most:
             raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
         if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
@@ -141,10 +148,10 @@ class KvCache:
         if self._memory is None:
             return
         for slot, number in pieces:
-            rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
+            rows = self._all[0, 0, slot, 0, number * self.page : (number + 1) * self.page]
             step = self._all.stride(3) * rows.itemsize
             size = rows.nbytes
-            for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
+            for both in self._all[:, :, slot, 0, number * self.page].flatten(0, 1):
                 begin = both.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
                     start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -176,7 +183,7 @@ class KvCache:
         """Write rows that `export` returned, from `start` on. ValueError for another name, shape or dtype."""
         odd = sorted(set(self.spec.names).symmetric_difference(rows))
         if odd:
-            raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
+            raise ValueError(f"rows of {len(self.layers)} layers: {odd[0]} is odd")
         first = rows[self.spec.names[0]]
         count = first.shape[1] if first.dim() == 3 else 0
         dtype = self._all.dtype
@@ -201,7 +208,7 @@ class KvCache:
 
 
 class PagedKvCache(KvCache):
-    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots whose sequences begin alike may share pages.
+    """`[layers, parts, pages, KV, page, hd]`, zeroed. Slots whose sequences begin alike may share pages.
 
     table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays. Entries for pages that
         a slot does not have name some page. It is written on the lane, in order with the launches there.
@@ -210,9 +217,9 @@ class PagedKvCache(KvCache):
     table: Tensor
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        layers, _, slots, heads, rows, width = shape
-        most = -(-rows // PAGE)  # of a slot
-        self._all = torch.zeros(layers, 2, self.pages, heads, PAGE, width, dtype=dtype, device=device)
+        layers, parts, slots, heads, rows, width = shape
+        most = -(-rows // self.page)  # of a slot
+        self._all = torch.zeros(layers, parts, self.pages, heads, self.page, width, dtype=dtype, device=device)
         # Before anybody is given pages, as while a server starts, slots have theirs in turn.
         self._pages = [[(slot * most + at) % self.pages for at in range(most)] for slot in range(slots)]
         self.table = torch.tensor(self._pages, dtype=torch.int32).to(device)
@@ -224,29 +231,29 @@ class PagedKvCache(KvCache):
     def view(self, slot: int, start: int, stop: int) -> Tensor:
         """Return the rows where they are. All must be in one page."""
         self.check_span(slot, start, stop)
-        number, first = divmod(start, PAGE)
-        if stop - start > PAGE - first:
-            raise ValueError(f"rows {start}..{stop} are in several pages of {PAGE}")
+        number, first = divmod(start, self.page)
+        if stop - start > self.page - first:
+            raise ValueError(f"rows {start}..{stop} are in several pages of {self.page}")
         return self._all[:, :, self._pages[slot][number], :, first : first + stop - start]
 
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         for begin, end in self.spans(start, start + keys.shape[1]):
-            number, first = divmod(begin, PAGE)
+            number, first = divmod(begin, self.page)
             for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
                 place = cache[self._pages[slot][number], :, first : first + end - begin]
                 place.copy_(rows[:, begin - start : end - start])
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         while start < stop:
-            end = min(stop, (start // PAGE + 1) * PAGE)
+            end = min(stop, (start // self.page + 1) * self.page)
             yield start, end
             start = end
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
         self._check_pages(slot, 0, pages)
-        if keep > len(pages) * PAGE:
-            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
-        before = self._pages[source][: -(-keep // PAGE)]
+        if keep > len(pages) * self.page:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {self.page} for them")
+        before = self._pages[source][: -(-keep // self.page)]
         moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
         read = {old for old, _ in moves}
         written = {new for _, new in moves}

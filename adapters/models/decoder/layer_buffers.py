@@ -13,7 +13,8 @@ from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import Embedding, FusedLayers, Kernels, Rope, WholeLayer
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 
@@ -22,7 +23,9 @@ from adapters.models.kernels.step_batch import StateBatch
 class Buffers:
     """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number.
 
-    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs.
+    row_inputs: `[R, layers, P]`, inputs of each layer's own, where a model has such; of the step that runs, and of this
+    shard's layers and those behind them. hidden: of the step's rows; `forward.hidden` is another tensor if more than
+    hidden states crosses to the next shard.
     """
 
     batch: StateBatch
@@ -42,7 +45,8 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
-        own = (self.logits, self.tree, self.batch.table, self.hidden, *aux_hidden_states)
+        left = None if self.forward.hidden is self.hidden else self.forward.hidden
+        own = (self.logits, self.tree, self.batch.table, self.hidden, left, *aux_hidden_states)
         return sum(one.nbytes for one in own if one is not None)
 
 

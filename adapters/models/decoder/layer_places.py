@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attrs import define, field, frozen
 
 from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.kv_cache import BOTH, ONE, KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
+from adapters.models.decoder.shard_crossing import CrossingPort
 from adapters.models.decoder.window_rows import WindowRows, WindowShape
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.row_format import RowFormat
@@ -20,23 +23,29 @@ class LayerPlaces:
     """The layers of a shard by what they keep of a sequence: all rows, the rows of a window, a recurrent state, or
     nothing, because they read what another layer keeps.
 
-    places: the number of each layer among those of its kind.
+    borrowed: layers of earlier shards whose rows are kept here as well (`Crossing`). They are among `kept` and
+    `windowed`. places: the number of each layer among those of its kind.
     """
 
     config: DenseConfig
     layers: range
+    borrowed: tuple[int, ...] = field(init=False)
     kept: tuple[int, ...] = field(init=False)
     windowed: tuple[int, ...] = field(init=False)
     recurrent: tuple[int, ...] = field(init=False)
     places: dict[int, int] = field(init=False)
 
+    @borrowed.default
+    def _list_borrowed(self) -> tuple[int, ...]:
+        return self.config.list_borrowed(self.layers.start)
+
     @kept.default
     def _list_kept(self) -> tuple[int, ...]:
-        return tuple(layer for layer in self.layers if self.config.keeps_rows(layer))
+        return tuple(layer for layer in (*self.borrowed, *self.layers) if self.config.keeps_rows(layer))
 
     @windowed.default
     def _list_windowed(self) -> tuple[int, ...]:
-        attending = [layer for layer in self.layers if not self.config.recurrent(layer)]
+        attending = [layer for layer in (*self.borrowed, *self.layers) if not self.config.recurrent(layer)]
         return tuple(layer for layer in attending if self.config.shape_of(layer).traits.keeps_window)
 
     @recurrent.default
@@ -83,6 +92,7 @@ def build_rows(
         dtype=row_format.dtype,
         device=spec.device,
         pages=placement.pages,
+        parts=ONE if config.shape_of(kept[0]).traits.latent else BOTH,
     )
 
 
@@ -114,6 +124,15 @@ def build_states(
         device=spec.device,
         paged=kernels.is_paged,
     )
+
+
+def build_crossing_port(
+    config: DenseConfig, layers: range, placement: ShardPlacement, find_cache: Callable[[int], tuple[KvCache, int]]
+) -> CrossingPort:
+    """Return what takes apart what a shard of these layers is given. find_cache: as in `CrossingPort`."""
+    rows = placement.dtype if placement.rows is None else placement.rows
+    given, left = (config.find_crossing(cut, placement.dtype, rows) for cut in (layers.start, layers.stop))
+    return CrossingPort(given, left, find_cache)
 
 
 def find_row_shape(config: DenseConfig, layers: tuple[int, ...]) -> tuple[int, int]:

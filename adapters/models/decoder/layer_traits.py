@@ -16,6 +16,9 @@ class LayerTraits:
     query_scale: scores are scaled with this times hd ** -0.5; other than 1 only where queries are normed.
     out_bias: the projection behind attention has a bias. norms_all_heads: the norm of queries goes over the numbers of
     all heads together, and so does that of keys.
+    gates: numbers of each query head's gate, 1 or hd; what is attended is multiplied with their softplus. 0: there are
+    none.
+    latent: rows are keys and values at once, as in `AttentionRule`.
     v_norm: values are normed. shares_projection: values are what keys are before these are normed and rotated.
     source: the layer whose keys and values this one reads, because it has none of its own.
     post_norms: what attention and the feed-forward return is normed as well. The norm before the feed-forward then is
@@ -27,6 +30,8 @@ class LayerTraits:
     sinks: bool = False
     out_bias: bool = False
     norms_all_heads: bool = False
+    gates: int = 0
+    latent: int = 0
     query_scale: float = 1.0
     v_norm: bool = False
     shares_projection: bool = False

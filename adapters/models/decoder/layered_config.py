@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
@@ -12,6 +13,7 @@ from adapters.checkpoint.config_fields import read_size
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard_crossing import Crossing
 
 PROBED_LAYERS = 3  # of a small model: a layer, one that reads its rows, and one behind them
 FULL = "full_attention"
@@ -50,6 +52,17 @@ class LayeredConfig(DenseConfig):
     def traits(self) -> LayerTraits:
         assert self.kind is not None
         return self.kind.traits
+
+    def list_borrowed(self, start: int) -> tuple[int, ...]:
+        sources = {kind.traits.source for kind in self.kinds[start:]}
+        return tuple(sorted(source for source in sources if source is not None and source < start))
+
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+        sizes = dict[int, int]()
+        for layer in self.list_borrowed(cut):
+            kept = rows if self.keeps_rows(layer) else dtype  # rows of windows stay in the dtype of the computation
+            sizes[layer] = self.shape_of(layer).row_bytes(kept) // dtype.itemsize
+        return Crossing(self.hidden_size, rows=tuple(sizes.items()))
 
     def shape_of(self, layer: int) -> LayeredConfig:
         kind = self.kinds[layer]

@@ -72,7 +72,8 @@ class Pipeline:
         output = self.output
         if self._embedding is None and self._parts[0].spec.device != self.spec.device:
             self._embedding = own.to(output.norm.device)
-        return TargetHead(own if self._embedding is None else self._embedding, output.packed, output.norm)
+        table = own if self._embedding is None else self._embedding
+        return TargetHead(table, output.packed, output.norm, output.find_caches)
 
     # --- steps ---
 

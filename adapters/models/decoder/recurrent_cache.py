@@ -66,8 +66,8 @@ class RecurrentCache:
         self._kept = [Standing(0)] * places
 
     @property
-    def settles_apart(self) -> bool:
-        return self._kernels is not None and self._kernels.settles_apart
+    def commits_per_segment(self) -> bool:
+        return self._kernels is not None and self._kernels.commits_per_segment
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class RecurrentCache:
             raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
         bases = tuple(self._base(segment.slot, segment.start) for segment in step.segments)
         for segment in step.segments:
-            if segment.count > UNSETTLED and not step.rows_only and not self.settles_apart:
+            if segment.count > UNSETTLED and not step.rows_only and not self.commits_per_segment:
                 rows = f"{segment.count} rows of slot {segment.slot}"
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
         for segment, base in zip(step.segments, bases, strict=True):

@@ -15,15 +15,9 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import (
-    Frame,
-    LayerShape,
-    WeightReader,
-    frame_products,
-    frame_tensors,
-    load_frame,
-)
+from adapters.models.decoder.decoder_layer import Frame, LayerShape, frame_products, frame_tensors, load_frame
 from adapters.models.decoder.feed_forward import Matrix, feed_matrices
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.kernels.delta_interface import TAPS, DeltaKernels, DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight

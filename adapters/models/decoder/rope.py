@@ -165,13 +165,14 @@ def count_rotated(head_dim: int, part: float) -> int:
 
 
 def parse_rope(
-    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None
+    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None, partial: float | None = None
 ) -> tuple[float, Scaling | None]:
     """Read theta and the scaling from a config.json. Raises CheckpointError.
 
-    accepted: the rope types that the family supports. theta: the default; None if config.json must give it.
+    accepted: the rope types that the family supports. theta: the default; None if config.json must give it. partial: as
+    in `read_rope`.
     """
-    rope = read_rope(raw, accepted, theta)
+    rope = read_rope(raw, accepted, theta, partial)
     base = rope["rope_theta"]
     kind = rope["rope_type"]
     if kind == "default":
@@ -221,10 +222,15 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     if given is not None:
         return read_positive(given, "attention_factor")
 
-    def scale_attention(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        above = scale_attention(read_positive(rope["mscale"], "mscale"))
-        return above / scale_attention(read_positive(rope["mscale_all_dim"], "mscale_all_dim"))
-    return scale_attention(1.0)
+        return _recommend(factor, _number(rope, "mscale")) / _recommend(factor, _number(rope, "mscale_all_dim"))
+    return _recommend(factor, 1.0)
+
+
+def scale_attention(rope: Mapping[str, Any], name: str) -> float:
+    """Return the factor of attention that the YaRN paper recommends, with a weight that the file gives by `name`."""
+    return _recommend(_number(rope, "factor"), _number(rope, name))
+
+
+def _recommend(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

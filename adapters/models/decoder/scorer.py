@@ -31,11 +31,12 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_heads import gate_attention
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.attention_heads import finish_attention
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Segment, Step
@@ -256,7 +257,7 @@ class Scoring:
                 return None
             k_cache, v_cache = self._kv
             q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-            mixed = gate_attention(kernels, layer, self._attend(q, batch, portion), own)
+            mixed = finish_attention(kernels, layer, self._attend(q, batch, portion), own)
         return finish_layer(kernels, layer.frame, residual, mixed, batch)
 
     def _attend(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:

@@ -19,7 +19,7 @@ another split with the same numerics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -32,6 +32,7 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
 NamedTensors: TypeAlias = Mapping[str, Tensor]
+FindCaches: TypeAlias = Callable[[int], tuple[Tensor, Tensor, Tensor | None]]  # see `OutputHead`
 # The rows that stay of one slot in a step: the first this many; or, for a tree, the rows of one path from its root,
 # numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
@@ -43,10 +44,13 @@ class OutputHead:
 
     packed: the head `[V, D]` as the target's kernels packed it. A draft on kernels of the same kind uses it as it is.
     norm: the weights `[D]` of the final norm before the head, in the form that `Kernels.add_norm` takes.
+    find_caches: returns the keys and values that a layer attends to, and the table of their pages, if there is one.
+        ValueError if the layers with this head do not have them. None: the layers are in another process.
     """
 
     packed: Any
     norm: Tensor
+    find_caches: FindCaches | None = None
 
 
 @frozen(eq=False)
@@ -55,12 +59,13 @@ class TargetHead:
 
     embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that this device can
         read (`Kernels.embed` accepts both).
-    packed, norm: as in `OutputHead`.
+    packed, norm, find_caches: as in `OutputHead`. find_caches: None for copies on another device, too.
     """
 
     embedding: Tensor
     packed: Any
     norm: Tensor
+    find_caches: FindCaches | None = None
 
 
 @frozen(kw_only=True)
@@ -124,7 +129,7 @@ class ReadableRows(Protocol):
     def is_addressable(self) -> bool: ...
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """Return the rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `spec`.
+        """Return the rows where they are: a view `[layers, parts, heads, stop - start, width]` in the order of `spec`.
 
         On a CUDA device the rows must be in one page, else ValueError. Any thread may read and write the rows if no
         other thread uses them at that time.
@@ -183,8 +188,8 @@ class PositionalStates(Protocol):
     def places(self) -> int: ...
 
     @property
-    def settles_apart(self) -> bool:
-        """May a step that decodes have more than 64 rows of another slot, which are settled at once?"""
+    def commits_per_segment(self) -> bool:
+        """May a step that decodes have more than 64 rows of another slot, which are committed at once?"""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -246,7 +251,7 @@ class Shard(Protocol):
 
         A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
         if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step. A shard
-        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.settles_apart`).
+        refuses them by name if it cannot do so in a step that decodes (`PositionalStates.commits_per_segment`).
         It also refuses trees, since each node would need a state of its own.
 
         If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.

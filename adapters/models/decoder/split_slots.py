@@ -14,14 +14,17 @@ from adapters.sequence_layout import RowSpec, TensorSpec
 
 @define(eq=False)
 class SplitRows:
-    """The rows of slots over all parts, which hold the rows of different layers. Only the parts can be addressed."""
+    """The rows of slots over all parts. Only the parts can be addressed.
+
+    The rows of a borrowed layer (`Crossing`) are in several parts. They are the same bits in all of them.
+    """
 
     parts: Sequence[Shard]
     spec: RowSpec = field(init=False)
     is_addressable: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        names = tuple(name for part in self.parts for name in part.rows.spec.names)
+        names = tuple(dict.fromkeys(name for part in self.parts for name in part.rows.spec.names))
         self.spec = evolve(self.parts[0].rows.spec, names=names)
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
@@ -68,13 +71,13 @@ class SplitStates:
     def __attrs_post_init__(self) -> None:
         if len({part.block for part in self.parts}) > 1:
             raise ValueError("the shards have their states at different multiples")
-        self.specs = tuple(spec for part in self.parts for spec in part.specs)
+        self.specs = tuple(dict.fromkeys(spec for part in self.parts for spec in part.specs))
         self.block = (*self.parts, self.default)[0].block
         self.places = min((part.places for part in self.parts), default=0)
 
     @property
-    def settles_apart(self) -> bool:
-        return all(part.settles_apart for part in self.parts)
+    def commits_per_segment(self) -> bool:
+        return all(part.commits_per_segment for part in self.parts)
 
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:

@@ -23,6 +23,7 @@ from torch import Tensor
 from adapters.models.decoder.attention_heads import scale_queries
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
@@ -57,16 +58,14 @@ class TreeAttention:
     bucket: int
     tables: Rope
     cache: KvCache
-    returned: tuple[int, torch.dtype]  # by attention: H * hd numbers of a row
     flat: Batch = field(init=False)
     rope: Rope = field(init=False)
     aside: list[tuple[Tensor, Tensor]] = field(init=False)
-    out: Tensor = field(init=False)
     waves: list[Wave] = field(init=False, factory=list)
     _spare: list[Batch] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
-        k, _ = self.cache.layers[0]
+        k, v = self.cache.layers[0]
         shape = (1, k.shape[1], self.bucket, k.shape[3])
         self.flat = Batch(self.bucket, k.device)
         cos, sin, scale = (
@@ -76,13 +75,12 @@ class TreeAttention:
         assert cos is not None
         assert sin is not None
         self.rope = Rope(cos, sin, scale)
-        self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.cache.layers]
-        width, dtype = self.returned
-        self.out = k.new_zeros(self.bucket, width, dtype=dtype)
+        keys = [k.new_zeros(shape) for _ in self.cache.layers]
+        self.aside = [(one, one if v is k else k.new_zeros(shape)) for one in keys]
 
     @property
     def nbytes(self) -> int:
-        return self.out.nbytes + sum(k.nbytes + v.nbytes for k, v in self.aside)
+        return sum(k.nbytes + (0 if v is k else v.nbytes) for k, v in self.aside)
 
     def load(self, step: Step) -> None:
         self.flat.load(Step((Segment(0, 0, step.rows),), self.bucket), None)
@@ -105,9 +103,9 @@ class TreeAttention:
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
-    def attend(self, number: int, qkv: Tensor, prep: HeadPrep) -> Tensor:
-        """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
-        hd]`"""
+    def attend(self, number: int, qkv: Tensor, prep: HeadPrep, rule: AttentionRule = PLAIN) -> Tensor:
+        """Run `rotate_store` and `attend` of layer `number`, as if every path were a chain of its own."""
+        out: Tensor | None = None
         (k_cache, v_cache) = self.cache.layers[number]
         (k, v) = self.aside[number]
         q = scale_queries(self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v), self.rope, self.flat)
@@ -115,9 +113,11 @@ class TreeAttention:
             for piece in wave.pieces:
                 rows = slice(piece.row, piece.row + piece.segment.count)
                 self.cache.put(number, piece.segment.slot, piece.segment.start, k[0, :, rows], v[0, :, rows])
-            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch)
-            self.out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
-        return self.out
+            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch, rule)
+            out = torch.zeros_like(found) if out is None else out
+            out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
+        assert out is not None
+        return out
 
     def settle(self, step: Step, kept: Sequence[Kept]) -> None:
         """Put the accepted path of every tree at its positions."""

@@ -15,7 +15,7 @@ state consists of rows 448 to 959. The slot may go on from any row from 960 to 1
 Rows have the same positions in a slot as in the sequence, so kernels read them as they read all rows. Where they are:
 
 * In host memory a slot has addresses for all of its rows, and rows before the window give their memory back.
-* On a GPU a slot's rows lie in pages of PAGE rows, which a table lists. A page that is before the window becomes the
+* On a GPU a slot's rows lie in pages of 64 rows, which a table lists. A page that is before the window becomes the
   page of rows to come. A wide step takes pages that all slots share, and returns the same number (not the same pages)
   when it is settled. Only wide steps take shared pages, and they run one after the other, so no two streams ever use
   one page.
@@ -34,25 +34,27 @@ from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import check_state, hold_memory
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.delta_interface import CHUNK
-from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec
-from effects.ids import PAGE
 
 _NOTHING = nullcontext()
 
 
 def count_window_rows(window: int) -> int:
-    """Return the rows that a slot has room for: its window, what may be rolled back, and a narrow step, in whole pages.
+    """Return the rows that a slot has room for: its window in whole pages, settled rows behind it, and a narrow step.
 
-    The span that a slot needs may begin and end within a page.
+    The span begins `window` rows before a multiple of 64. Up to 63 settled rows and 64 new ones are behind that
+    multiple. A page has 64 rows, as few as a tile of keys, so little of it lies before the window.
     """
-    return (-(-(window + CHUNK + NARROW) // PAGE) + 1) * PAGE
+    return (-(-window // CHUNK) + 2) * CHUNK
 
 
 def count_shared_rows(bucket: int) -> int:
-    """Return the rows that all slots share, for steps of up to this many rows."""
-    return (-(-bucket // PAGE) + 1) * PAGE
+    """Return the rows that all slots share, for steps of up to this many rows: those that a slot has no room for.
+
+    A slot has two pages behind its window. Several prompts in one step need no more than one that is as long.
+    """
+    return max(0, -(-(CHUNK - 1 + bucket) // CHUNK) - 2) * CHUNK
 
 
 @frozen
@@ -67,9 +69,11 @@ class WindowShape:
 class WindowPages(PagedKvCache):
     """Rows in pages that move along with the windows of their slots.
 
-    `_pages[slot][i]` is the page of rows 256 i to 256 i + 255; 0 if none. An entry whose page was taken away keeps its
-    old number. No kernel reads through either.
+    `_pages[slot][i]` is the page of rows 64 i to 64 i + 63; 0 if none. An entry whose page was taken away keeps its old
+    number. No kernel reads through either.
     """
+
+    page = CHUNK
 
     def __init__(
         self,
@@ -93,49 +97,49 @@ class WindowPages(PagedKvCache):
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
         """Take the pages of all rows before `start` away, then give the slot pages for rows `[start, stop)`."""
-        first = start // PAGE
+        first = start // self.page
         placed = self._placed[slot]
         spare = self._spare[slot]
         for number in [number for number in placed if number < first]:
             spare.append(placed.pop(number))
-        for number in range(first, -(-stop // PAGE)):
-            if number not in placed:
-                self._place(slot, number, spare.pop() if spare else self._shared.pop())
+        new = [number for number in range(first, -(-stop // self.page)) if number not in placed]
+        for number in new:
+            placed[number] = self._pages[slot][number] = spare.pop() if spare else self._shared.pop()
+        if new:
+            listed = self._pages[slot][new[0] : new[-1] + 1]
+            self.table[slot, new[0] : new[-1] + 1] = torch.tensor(listed, dtype=torch.int32)
 
     def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
         placed = self._placed[slot]
         spare = self._spare[slot]
-        for number in [number for number in placed if not start // PAGE <= number < -(-stop // PAGE)]:
+        for number in [number for number in placed if not start // self.page <= number < -(-stop // self.page)]:
             spare.append(placed.pop(number))
         while len(placed) + len(spare) > self._own:
             self._shared.append(spare.pop())
-
-    def _place(self, slot: int, number: int, page: int) -> None:
-        self._placed[slot][number] = page
-        self._pages[slot][number] = page
-        self.table[slot, number : number + 1] = torch.tensor([page], dtype=torch.int32)
 
 
 class WindowMemory(KvCache):
     """Rows in host memory. Rows before a slot's window give their memory back."""
 
+    page = CHUNK
+
     def __init__(
         self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(names, shape, dtype=dtype, device=device)
-        self._held = [range(0)] * shape[0]  # for each slot the runs of PAGE rows that may have memory
+        self._held = [range(0)] * shape[0]  # for each slot the pages that may have memory
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
         """Note that these rows will have memory. It comes as they are written. No row loses its memory here."""
         held = self._held[slot]
-        first = min(held.start, start // PAGE) if held else start // PAGE
-        self._held[slot] = range(first, max(held.stop, -(-stop // PAGE)))
+        first = min(held.start, start // self.page) if held else start // self.page
+        self._held[slot] = range(first, max(held.stop, -(-stop // self.page)))
 
     def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Give the memory of rows outside `[start, stop)` back."""
         held = self._held[slot]
-        kept = range(max(held.start, start // PAGE), min(held.stop, -(-stop // PAGE)))
+        kept = range(max(held.start, start // self.page), min(held.stop, -(-stop // self.page)))
         self._give_back((slot, number) for number in held if number not in kept)
         self._held[slot] = kept or range(0)
 
@@ -147,7 +151,7 @@ class WindowRows:
     """
 
     block = CHUNK
-    settles_apart = False
+    commits_per_segment = False
 
     def __init__(
         self,
@@ -169,8 +173,8 @@ class WindowRows:
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
         if paged:
-            own = count_window_rows(shape.window) // PAGE
-            shared = count_shared_rows(bucket) // PAGE
+            own = count_window_rows(shape.window) // CHUNK
+            shared = count_shared_rows(bucket) // CHUNK
             self._rows = WindowPages(names, size, own=own, shared=shared, dtype=dtype, device=device)
         else:
             self._rows = WindowMemory(names, size, dtype, device)
@@ -187,6 +191,11 @@ class WindowRows:
     @property
     def table(self) -> Tensor | None:
         return self._rows.table
+
+    @property
+    def cache(self) -> KvCache:
+        """The rows of all slots. Those outside a slot's window have no memory."""
+        return self._rows
 
     @property
     def nbytes(self) -> int:

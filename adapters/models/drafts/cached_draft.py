@@ -16,13 +16,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import TargetHead
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.offload import OffloadableWeights, State
 from adapters.models.kernels.step import Segment, Step
 
@@ -86,7 +87,7 @@ class CachedDraft(ABC, Generic[L]):
         self._buckets = tuple(sorted(placement.buckets))
         _check_arguments(shape, placement)
         count = count_cache_rows(placement.capacity, shape.block, kernels.kv_tile)
-        self._rope = shape.rotary.tables(count, self._device)
+        self._ropes = self._make_ropes(count)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
         self.rows = KvCache(names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity)
@@ -247,7 +248,8 @@ class CachedDraft(ABC, Generic[L]):
             "weights": self._offloadable.weights_bytes,
             "host": self._offloadable.host_bytes,
             "kv": self.rows.nbytes,
-            "buffers": self._rope.cos.nbytes + self._rope.sin.nbytes + self._count_buffer_bytes(),
+            "buffers": sum(rope.cos.nbytes + rope.sin.nbytes for rope in self._ropes.values())
+            + self._count_buffer_bytes(),
         }
 
     def close(self) -> None:
@@ -261,6 +263,15 @@ class CachedDraft(ABC, Generic[L]):
             torch.cuda.synchronize(self._device)
         self._kernels = self._kernels.copy_for_shard()
         self._forget_buffers()
+
+    def _make_ropes(self, count: int) -> Mapping[Rotary, Rope]:
+        """Return the rotary tables of the draft's layers, for this many positions."""
+        return {self._shape.rotary: self._shape.rotary.tables(count, self._device)}
+
+    @property
+    def _rope(self) -> Rope:
+        """The rotary table of a draft whose layers rotate alike."""
+        return self._ropes[self._shape.rotary]
 
     def _require_weights(self) -> L:
         return self._all_weights[0]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
@@ -23,7 +24,6 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
@@ -39,6 +39,8 @@ from adapters.models.decoder.layered_config import (
     read_layer_types,
 )
 from adapters.models.decoder.rope import Proportional, Rotary, parse_rope
+from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.families import gemma3
 from adapters.models.families.gemma4_layer import (
     EndingShape,
@@ -98,10 +100,10 @@ class Gemma4Config(gemma3.GemmaConfig):
         """The experts of the model; the feed-forward proper of a layer is dense."""
         return self.sparse if self.kind is None else None
 
-    def can_be_shard(self, layers: range) -> bool:
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
         """Inputs of layers are made from tokens, which only the first shard gets."""
-        sources = [self.kinds[layer].traits.source for layer in layers]
-        return not (self.inputs and layers.start) and all(source is None or source in layers for source in sources)
+        found = super().find_crossing(cut, dtype, rows)
+        return evolve(found, inputs=self.inputs * (self.num_layers - cut))
 
     @property
     def inputs_shape(self) -> InputsShape | None:
@@ -180,8 +182,10 @@ def parse(raw: Mapping[str, Any]) -> Gemma4Config:
 
 
 def _read_input_vocabulary(text: Mapping[str, Any]) -> int:
+    if not _read_inputs(text):
+        return 0
     found = read_size({"vocab_size": text.get("vocab_size_per_layer_input")}, "vocab_size", DEFAULTS["vocab_size"])
-    if found < read_size(text, "vocab_size") and _read_inputs(text):
+    if found < read_size(text, "vocab_size"):
         raise CheckpointError(f"config.json: vocab_size_per_layer_input {found} is less than vocab_size")
     return found
 
@@ -231,10 +235,10 @@ def _find_own_settings(text: Mapping[str, Any], types: Sequence[str]) -> Mapping
     """Return the sizes of heads in layers that see all rows: published by name, or by transformers for each layer."""
     by_layer = text.get("per_layer_config")
     if isinstance(by_layer, Mapping):
-        found = [by_layer.get(str(layer)) for layer, kind in enumerate(types) if kind == FULL]
+        found = [by_layer.get(str(layer), {}) for layer, kind in enumerate(types) if kind == FULL]
         if not all(isinstance(one, Mapping) and one == found[0] for one in found):
             raise CheckpointError("config.json: per_layer_config is not the same for all layers that see all rows")
-        return found[0]  # type: ignore[return-value]
+        return {"head_dim": text["head_dim"], **found[0]}
     shared = text.get("num_global_key_value_heads") if read_flag(text, "attention_k_eq_v") else None
     return {"head_dim": text.get("global_head_dim"), "num_key_value_heads": shared}
 

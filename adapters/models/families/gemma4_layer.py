@@ -13,7 +13,6 @@ from attrs import field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.feed_forward import (
     Matrix,
     feed_matrices,
@@ -22,6 +21,7 @@ from adapters.models.decoder.feed_forward import (
     load_feed,
 )
 from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.kernels.activations import apply_activation
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape
 from adapters.models.kernels.interface import Kernels

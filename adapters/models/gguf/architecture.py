@@ -19,6 +19,9 @@ OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 FRAME = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -84,41 +87,55 @@ class Architecture:
     spare_parts: tuple[str, ...] = ()
 
 
-def read_shared_settings(
-    metadata: Metadata, read_experts: Callable[[Metadata], dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Return the settings that all architectures store alike, and those of experts. Raises CheckpointError.
+def read_frame_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings that all architectures store alike, without those that layers may differ in.
 
-    read_experts: reads the settings of experts if the architecture has its own; None: as most have them.
+    Raises CheckpointError.
     """
-    sparse = read_experts is not None or metadata.architecture.endswith("moe") or metadata.architecture in SPARSE
-    for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
-        metadata.refuse(name, 0)
     metadata.refuse("attention.causal", True)
-    heads = metadata.read_count("attention.head_count")
-    hidden = metadata.read_count("embedding_length")
-    head = metadata.read_count("attention.key_length", hidden // max(heads, 1))
-    metadata.refuse("attention.value_length", head)
     embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
         raise metadata.make_error("tensor token_embd.weight is missing")
     return {
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": metadata.read_count(
-            "feed_forward_length", metadata.read_count("expert_feed_forward_length") if sparse else None
-        ),
-        **((read_experts or read_expert_settings)(metadata) if sparse else {}),
+        "hidden_size": metadata.read_count("embedding_length"),
         "num_hidden_layers": metadata.read_count("block_count") - count_prediction_layers(metadata),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.read_count("attention.head_count_kv", heads),
-        "head_dim": head,
+        "num_attention_heads": metadata.read_count("attention.head_count"),
         "max_position_embeddings": metadata.read_count("context_length"),
         "rms_norm_eps": metadata.read_number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
         # These families are published in bfloat16. Their hidden states may overflow in float16, even if the file
         # stores float16.
         "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
+    }
+
+
+def read_shared_settings(
+    metadata: Metadata,
+    read_experts: Callable[[Metadata], dict[str, Any]] | None = None,
+    *,
+    has_windows: bool = False,
+) -> dict[str, Any]:
+    """Return the settings of models whose layers have heads and feed-forwards of the same size. Raises CheckpointError.
+
+    read_experts: reads the settings of experts if the architecture has its own; None: as most have them. has_windows:
+    the caller reads the windows of layers.
+    """
+    sparse = read_experts is not None or metadata.architecture.endswith("moe") or metadata.architecture in SPARSE
+    for name in (() if has_windows else ("attention.sliding_window",)) + (() if sparse else ("expert_count",)):
+        metadata.refuse(name, 0)
+    frame = read_frame_settings(metadata)
+    heads = frame["num_attention_heads"]
+    head = metadata.read_count("attention.key_length", frame["hidden_size"] // max(heads, 1))
+    metadata.refuse("attention.value_length", head)
+    return {
+        **frame,
+        "intermediate_size": metadata.read_count(
+            "feed_forward_length", metadata.read_count("expert_feed_forward_length") if sparse else None
+        ),
+        **((read_experts or read_expert_settings)(metadata) if sparse else {}),
+        "num_key_value_heads": metadata.read_count("attention.head_count_kv", heads),
+        "head_dim": head,
     }
 
 

@@ -26,6 +26,7 @@ from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
 from adapters.models.gguf.other_families import GLM4_MOE, MINIMAX_M2, MISTRAL3, SEED_OSS
 from adapters.models.gguf.qwen3next import QWEN3_NEXT
 from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
+from adapters.models.gguf.windowed_families import GEMMA3, GEMMA4, GPT_OSS
 
 GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": LLAMA,
@@ -39,9 +40,16 @@ GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
     "seed_oss": SEED_OSS,
     "glm4moe": GLM4_MOE,
     "minimax-m2": MINIMAX_M2,
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+    "gpt-oss": GPT_OSS,
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+STORED_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# A tensor that has, for each expert, the rows of its gate and then those of what the gate lets through.
+JOINT = re.compile(r"ffn_(gate|up)_exps\.")
+JOINT_NAME = "ffn_gate_up_exps."
 
 
 @frozen
@@ -85,7 +93,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     }
     for name in metadata.tensors:
         part = name.removeprefix(f"blk.{config.num_layers}.")
-        if name not in used and name not in architecture.ignored and part not in architecture.spare_parts:
+        is_known = name in used or name in architecture.ignored or part in architecture.spare_parts
+        if not is_known and not is_spare(architecture, family, name):
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
     return OpenedGguf(family, config, tensors, others)
 
@@ -113,6 +122,9 @@ def list_stored_names(
     There is one name, unless the file stores the published tensor as several.
     """
     stored_name = find_stored_name(architecture, config, name)
+    joint_name = JOINT.sub(JOINT_NAME, stored_name)
+    if stored_name not in metadata.tensors and joint_name in metadata.tensors:
+        return (joint_name,)
     layer = LAYER.fullmatch(name)
     parts = architecture.split_tensors.get(layer[2]) if layer else None
     if layer is None or parts is None or stored_name in metadata.tensors:
@@ -134,6 +146,8 @@ def find_tensor(
         raise metadata.make_error(f"tensor {stored_name} is missing")
     if (number := EXPERT.search(name)) is not None:
         stored = slice_expert(metadata, config, stored, int(number[1]), stored_name)
+        if JOINT_NAME in stored_name:
+            stored = slice_half(stored, second=".up_proj." in name)
     # The taps of a convolution are stored without the dimension of their single channel.
     flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape
     if drop_leading_ones(stored.shape) != drop_leading_ones(flat):
@@ -164,13 +178,30 @@ def slice_expert(
 ) -> GgufTensorInfo:
     """Return the part of a tensor of all experts that belongs to expert `number`. Raises CheckpointError."""
     count = config.experts.count
-    if len(stored.shape) != 3 or stored.shape[0] != count:
-        raise metadata.make_error(
-            f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {count} matrices"
-        )
+    is_bias = stored_name.endswith(".bias")
+    if len(stored.shape) != (2 if is_bias else 3) or stored.shape[0] != count:
+        what = "biases" if is_bias else "matrices"
+        raise metadata.make_error(f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {count} {what}")
     size = (stored.stop - stored.start) // count
     start = stored.start + number * size
     return evolve(stored, shape=stored.shape[1:], start=start, stop=start + size)
+
+
+def slice_half(stored: GgufTensorInfo, *, second: bool) -> GgufTensorInfo:
+    """Return the first or the second half of a matrix's rows."""
+    rows = stored.shape[0] // 2
+    size = (stored.stop - stored.start) // max(stored.shape[0], 1) * rows
+    start = stored.start + size * second
+    return evolve(stored, shape=(rows, *stored.shape[1:]), start=start, stop=start + size)
+
+
+def is_spare(architecture: Architecture, family: Family, stored_name: str) -> bool:
+    """Return whether a layer does without a tensor of the file that the family does not expect."""
+    found = STORED_LAYER.fullmatch(stored_name)
+    if found is None:
+        return False
+    published = [name for name, part in architecture.layer_names.items() if part == found[2]]
+    return any(family.is_spare(f"model.layers.{found[1]}.{name}") for name in published)
 
 
 def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,6 +44,19 @@ def apply_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
     return (wide * open_part * (up.float().clamp(-LIMIT, LIMIT) + 1)).to(gate.dtype)
 
 
+def gate_by_softplus(x: Tensor, gates: Tensor, count: int) -> Tensor:
+    """Return x `[R, H hd]`, multiplied with the softplus of `gates`, `[R, H * count]`, in a new tensor.
+
+    count: gates of a head, 1 or hd. The softplus is rounded before it is multiplied. A number's result does not depend
+    on where it stands.
+    """
+    wide = gates.float()
+    softplus = torch.nn.functional.softplus
+    found = softplus(wide) if gates.is_cuda else apply_in_vectors(softplus, wide.contiguous())
+    heads = found.to(x.dtype).view(len(x), -1, count)
+    return (x.view(len(x), heads.shape[1], -1) * heads).flatten(1)
+
+
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
     """Turn logits, float32, into cap * tanh(logits / cap), in place."""
     if logits.is_cuda:

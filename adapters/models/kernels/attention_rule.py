@@ -29,17 +29,19 @@ class AttentionRule:
     window: of the keys up to and including its own, a row sees only the last `window`; 0: all. Keys before that are not
     read, apart from those in the same tile as the first one. cap: a score s becomes `cap * tanh(s / cap)`; 0: it stays
     as it is. sinks: float32 `[H]`, a score of each query head that joins the sum of the softmax and has no value; None:
-    there are none.
+    there are none. latent: keys and values are one tensor, and a value is the last `latent` numbers of a key; 0: values
+    have rows of their own.
     """
 
     window: int = 0
     cap: float = 0.0
     sinks: Tensor | None = None
+    latent: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Return whether a row sees every key up to its own, and weighs them by a softmax alone."""
-        return not self.window and not self.cap and self.sinks is None
+        """Return whether a row sees every key up to its own, and weighs values of their own by a softmax alone."""
+        return not self.window and not self.cap and self.sinks is None and not self.latent
 
 
 PLAIN = AttentionRule()

@@ -163,13 +163,13 @@ class DeltaKernels(Protocol):
     rings. A segment that may be rolled back has at most 64 rows. It writes them into the rings and leaves memory and
     conv as they are. A segment that settles may have any number of rows. It moves memory and conv to the last multiple
     of 64 at or below its end, and writes at least the rows from there on. All segments settle if `batch.settles`.
-    Kernels that settle apart also take batches in which some do (`batch.mixed`). Padded rows write nothing. Rows of
-    inputs may be columns of a wider tensor, so their stride is not their width.
+    Kernels that commit per segment also take batches in which some do (`batch.mixed`). Padded rows write nothing.
+    Rows of inputs may be columns of a wider tensor, so their stride is not their width.
     """
 
     @property
-    def settles_apart(self) -> bool:
-        """May some segments of a step settle while others may be rolled back?"""
+    def commits_per_segment(self) -> bool:
+        """May some segments of a step be committed at once while others may still be rolled back?"""
         ...
 
     def make_state(

@@ -63,12 +63,11 @@ class BiasedExpertsShape(ExpertsShape):
 
 
 @frozen
-class SigmoidExpertsShape(ExpertsShape):
-    """Experts whose scores are the sigmoids of their logits. A correction is added to a score for the choice only.
+class GroupedExpertsShape(ExpertsShape):
+    """Experts in groups, whose scores are a softmax of their logits. The shared expert has no gate.
 
     groups: experts are in so many groups of equal size, in the order of their numbers. A row goes through experts of
-    `chosen_groups` groups: those whose two best experts have the greatest sum of scores. factor: of all weights.
-    The shared expert has no gate.
+    `chosen_groups` groups: those whose best expert has the greatest score. factor: of all weights.
     """
 
     groups: int = 1
@@ -81,6 +80,14 @@ class SigmoidExpertsShape(ExpertsShape):
 
     def shrink_for_probe(self) -> Self:
         return evolve(super().shrink_for_probe(), groups=1, chosen_groups=1)
+
+
+@frozen
+class SigmoidExpertsShape(GroupedExpertsShape):
+    """Experts whose scores are the sigmoids of their logits. A correction is added to a score for the choice only.
+
+    A group counts by the sum of the scores of its two best experts.
+    """
 
 
 @frozen(eq=False)
@@ -235,27 +242,38 @@ def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | Non
         return _choose_by_sigmoid(logits, shape, correction)
     if correction is not None:
         logits = logits + correction
-    chosen = _find_greatest(logits, shape.chosen)
+    grouped = shape if isinstance(shape, GroupedExpertsShape) else None
+    chosen = _find_greatest(logits if grouped is None else _hide_groups(logits, grouped, 1), shape.chosen)
     # Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
     whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
     weights = whole.softmax(1).gather(1, chosen)
-    return chosen, weights / add_in_order(weights).unsqueeze(1) if shape.is_normalized else weights
+    if shape.is_normalized:
+        weights = weights / add_in_order(weights).unsqueeze(1)
+    return chosen, weights if grouped is None else weights * grouped.factor
 
 
 def _choose_by_sigmoid(logits: Tensor, shape: SigmoidExpertsShape, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = apply_in_vectors(torch.sigmoid, logits.contiguous())
     wanted = scores if correction is None else scores + correction
-    if shape.groups > 1:
-        grouped = wanted.view(len(wanted), shape.groups, -1)
-        best = grouped.topk(2).values
-        hidden = torch.ones_like(best[..., 0], dtype=torch.bool)
-        hidden.scatter_(1, _find_greatest(best[..., 0] + best[..., 1], shape.chosen_groups), False)
-        wanted = grouped.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(1)
-    chosen = _find_greatest(wanted, shape.chosen)
+    chosen = _find_greatest(_hide_groups(wanted, shape, 2), shape.chosen)
     weights = scores.gather(1, chosen)
     if shape.is_normalized:
         weights = weights / (add_in_order(weights) + _LEAST).unsqueeze(1)
     return chosen, weights * shape.factor
+
+
+def _hide_groups(wanted: Tensor, shape: GroupedExpertsShape, best: int) -> Tensor:
+    """Return how much each expert is wanted, `[n, E]`, with -inf in all groups that are not chosen.
+
+    best: experts of a group by the sum of which it is chosen.
+    """
+    if shape.groups == 1:
+        return wanted
+    grouped = wanted.view(len(wanted), shape.groups, -1)
+    sums = add_in_order(grouped.topk(best).values.transpose(1, 2))
+    hidden = torch.ones_like(sums, dtype=torch.bool)
+    hidden.scatter_(1, _find_greatest(sums, shape.chosen_groups), False)
+    return grouped.masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(1)
 
 
 def _find_greatest(values: Tensor, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, Attenti
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
@@ -84,15 +85,6 @@ class WholeLayer:
 
 
 @frozen(eq=False)
-class Embedding:
-    """An embedding table `[V, D]`. masked: `[D]`, which replaces the row of token `mask`, if there is one."""
-
-    table: Tensor
-    masked: Tensor | None = None
-    mask: int = -1
-
-
-@frozen(eq=False)
 class ContextLayer:
     """A draft layer's part in context rows: the packed weight of keys and values, and the caches for them."""
 
@@ -117,18 +109,6 @@ class ContextPass:
     context: FusedContext
     batch: Batch
     given: Tensor
-
-
-class FusedLayers(Protocol):
-    """Several layers in one call, one after the other, for steps of one bucket."""
-
-    def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
-        """Run residual `[R, D]` through the layers in place. Where there is an embedding, the rows of the batch's
-        tokens replace it first.
-
-        stops: the last layer stops once its keys and values are written; the residual means nothing then.
-        """
-        ...
 
 
 class Kernels(Protocol):
@@ -215,6 +195,8 @@ class Kernels(Protocol):
         Heads go through `prep`, then q and k through half-split rotary at each row's position, over as much of the
         head as the tables cover. k and v are written at (slot, position). The returned q may be laid out in whatever
         form `attend` reads fastest.
+
+        If both caches are one tensor, rows have no values of their own: they are laid out `q heads | k heads`.
         """
         ...
 
@@ -233,8 +215,9 @@ class Kernels(Protocol):
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rule: AttentionRule = PLAIN) -> Tensor:
-        """Return causal attention, `[R, H hd]`, with scale hd ** -0.5: the row at position p of slot s sees keys `[0,
-        p]` of s, as far as `rule` does not say otherwise.
+        """Return causal attention, `[R, H * size of a value]`, with scale hd ** -0.5.
+
+        The row at position p of slot s sees keys `[0, p]` of s, as far as `rule` does not say otherwise.
 
         Query head h reads key head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles start at
         absolute positions, and keys that the row does not see contribute exact zeros. The rows of q may be some of
@@ -263,6 +246,14 @@ class Kernels(Protocol):
 
         It is one operation, so that a device can finish the product before it leaves the registers.
         """
+        ...
+
+    def pack_heads(self, weight: Tensor) -> Any:
+        """Pack a weight for each head, `[H, N, K]`, in the form that `multiply_heads` reads fastest."""
+        ...
+
+    def multiply_heads(self, x: Tensor, packed: Any) -> Tensor:
+        """Multiply the heads of x `[R, H, K]`, each with its own weight: `[R, H, N]`, with the sums of `linear`."""
         ...
 
     def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:

@@ -39,8 +39,9 @@ class Batch:
 
     segments holds the same facts on the host, for kernels that choose their work there. Inside `Kernels.launch` a
     kernel that records graphs must read the device tensors only, unless the choice is part of the graph's key. pages:
-    where rows are paged, int32 `[slots, n]` on the device: the cache page of each PAGE rows of a slot. The caches are
-    `[pages, KV, PAGE, hd]` then. plan belongs to the kernels: what `Kernels.prepare_step` worked out for this step.
+    where rows are paged, int32 `[slots, n]` on the device: the cache pages of a slot's rows, in order. The caches
+    are `[pages, KV, rows of a page, hd]` then. plan belongs to the kernels: what `Kernels.prepare_step` worked out for
+    this step.
 
     Few rows are put together as Python numbers and written in one call. Every small torch operation lets other
     threads take the interpreter, and would wait to get it back as often as a step has rows. A decode step would also

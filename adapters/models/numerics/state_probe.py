@@ -71,7 +71,7 @@ class StateBench:
                     self._compare(bucket, Settled(whole.hidden[:rows], found.state), found, count)
             if bucket not in self.broken:
                 self._check_batch(bucket, whole, start)
-            if bucket not in self.broken and bucket >= 2 * BLOCK_SIZE and self.shard.states.settles_apart:
+            if bucket not in self.broken and bucket >= 2 * BLOCK_SIZE and self.shard.states.commits_per_segment:
                 self._check_mixed(bucket, whole, start)
         return 1
 

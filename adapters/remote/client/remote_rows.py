@@ -60,7 +60,7 @@ class RemoteStates:
     specs: tuple[TensorSpec, ...]
     block: int
     places: int
-    settles_apart: bool = False
+    commits_per_segment: bool = False
 
     def copy(self, source: int, target: int) -> None:
         self.peer.ask(Op.COPY_STATE, CopyState(source, target), Nothing)

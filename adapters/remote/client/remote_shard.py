@@ -81,13 +81,17 @@ class StepBuffers:
 
 @define(eq=False)
 class RemoteShard:
-    """Layers `[first, last)` in another process. Results arrive in host memory: `spec.device` is the CPU here."""
+    """Layers `[first, last)` in another process. Results arrive in host memory: `spec.device` is the CPU here.
+
+    left_width: the numbers of a token that the next shard is given.
+    """
 
     peer: Peer
     asked: LoadLayers
     ends: Ends
     hidden_size: int
     num_layers: int
+    left_width: int
     spec: ShardSpec = field(init=False)
     rows: RemoteRows = field(init=False)
     states: RemoteStates = field(init=False)
@@ -193,7 +197,7 @@ class RemoteShard:
         dtype = self._dtype_name
         found = [Described(f"aux.{layer}", dtype, wide) for layer in buffers.aux_hidden_states]
         if not (step.rows_only and self._last):
-            found.append(Described("hidden", dtype, wide))
+            found.append(Described("hidden", dtype, (step.rows, self.left_width)))
         if self._last and with_logits(step):
             self._logits(buffers)
             found.append(Described("logits", "F32", (step.rows, self.spec.vocab_size)))
@@ -212,7 +216,7 @@ class RemoteShard:
             shape = (bucket, self.hidden_size)
             aux = [layer for layer in self.asked.aux_layers if layer in self.spec.layers]
             self._buffers[bucket] = StepBuffers(
-                torch.zeros(shape, dtype=self.spec.dtype),
+                torch.zeros(bucket, self.left_width, dtype=self.spec.dtype),
                 {layer: torch.zeros(shape, dtype=self.spec.dtype) for layer in aux},
             )
         return self._buffers[bucket]

@@ -49,13 +49,17 @@ from adapters.sequence_layout import dtype_name, torch_dtype
 
 @define(eq=False)
 class ServedLayers:
-    """Layers that a daemon serves. layers, hidden_size: of the whole model."""
+    """Layers that a daemon serves.
+
+    layers, hidden_size: of the whole model. given_width: the numbers of a token that these layers are given.
+    """
 
     shard: Shard
     layers: int
     hidden_size: int
+    given_width: int
     _settling: AbstractContextManager[None] | None = None
-    _inputs: dict[int, Tensor] = field(factory=dict[int, Tensor])
+    _inputs: dict[tuple[int, int], Tensor] = field(factory=dict[tuple[int, int], Tensor])
     _seen: set[tuple[int, bool, bool]] = field(factory=set["tuple[int, bool, bool]"])
     ops: ClassVar[Ops]
 
@@ -96,7 +100,8 @@ class ServedLayers:
         shard = self.shard
         step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
-        left = shard.forward(step, self._input(step, given) if shard.spec.layers.start else self._tokens(step, given))
+        inputs = self._input(step, given, self.given_width) if shard.spec.layers.start else self._tokens(step, given)
+        left = shard.forward(step, inputs)
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
         if not (step.rows_only and self._last):
             found["hidden"] = left.hidden[: step.rows]
@@ -111,7 +116,7 @@ class ServedLayers:
         step = self._step(decode_step(asked.step))
         began = time.perf_counter_ns()
         return self._answer_step(
-            step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
+            step, {"logits": self.shard.logits(step, self._input(step, given, self.hidden_size))[: step.rows]}, began
         )
 
     def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> OpAnswer:
@@ -151,20 +156,20 @@ class ServedLayers:
             raise Unacceptable(f"a step of what are no tokens; accepted: 0..{self.shard.spec.vocab_size - 1}")
         return tokens
 
-    def _input(self, step: Step, given: TensorBytes) -> Tensor:
-        """Return the hidden states that a step begins with, padded to its bucket with finite values."""
+    def _input(self, step: Step, given: TensorBytes, width: int) -> Tensor:
+        """Return what a step begins with, `width` numbers for each row, padded to its bucket with finite values."""
         shard = self.shard
         rows = step.rows
-        accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
+        accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, width))  # type: ignore[arg-type]
         if given.tensors != (accepted,):
             raise Unacceptable(f"a step is given hidden states in the model's dtype; here {accepted}")
-        if step.bucket not in self._inputs:
-            shape = (step.bucket, self.hidden_size)
-            self._inputs[step.bucket] = torch.zeros(
+        if (step.bucket, width) not in self._inputs:
+            shape = (step.bucket, width)
+            self._inputs[shape] = torch.zeros(
                 shape, dtype=shard.spec.dtype, pin_memory=shard.spec.device.type == "cuda"
             )
         (piece,) = given.pieces
-        own = self._inputs[step.bucket]
+        own = self._inputs[step.bucket, width]
         bytes_of(own)[: piece.nbytes] = piece
         return own.to(shard.spec.device)
 

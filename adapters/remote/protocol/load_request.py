@@ -62,8 +62,10 @@ def build_layers_request(config: ModelConfig, placement: ShardPlacement, *, fast
     capacity = placement.capacity
     aux_layers = placement.aux_layers
     chunk = max(placement.buckets)
-    wide = (2 + len(aux_layers)) * config.hidden_size * dtype.itemsize
-    row_bytes = config.kv_bytes_per_token(dtype if placement.rows is None else placement.rows, layers)
+    rows = dtype if placement.rows is None else placement.rows
+    crossing = sum(config.find_crossing(cut, dtype, rows).width for cut in (layers.start, layers.stop))
+    wide = (crossing + len(aux_layers) * config.hidden_size) * dtype.itemsize
+    row_bytes = config.kv_bytes_per_token(rows, layers)
     kept = (capacity + SPARE_ROWS) * row_bytes + max(config.state_bytes(dtype, layers=layers))
     limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD
     limit += ALIGN * (2 * len(layers) + len(aux_layers) + 8)  # between tensors

@@ -6,6 +6,7 @@ https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -83,13 +84,23 @@ def read_checksum(frame: Buffer) -> bytes:
     return bytes(frame[-CHECKSUM:])
 
 
+class Decompressor(threading.local):
+    """A decompressor for each thread: making one maps memory, which takes as long as some frames do."""
+
+    def __init__(self) -> None:
+        self.context = zstandard.ZstdDecompressor()
+
+
+_decompressor = Decompressor()
+
+
 def decompress(frame: Buffer, target: memoryview) -> None:
     """Fill `target` with the content of exactly one frame, checksum compared. Releases the GIL while it works."""
     try:
         about = zstandard.get_frame_parameters(frame)
         if about.content_size != len(target) or not about.has_checksum or about.dict_id:
             raise Damaged("a frame's header is not ours")
-        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+        with _decompressor.context.stream_reader(frame) as reader:
             if reader.readinto(target) != len(target) or reader.read(1):
                 raise Damaged("a frame has another length than it says")
     except zstandard.ZstdError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -182,17 +182,23 @@ def open_client(url: str) -> ObjectClient:
         raise StoreUnusable(INSTALL) from error
     options: dict[str, Any] = {}
     if not url.startswith("file:"):
-        plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
         backoff = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)}
         retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=BASE_LIMIT_S), "backoff": backoff}
         timeouts = {"connect_timeout": timedelta(seconds=CONNECT_S), "timeout": timedelta(seconds=60)}
-        options = {"client_options": {**timeouts, "allow_http": plain}, "retry_config": retry}
+        options = {"client_options": {**timeouts, "allow_http": allows_http(os.environ)}, "retry_config": retry}
     else:
         options = {"mkdir": True}
     try:
         return ObjectClient(url, from_url(url, **options))
     except (BaseError, ValueError, OSError) as error:
         raise StoreUnusable(shorten_error(error)) from error
+
+
+def allows_http(environment: Mapping[str, str]) -> bool:
+    """Return whether a store may be asked without encryption: its endpoint says so, or a variable for it does."""
+    endpoints = (environment.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"))
+    allowed = (environment.get(f"{store}_ALLOW_HTTP", "").lower() for store in ("AWS", "GOOGLE", "AZURE"))
+    return "true" in allowed or any(endpoint.startswith("http://") for endpoint in endpoints)
 
 
 def check_url(url: str) -> None:

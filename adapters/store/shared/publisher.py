@@ -1,4 +1,4 @@
-"""Writes runs into a shared store, behind the requests: a bounded queue, one thread that encodes, several uploads.
+"""Writes runs into a shared store, behind the requests: a bounded queue, some threads that encode, several uploads.
 
 The rows of a job are let go of as soon as they are encoded: on a GPU they lie in pinned memory, which snapshots need,
 and a store may be far slower than they are. From then on only the file waits, in ordinary memory. Both count against
@@ -9,6 +9,7 @@ finds that the store lacks it.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from adapters.store.shared.publish_policy import SharedLimits, find_drop_reason,
 from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
+ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores serve requests
 
 
 @define(eq=False)
@@ -46,7 +48,7 @@ class Publisher:
     queued_bytes: int = 0  # rows that are not encoded yet
     uploading_bytes: int = 0  # files that are not written yet
     _queue: deque[WriteRun] = field(factory=deque[WriteRun])
-    _encoder: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "shared-encoder"))
+    _encoder: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(ENCODERS, "shared-encoder"))
 
     @property
     def lock(self) -> threading.RLock:

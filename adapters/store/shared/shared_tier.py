@@ -113,7 +113,9 @@ class SharedTier:
         self._collector = GarbageCollector(
             self.client, self.catalogue, self.server, self.limits, self.clock, self.counts
         )
-        self.thread = WatchedThread("shared-store", self._run, died=self._give_up, restarts=MAX_RESTARTS)
+        self.thread = WatchedThread(
+            "shared-store", lambda: asyncio.run(self._serve()), died=self._give_up, restarts=MAX_RESTARTS
+        )
 
     # --- start and end ---
 
@@ -154,7 +156,12 @@ class SharedTier:
     @property
     def is_complete(self) -> bool:
         """Say whether nothing is queued, and no refresh follows at once to read what is left of the last listing."""
-        return self._needs_no_immediate_refresh and self._publisher.is_idle
+        return self.is_listed and self._publisher.is_idle
+
+    @property
+    def is_listed(self) -> bool:
+        """Say whether everything that was in the store at the start is in the index."""
+        return self._needs_no_immediate_refresh
 
     @property
     def trouble(self) -> str:
@@ -199,9 +206,7 @@ class SharedTier:
         Raises Damaged (the object is not found any more by then), OSError or MemoryError.
         """
         pieces = await self._fetch(entry)
-        buffer = await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory)
-        await asyncio.get_running_loop().run_in_executor(workers, then, buffer)
-        return buffer
+        return await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory, then)
 
     async def _fetch(self, entry: Entry) -> ObjectPieces:
         name = name_entry(self.catalogue.root, entry)
@@ -218,7 +223,7 @@ class SharedTier:
         self.counts["read_bytes"] += entry.size
         return ObjectPieces(pieces)
 
-    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory) -> Buffer:
+    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory, then: ReadCallback) -> Buffer:
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
         expected = Expected(entry.size, entry.run, self.layout)
         try:
@@ -227,6 +232,7 @@ class SharedTier:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
+        then(buffer)
         return buffer
 
     # --- measurements, before any request is served ---
@@ -273,9 +279,6 @@ class SharedTier:
         if loop is not None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._wake.set)
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         """Refresh and publish until the tier closes, then write what is left and sign off."""

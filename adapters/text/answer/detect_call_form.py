@@ -1,6 +1,7 @@
 """Detects the form of a checkpoint's tool calls and the tags of its reasoning, from what its template writes.
 
-The template renders a known call. The right form is the one whose parser reads that call in the result.
+The template renders a known call. The right form is the one whose parser reads that call in the result. Some parsers
+accept calls without their tags. So of several forms, the one with the most tags of its own in the result is right.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ async def detect_call_form(template: ChatTemplate) -> str:
     except (TemplateRefused, TemplateFailed):
         return NONE
     reasoning = detect_reasoning(template)
-    for name in CALL_FORMS:
+    found = dict[str, int]()
+    for name, form in CALL_FORMS.items():
         reader = AnswerReader(
             name, {TOOL.name: TOOL}, reasoning=reasoning, starts_in_reasoning=opens_reasoning(asked, reasoning)
         )
         parser = reader.start_parser(lambda: CALL.id)
         written = extract_answer(asked, called, reader.visible_controls)
-        if not any(closer in written for closer in CALL_FORMS[name].closers):
-            continue  # some parsers accept calls without their tags, but no template writes such calls
+        if not any(closer in written for closer in form.closers):
+            continue
         said = join_blocks([*parser.push(written), *parser.finish()])
         calls = [block for block in said if isinstance(block, ToolCall)]
         rest = [block for block in said if not isinstance(block, ToolCall) and block.text.strip()]
         if [(call.name, parse_arguments(call.arguments)) for call in calls] == [
             (CALL.name, parse_arguments(CALL.arguments))
         ] and not rest:
-            return name
-    return NONE
+            found[name] = sum(control in written for control in form.controls)
+    return max(found, key=found.__getitem__, default=NONE)
 
 
 def extract_answer(asked: Rendered, called: Rendered, seen: Collection[str]) -> str:

@@ -30,6 +30,7 @@ from effects.residency import LoadModel, UnloadModel
 from tests.device.driver import Driver
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import GEOMETRIES, TARGET, random_tensors
+from tests.pairs import cover_pairs
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY, SLOTS, VOCAB = (4, 8, 16, 32), 256, 3, 7  # so few tokens that a random draft is often right
@@ -119,9 +120,7 @@ def same(one, other):
     return one[:2] == other[:2], all(map(all, rows))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("geometry", DRAFTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "geometry", "dtype"), cover_pairs([*KINDS], DRAFTS, [torch.float32, torch.bfloat16]))
 async def test_steps_in_one_call_leave_what_calls_for_each_part_leave(kind, geometry, dtype, counted):
     apart = await played(setup_of(geometry, dtype, at_once=False), KINDS[kind], 1)
     assert counted == []

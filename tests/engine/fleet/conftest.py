@@ -21,7 +21,9 @@ from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
 from engine.fleet.ingress_app import FLEET, IngressApp
+from engine.fleet.key_finder import KeyFinder
 from engine.fleet.prompt_keys import PromptReader
+from engine.fleet.reading_thread import ReadingThread
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.replica_picker import ReplicaPicker
 from tests.http.conftest import Site, served
@@ -87,10 +89,11 @@ class FakeFleet:
 
 @define(eq=False)
 class Servers:
-    """Two servers by their names, and a tokenizer for ingresses."""
+    """Two servers by their names, and a tokenizer for ingresses with the thread on which it is used."""
 
     sites: dict[str, Site]
     text: Text
+    thread: ReadingThread
 
     def reset(self) -> None:
         for site in self.sites.values():
@@ -105,9 +108,11 @@ async def run_servers(folder: Path, **options: Any) -> AsyncIterator[Servers]:
     """Run two servers. options: of their HTTP edges."""
     async with served(folder, **options) as first, served(folder, **options) as second:
         text = Text.load(folder)
-        await text.check()
-        yield Servers({"a": first, "b": second}, text)
-        await text.aclose()
+        thread = ReadingThread()
+        await thread.run(text.check)
+        yield Servers({"a": first, "b": second}, text, thread)
+        await thread.run(text.aclose)
+        thread.stop()
 
 
 @asynccontextmanager
@@ -121,7 +126,8 @@ async def run_ingress(servers: Servers, **options: Any) -> AsyncIterator[FakeFle
         handle = FakeHandle({name: evolve(facts, url=url) for name, url in urls.items()})
         edge = evolve(EdgeOptions("", 0, 0), **options)
         metrics = Metrics()
-        app = IngressApp(ReplicaPicker(handle), PromptReader(servers.text, edge), edge, metrics)
+        finder = KeyFinder(PromptReader(servers.text, edge), edge.max_body, servers.thread)
+        app = IngressApp(ReplicaPicker(handle), finder, edge, metrics)
         stack.push_async_callback(app.relay.close)
         guard = Guard(app, edge, metrics, frozenset({*about["endpoints"], FLEET}), None)
         url = await stack.enter_async_context(run_application(guard))

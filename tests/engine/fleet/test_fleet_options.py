@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.config import AutoscalingConfig
 
 from adapters.store.files.private_folder import PrivateFolder
 from engine.__main__ import main
-from engine.fleet.fleet_options import build_replica_words, collect_changed_values, read_gpus
+from engine.fleet.application import choose_scaling
+from engine.fleet.fleet_options import FleetOptions, build_replica_words, collect_changed_values, read_gpus
 from engine.fleet.replica_folder import claim_folder
 from engine.fleet.serve_file import write_serve_file
 from engine.fleet.server_process import build_environment
@@ -29,7 +31,7 @@ def test_options_survive_the_way_to_a_replica() -> None:
 
 
 def test_a_replica_listens_on_its_node_and_answers_to_the_name_of_the_fleet() -> None:
-    command, model, *words = build_replica_words(OPTIONS, "10.0.0.7", Path("/claimed"))
+    command, model, *words = build_replica_words(OPTIONS, "10.0.0.7", Path("/claimed"), "abc")
     assert (command, model) == ("serve", "demo-hybrid")
     for word in ("--host=10.0.0.7", "--port=0", "--allow-host=127.0.0.1", "--kv-cache-dir=/claimed/kv", "--slots=4"):
         assert word in words
@@ -51,17 +53,32 @@ def test_a_file_of_options_serves_a_fleet_as_well(tmp_path: Path, capsys: pytest
     assert arguments == {"replicas": 5, "options": {"slots": 3}}
 
 
+def test_a_range_of_replicas_stands_in_the_file_with_its_delays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--yaml", "--replicas", "1..4", "--upscale-delay", "5"]) == 0
+    arguments = yaml.safe_load(capsys.readouterr().out)["applications"][0]["args"]
+    assert arguments == {"replicas": "1..4", "upscale_delay_s": 5, "downscale_delay_s": 600, "options": {}}
+    scaling = choose_scaling(arguments)["autoscaling_config"]
+    assert AutoscalingConfig(**scaling).max_replicas == 4
+    assert choose_scaling({"replicas": 3}) == choose_scaling({"replicas": "3..3"}) == {"num_replicas": 3}
+
+
+def test_each_replica_writes_a_trace_of_its_own() -> None:
+    options = build_options(trace=Path("/traces/day.jsonl"))
+    words = build_replica_words(options, "10.0.0.7", None, "abc")
+    assert "--trace=/traces/day-abc.jsonl" in words
+
+
 def test_a_key_never_stands_in_the_file() -> None:
     with pytest.raises(UserError, match="--api-key-file"):
-        write_serve_file(build_options(api_key=("secret",)), 2)
+        write_serve_file(build_options(api_key=("secret",)), FleetOptions())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--replicas", "0"], "replicas"),
-        (["--yaml", "--trace", "t.jsonl"], "--trace records one server"),
-        (["--replicas", "1.5"], "is not an integer"),
+        (["--replicas", "4..1"], "accepted: 1 to 512, or a range such as 1..4"),
+        (["--replicas", "1.5"], "'1.5'; accepted: 1 to 512"),
     ],
 )
 def test_wrong_options_get_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
+from engine.fleet.prompt_keys import PromptReader
+from engine.fleet.route_keys import RouteKeys
 from tests.engine.fleet.conftest import BLOCK, IDENTITY, FakeFleet, Servers, run_ingress, run_servers
 from tests.http.conftest import chat
 
@@ -70,6 +72,31 @@ async def test_the_router_gets_the_block_keys_of_the_prompt(fleet: FakeFleet) ->
     prompt = fleet.first.door.tickets[-1].job.prompt
     assert route.keys == chain_keys(compute_root(IDENTITY, BLOCK), pack_tokens(prompt), BLOCK)
     assert (route.tokens, route.block_size, route.session) == (len(prompt), BLOCK, "mine")
+
+
+async def test_a_conversation_that_goes_on_is_read_after_its_answer(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = list[int]()  # that had been made when a prompt was read
+    read = PromptReader.find_keys
+
+    async def count_reads(*arguments: Any) -> RouteKeys | None:
+        choices.append(len(fleet.handle.told))
+        return await read(*arguments)
+
+    monkeypatch.setattr(PromptReader, "find_keys", count_reads)
+    messages = chat("Hello " * 40)["messages"]
+    for number in range(3):
+        await fleet.client.post(CHAT, json={"messages": messages, "max_tokens": 1})
+        while len(choices) <= number or fleet.app.finder.waiting_bytes:  # noqa: ASYNC110 - it is read on a thread
+            await anyio.sleep(0.01)
+        messages = [*messages, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "On."}]
+    # The first choice asks for any replica, to know the model. Then the first prompt is read before its own choice.
+    assert choices == [1, 3, 4]
+    routes = [told["route"] for told in fleet.handle.told[-3:]]
+    assert routes[1].keys == routes[0].keys
+    prompt = fleet.first.door.tickets[-2].job.prompt
+    assert routes[2].keys == chain_keys(compute_root(IDENTITY, BLOCK), pack_tokens(prompt), BLOCK)
 
 
 @pytest.mark.parametrize("streams", [False, True])

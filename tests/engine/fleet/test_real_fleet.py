@@ -1,4 +1,4 @@
-"""A fleet on a Ray of its own, with the demo. It takes a minute on two cores, and 2 GiB."""
+"""A fleet on a Ray of its own, with the demo. It takes some minutes on two cores, and 2 GiB."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,11 @@ def find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address of a fleet of two replicas, and its process."""
-    words = ["fleet", "demo", "--slots", "2", "--threads", "1", "--port", str(find_free_port())]
-    words += ["--kv-cache-dir", str(tmp_path_factory.mktemp("kv"))]
+@contextmanager
+def run_fleet(folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a fleet of demos with two slots each. Yields its address and its process."""
+    words = ["fleet", "demo", "--slots", "2", "--threads", "1", "--port", str(find_free_port()), *more]
+    words += ["--kv-cache-dir", str(folder)]
     command = [sys.executable, "-P", "-m", "engine", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -37,7 +41,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subpr
         ready = process.stdout.readline()
         assert ready.startswith("ready  "), ready
         yield ready.split()[1], process
-        process.kill()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a fleet of two replicas, and its process."""
+    with run_fleet(tmp_path_factory.mktemp("kv")) as running:
+        yield running
 
 
 def list_replicas(url: str) -> list[dict[str, Any]]:
@@ -45,9 +57,9 @@ def list_replicas(url: str) -> list[dict[str, Any]]:
     return found
 
 
-def ask(url: str) -> tuple[str, str]:
+def ask(url: str, **more: Any) -> tuple[str, str]:
     """Return the answer's text, and the replica that gave it."""
-    answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=120).raise_for_status()
+    answer = httpx.post(f"{url}/v1/chat/completions", json={**ASK, **more}, timeout=120).raise_for_status()
     return answer.json()["choices"][0]["message"]["content"], answer.headers["x-rekindle-replica"]
 
 
@@ -64,10 +76,39 @@ def test_a_fleet_answers_streams_and_tells_of_both_replicas(fleet: tuple[str, su
     assert all(f'rekindle_queue_length{{replica="{one["id"]}"}} 0.0' in metrics for one in replicas)
 
 
-def test_a_killed_replica_fails_no_request_and_the_end_is_clean(fleet: tuple[str, subprocess.Popen[str]]) -> None:
-    url, process = fleet
+def test_a_killed_replica_fails_no_request(fleet: tuple[str, subprocess.Popen[str]]) -> None:
+    url, _ = fleet
     text, _ = ask(url)
     os.kill(list_replicas(url)[0]["pid"], signal.SIGKILL)
     assert [ask(url)[0] for _ in range(8)] == [text] * 8
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    end = time.monotonic() + 200
+    while len([one for one in list_replicas(url) if one["state"] == "ready"]) != count:
+        assert time.monotonic() < end, f"there are not {count} replicas"
+        time.sleep(0.5)
+
+
+def test_a_range_of_replicas_follows_the_load_and_each_writes_its_trace(tmp_path: Path) -> None:
+    delays = ("--replicas", "1..2", "--upscale-delay", "1", "--downscale-delay", "2")
+    with run_fleet(tmp_path / "kv", *delays, "--trace", str(tmp_path / "day.jsonl")) as (url, _):
+        assert len(list_replicas(url)) == 1
+        is_enough = threading.Event()
+
+        def keep_asking(_: int) -> set[str]:
+            found = set[str]()
+            while not is_enough.is_set():
+                found.add(ask(url, max_tokens=100)[0])
+            return found
+
+        with ThreadPoolExecutor(6) as threads:
+            texts = threads.map(keep_asking, range(6))
+            try:
+                wait_for_replicas(url, 2)
+            finally:
+                is_enough.set()
+        assert len(set().union(*texts)) == 1
+        wait_for_replicas(url, 1)
+        ask(url)
+    assert len(list(tmp_path.glob("day-*.jsonl"))) == 2

@@ -218,20 +218,20 @@ def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, r
     assert choose_concurrent_rows(plan, shard, buckets, drafted=drafted) == rows
 
 
-def stateful(*, settles_apart: bool) -> FakeShard:
+def stateful(*, commits_per_segment: bool) -> FakeShard:
     specs = (TensorSpec("layers.0.memory", "F32", (1,)),)
-    return FakeShard(states=NoStates(specs, settles_apart=settles_apart))
+    return FakeShard(states=NoStates(specs, commits_per_segment=commits_per_segment))
 
 
 @pytest.mark.parametrize(
     ("devices", "shard", "rows"),
     [
         ({"cpu"}, FakeShard(), 64),
-        ({"cpu"}, stateful(settles_apart=False), 64),
+        ({"cpu"}, stateful(commits_per_segment=False), 64),
         ({"cuda"}, FakeShard(), 0),  # prompts have a stream of their own
-        ({"cuda"}, stateful(settles_apart=True), 512),
-        ({"cuda"}, stateful(settles_apart=False), 0),
-        ({"cuda", "cpu"}, stateful(settles_apart=True), 0),
+        ({"cuda"}, stateful(commits_per_segment=True), 512),
+        ({"cuda"}, stateful(commits_per_segment=False), 0),
+        ({"cuda", "cpu"}, stateful(commits_per_segment=True), 0),
     ],
     ids=["a CPU", "a hybrid on a CPU", "a GPU", "a hybrid on a GPU", "a hybrid in other processes", "both"],
 )

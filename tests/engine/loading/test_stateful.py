@@ -165,10 +165,15 @@ async def process(
     moving.close()
 
 
+COLD = dict[Job, Tokens]()
+
+
 async def cold(tmp_path: Path, job: Job, **changes: object) -> Tokens:
-    """Alone in a process that keeps nothing, row by row."""
-    async with process(tmp_path / "none", **{**changes, "chunk": 1, "block_size": 1, "store": False}) as running:
-        return (await running.told(evolve(job, scope=Scope("off"))))[0]
+    """Return the answer that a process gives which keeps nothing, row by row. It is computed once for all tests."""
+    if job not in COLD:
+        async with process(tmp_path / "none", **{**changes, "chunk": 1, "block_size": 1, "store": False}) as running:
+            COLD[job] = (await running.told(evolve(job, scope=Scope("off"))))[0]
+    return COLD[job]
 
 
 def prompt(seed: int, length: int) -> Tokens:

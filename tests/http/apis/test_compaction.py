@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from adapters.http.apis.openai_compaction import INSTRUCTION, retain_user_messages
 from adapters.http.apis.openai_items_as_text import SUMMARY, open_summary
 from tests.http.apis.test_responses import ADD, client_of, frames, prompt_of
 from tests.http.conftest import Site
+from tests.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 PATH = "/v1/responses"
 TRIGGER = {"type": "compaction_trigger"}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from effects.job import Job
 from tests.http.apis.test_responses import client_of, prompt_of
 from tests.http.conftest import Site, chat
 from tests.http.sse import chunks
+from tests.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 PATH = "/v1/chat/completions"
 QUESTION: list[Any] = [{"role": "user", "content": "Edit it."}]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import anyio
 import pytest
-from anthropic.types import Message
 
 from adapters.http.apis.anthropic_messages import read_messages
 from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
+from tests.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = LazyModule("anthropic")
 
 PATH = "/v1/messages"
 ADD = {
@@ -324,7 +328,7 @@ async def test_a_long_prefill_is_full_of_pings(folder: Any) -> None:
         assert reports[-1]["processed"] == reports[-1]["total"]
         client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")
         async with client, client.messages.stream(**asked(), extra_body={"return_progress": True}) as stream:
-            assert isinstance(await stream.get_final_message(), Message)
+            assert isinstance(await stream.get_final_message(), anthropic.types.Message)
 
 
 async def test_a_very_long_prefill_has_events_that_clients_count(folder: Any) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
 from tests.http.answer.test_tools import CALL, SECOND, TOOLS
 from tests.http.conftest import Site
 from tests.http.wire.test_lifecycle import until
+from tests.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 SAID = "I look."
 QUESTION: list[Any] = [{"role": "user", "content": "Weather?"}]

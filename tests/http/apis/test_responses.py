@@ -6,10 +6,9 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
-import openai
 import pytest
 
 from adapters.http.apis import openai_responses
@@ -24,6 +23,12 @@ from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
+from tests.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from adapters.text.answer.answer_parser import TOOL_PARSERS
+from adapters.text.grammars import grammar
+from effects.grammar import Grammar
 from tests.http.conftest import Site, chat, served
 
 HEADER = "x-rekindle-not-held"
@@ -138,6 +140,13 @@ def whole(said: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {"b": {"type": "boolean"}, "a": said}, "required": ["b", "a"]}
 
 
+def last_grammar(site: Site) -> Grammar:
+    """Return what the answer to the last request was held to."""
+    found = site.door.tickets[-1].job.sampling.grammar
+    assert found is not None
+    return found
+
+
 async def ask(site: Site, how: EffectRequest, said: dict[str, Any], *, strict: bool) -> httpx.Response:
     path, body = how(whole(said), strict)
     return await site.post(path, body)
@@ -152,8 +161,12 @@ def refused(response: httpx.Response) -> str:
     return message
 
 
-@pytest.mark.parametrize("api", [*FORMS, *TOOLS])
-@pytest.mark.parametrize("name", [*CANNOT_BE_HELD, *MALFORMED])
+def take_turns(names: Iterable[str], *apis: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Each name with one API of each of these groups. Every API has its turn, since what is found out is common."""
+    return [(name, [*group][number % len(group)]) for number, name in enumerate(names) for group in apis]
+
+
+@pytest.mark.parametrize(("name", "api"), take_turns([*CANNOT_BE_HELD, *MALFORMED], FORMS, TOOLS))
 async def test_with_strict_the_keyword_and_its_path_are_named(shared: Site, api: str, name: str) -> None:
     how, base = {**FORMS, **TOOLS}[api]
     said, keyword = {**CANNOT_BE_HELD, **MALFORMED}[name]
@@ -161,21 +174,17 @@ async def test_with_strict_the_keyword_and_its_path_are_named(shared: Site, api:
     assert message.startswith(f"{base}.properties.a{keyword}"), message
 
 
-@pytest.mark.parametrize("api", [*FORMS, *TOOLS, *LENIENT])
-@pytest.mark.parametrize("name", CANNOT_BE_HELD)
+@pytest.mark.parametrize(("name", "api"), take_turns(CANNOT_BE_HELD, FORMS, TOOLS, LENIENT))
 async def test_without_strict_it_is_left_to_the_model_and_the_header_says_so(shared: Site, api: str, name: str) -> None:
     how, base = {**FORMS, **TOOLS, **LENIENT}[api]
     said, keyword = CANNOT_BE_HELD[name]
     response = await ask(shared, how, said, strict=False)
     assert response.status_code == 200, response.text
     assert response.headers[HEADER].split()[0].startswith(f"{base}.properties.a{keyword}")
-    grammar = shared.door.tickets[-1].job.sampling.grammar
-    assert grammar is not None
-    assert '"boolean"' in grammar.source, "the rest is held"
+    assert '"boolean"' in last_grammar(shared).source, "the rest is held"
 
 
-@pytest.mark.parametrize("api", [*FORMS, *TOOLS, *LENIENT])
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize(("name", "api"), take_turns(MALFORMED, FORMS, TOOLS, LENIENT))
 async def test_a_schema_that_is_none_refuses_a_form_and_no_tool(shared: Site, api: str, name: str) -> None:
     """Agents cannot mend the tools that they were given, and would be refused for ever."""
     how, base = {**FORMS, **TOOLS, **LENIENT}[api]
@@ -209,20 +218,27 @@ async def test_of_many_places_the_header_names_the_first(shared: Site) -> None:
     assert response.headers[HEADER].endswith(" $.guided_json.properties.p15.format +4")
 
 
+@pytest.fixture(scope="module")
+async def hasty(folder: Path) -> AsyncIterator[Site]:
+    """A server whose grammars have a fifth of the processor time, so that what costs too much is found out sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "COMPILE_SECONDS", grammar.COMPILE_SECONDS / 5)
+        async with served(folder) as site:
+            yield site
+
+
 COSTLY = {"prefixItems": [{"type": "integer", "multipleOf": 99991 + at} for at in range(50)], "type": "array"}
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_a_form_that_costs_too_much_keeps_its_type_where_it_may(shared: Site, strict: bool) -> None:
+async def test_a_form_that_costs_too_much_keeps_its_type_where_it_may(hasty: Site, strict: bool) -> None:
     path, body = chat_form(COSTLY, strict)
-    response = await shared.post(path, body)
+    response = await hasty.post(path, body)
     if strict:
         assert refused(response).startswith("$.response_format.json_schema.schema: cannot be held to: ")
         return
     assert response.headers[HEADER] == "$.response_format.json_schema.schema"
-    grammar = shared.door.tickets[-1].job.sampling.grammar
-    assert grammar is not None
-    assert '{"type":"array"' in grammar.source
+    assert '{"type":"array"' in last_grammar(hasty).source
 
 
 def tool(number: int, schema: Any, strict: bool) -> dict[str, Any]:
@@ -241,22 +257,41 @@ def usual(number: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("parser", TOOL_PARSERS[:-1])
-async def test_three_hundred_strict_tools_are_all_held(folder: Path, parser: str) -> None:
-    tools = [tool(number, usual(number), strict=True) for number in range(300)]
+@pytest.fixture(scope="module")
+async def wide(folder: Path) -> AsyncIterator[Site]:
+    """A server with room for the descriptions of some hundred tools."""
     async with served(folder, max_ctx=1 << 18) as site:
-        site.text.calls = parser
-        for choice in ("auto", "required"):
-            response = await site.chat(tools=tools, tool_choice=choice, max_tokens=2)
-            assert response.status_code == 200, response.text
-            assert HEADER not in response.headers
-            grammar = site.door.tickets[-1].job.sampling.grammar
-            assert grammar is not None
-            if parser == "harmony":  # its arguments are JSON
-                assert all(f"functions.tool_{number} " in grammar.source for number in range(300))
-                assert grammar.source.count("argument_5_") >= 300
-            else:
-                assert all(f"rest{number}:" in grammar.source for number in range(300))
+        yield site
+
+
+LONGEST_GRAMMARS = ("harmony", "minimax-xml")  # of the forms in which a call's arguments are JSON, and of the others
+
+
+@pytest.mark.parametrize(
+    ("parser", "count"),
+    [
+        *((parser, 60) for parser in TOOL_PARSERS[:-1] if parser not in LONGEST_GRAMMARS),
+        *((parser, 300) for parser in LONGEST_GRAMMARS),
+        *(
+            pytest.param(parser, 300, marks=pytest.mark.long)
+            for parser in TOOL_PARSERS[:-1]
+            if parser not in LONGEST_GRAMMARS
+        ),
+    ],
+)
+async def test_three_hundred_strict_tools_are_all_held(wide: Site, parser: str, count: int) -> None:
+    tools = [tool(number, usual(number), strict=True) for number in range(count)]
+    wide.text.calls = parser
+    for choice in ("auto", "required"):
+        response = await wide.chat(tools=tools, tool_choice=choice, max_tokens=2)
+        assert response.status_code == 200, response.text
+        assert HEADER not in response.headers
+        source = last_grammar(wide).source
+        if parser == "harmony":  # its arguments are JSON
+            assert all(f"functions.tool_{number} " in source for number in range(count))
+            assert source.count("argument_5_") >= count
+        else:
+            assert all(f"rest{number}:" in source for number in range(count))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -270,16 +305,14 @@ async def test_a_schema_that_no_text_keeps_to_refuses_a_strict_form_only(shared:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_of_tools_that_do_not_fit_together_the_largest_are_left_out(shared: Site, strict: bool) -> None:
+async def test_of_tools_that_do_not_fit_together_the_largest_are_left_out(hasty: Site, strict: bool) -> None:
     """Whether `strict` or not: an agent with too many tools has to be served."""
     tools = [tool(0, usual(0), strict), tool(1, {"type": "object", "properties": {"a": COSTLY}}, strict)]
-    response = await shared.chat(tools=[*tools, tool(2, usual(2), strict)], tool_choice="required", max_tokens=2)
+    response = await hasty.chat(tools=[*tools, tool(2, usual(2), strict)], tool_choice="required", max_tokens=2)
     assert response.status_code == 200, response.text
     assert "$.tools[1].function.parameters" in response.headers[HEADER].split()
-    grammar = shared.door.tickets[-1].job.sampling.grammar
-    assert grammar is not None
-    assert "multipleOf" not in grammar.source
-    assert "tool_1" in grammar.source, "it may be called with any object"
+    assert "multipleOf" not in last_grammar(hasty).source
+    assert "tool_1" in last_grammar(hasty).source, "it may be called with any object"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tool_0"}}], ids=str)
@@ -287,10 +320,8 @@ async def test_calls_that_have_to_be_made_are_held_to_their_schema(shared: Site,
     """Whether `strict` or not; a call that the model chooses to make is its own without `strict`."""
     tools = [tool(0, whole({"type": "string"}), strict=False)]
     assert (await shared.chat(tools=tools, tool_choice=choice, max_tokens=2)).status_code == 200
-    grammar = shared.door.tickets[-1].job.sampling.grammar
-    assert grammar is not None
-    assert '"b":{"type":"boolean"}' in grammar.source
-    assert '"additionalProperties":false' in grammar.source
+    assert '"b":{"type":"boolean"}' in last_grammar(shared).source
+    assert '"additionalProperties":false' in last_grammar(shared).source
     assert (await shared.chat(tools=tools, tool_choice="auto", max_tokens=2)).status_code == 200
     assert shared.door.tickets[-1].job.sampling.grammar is None
 

@@ -115,6 +115,26 @@ def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     assert greedy(tmp_path / "m", tokens_of(40), 16) == told(oracle, tokens_of(40), 16)
 
 
+@pytest.mark.parametrize("name", ["awq", "w4a16"])
+def test_experts_of_gemma_4_may_be_packed_one_by_one(name: str, models: dict[str, Any], tmp_path: Path) -> None:
+    """So llm-compressor and AutoAWQ write them; unpacked ones are in one tensor for all."""
+    folder = copied(models["gemma4_text"][0], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for stacked in [name for name in tensors if ".experts." in name]:
+        module, _, part = stacked.rpartition(".")
+        for number, weight in enumerate(tensors.pop(stacked)):
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+            for own, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                tensors[f"{module}.{number}.{own}.weight"] = rows.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    values = quantise(folder, tmp_path / "packed", name)
+    found = Checkpoint.open(tmp_path / "packed")
+    for tensor, expected in values.items():
+        assert torch.equal(
+            found.read(tensor.replace(".experts.", ".mlp.experts.").replace("router.proj", "mlp.gate")), expected
+        )
+
+
 def test_blocks_of_fp8_are_those_of_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: PLC0415
 

@@ -21,7 +21,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, run_in_pieces, save_model, tokens_of
-from tests.models.gguf.test_gguf_models import WIDE
+from tests.models.gguf.test_gguf_models import WIDE, WIDE_FAMILIES
 from tests.models.quantised import quantise
 
 
@@ -131,3 +131,16 @@ def test_what_is_packed_is_not_rounded_again(tmp_path: Path) -> None:
     quantise(tmp_path / "m", tmp_path / "packed", "awq")
     with pytest.raises(CheckpointError, match="--quantize int4: its weights are packed already"):
         Checkpoint.open(tmp_path / "packed").with_quantisation(4)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "gpt_oss"])
+def test_matrices_of_models_with_windows_are_rounded_and_their_routers_are_not(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "m", family, **WIDE_FAMILIES[family])
+    plain = Checkpoint.open(tmp_path / "m")
+    rounded = plain.with_quantisation(4)
+    changed = {name for name in plain.tensors if not torch.equal(plain.read(name), rounded.read(name))}
+    expected = {name for name, shape in plain.config.tensors().items() if ".layers." in name and shape[1:] >= (GROUP,)}
+    assert changed == {name for name in expected if "mlp.gate.weight" not in name}
+    assert 0.05 < (rounded.rounding_error or 0) < 0.2
+    shard = DenseShard(rounded.config, rounded, CpuKernels(torch.float32), ShardPlacement(slots=1, capacity=64))
+    assert run_in_pieces(shard, tokens_of(50), [(64, 50)]).isfinite().all()

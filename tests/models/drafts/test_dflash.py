@@ -38,6 +38,7 @@ from tests.models.draft_models import (
     save_draft,
     slow_logits,
 )
+from tests.pairs import take_turns
 
 LENGTH = 700
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,11 +91,13 @@ def test_a_mask_embedding_of_its_own_stands_for_the_targets(config):
     assert distance(found[:, same_head], expected[1:8, same_head]) < 2e-5
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
-def whole(request, config):
+@pytest.fixture(scope="module", params=take_turns([*GEOMETRIES], DTYPES))
+def whole(request):
     """A draft whose slot 0 holds rows that were computed in chunks of C, with its proposals behind some of them."""
-    draft = draft_of(config, dtype=request.param)
-    rows = aux_hidden_states_of(config, LENGTH, request.param)
+    name, dtype = request.param
+    config = GEOMETRIES[name]
+    draft = draft_of(config, dtype=dtype)
+    rows = aux_hidden_states_of(config, LENGTH, dtype)
     extend_in_pieces(draft, rows, [(256, 256)])
     expected = {at: draft.logits([BlockRequest(0, 0, at, 9, draft.block - 1)]).clone() for at in (LENGTH, 505, 64)}
     extend_in_pieces(draft, rows, [(256, 256)])  # the blocks were written over rows further on

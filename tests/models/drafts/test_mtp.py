@@ -26,7 +26,8 @@ from adapters.models.drafts.mtp.weights import list_head_products
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
-from tests.models.checkpoints import kernels_for, same_bits
+from tests.models.checkpoints import VARIANTS, kernels_for, same_bits, save_model
+from tests.models.draft_models import save_glm_head
 from tests.models.hybrids import save_with_head
 from training.export import load_hybrid
 
@@ -82,17 +83,23 @@ class TargetWithHead:
         return [torch.stack(rows) for rows in logits], tokens
 
 
+Heads = dict[str, tuple[Path, object, object]]
+
+
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory) -> tuple[Path, object, object]:
-    """A model whose head has experts, too, and the oracles of both."""
-    folder = tmp_path_factory.mktemp("sparse")
-    return folder, *save_with_head(folder)
+def sparse(tmp_path_factory) -> Heads:
+    """Models whose heads have experts, too: their folders, and the oracles of both."""
+    folder, glm = tmp_path_factory.mktemp("sparse"), tmp_path_factory.mktemp("glm4_moe")
+    model_type, told = VARIANTS["glm4_moe, groups and norms"]
+    told = {**told, "vocab_size": 512}
+    target = save_model(glm, model_type, **told)
+    return {"qwen3_next": (folder, *save_with_head(folder)), "glm4_moe": (glm, target, save_glm_head(glm, told))}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "experts"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "qwen3_next", "glm4_moe"])
 def pair(request):
-    if request.param == "experts":
-        return TargetWithHead(torch.bfloat16, request.getfixturevalue("sparse")[0])
+    if not request.param.startswith(("float", "bfloat")):
+        return TargetWithHead(torch.bfloat16, request.getfixturevalue("sparse")[request.param][0])
     return TargetWithHead(getattr(torch, request.param))
 
 
@@ -200,8 +207,9 @@ def test_what_cannot_be_proposed_to_is_refused(pair, tokens):
             pair.said(request)
 
 
-def test_a_head_of_experts_says_what_transformers_says_of_such_a_layer(sparse, tokens):
-    folder, target, head = sparse
+@pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
+def test_a_head_of_experts_says_what_transformers_says_of_such_a_layer(sparse, tokens, family):
+    folder, target, head = sparse[family]
     pair, position = TargetWithHead(torch.float32, folder), 150
     pair.fill(0, tokens[:position], [100])
     [logits], _ = pair.said(ask(tokens, position, count=1))

@@ -33,6 +33,7 @@ from tests.models.hybrids import (
     what_is_rolled_back_has_never_happened,
     whole_of,
 )
+from tests.pairs import take_turns
 
 CONFIGS = {
     "two value heads to a key head": config((2, 4, 32, 32), 512, 96, 160, 3, 3, 1, 32, 2048, 1e6, rotated=8),
@@ -41,22 +42,24 @@ CONFIGS = {
         (1, 6, 64, 48), 300, 64, 130, 3, 2, 2, 32, 2048, 1e4, kinds="lfl", rotated=32
     ),
 }
+BATCHED = "by batched products"
 SLOTS = 4
+STARTS_AND_KEPT = [(64, 0), (64, 30), (70, 1), (100, 5), (100, 0), (127, 30), (128, 0), (250, 1)]
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def dtype(request):
-    return request.param
+DTYPES = (torch.float32, torch.bfloat16)
+MODELS = (*CONFIGS, BATCHED)
 
 
-@pytest.fixture(scope="module", params=[*((name, True) for name in CONFIGS), ("nothing a multiple of a vector", False)])
-def whole(request, dtype):
+@pytest.fixture(scope="module", params=take_turns(MODELS, DTYPES))
+def whole(request):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output. By what is in C, if
     this installation has it, and by batched products.
     """
-    name, in_c = request.param
-    own = CONFIGS[name]
+    name, dtype = request.param
+    in_c = name != BATCHED
+    own = CONFIGS[name if in_c else "nothing a multiple of a vector"]
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
     kernels = proven(own, dtype, 512, own=in_c).copy_for_shard()
     how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
@@ -79,8 +82,7 @@ def test_rows_in_random_pieces_too(whole):
         assert same_sequence(shard, 0, 1)
 
 
-@pytest.mark.parametrize("start", [64, 70, 100, 127, 128, 250])
-@pytest.mark.parametrize("kept", [0, 1, 5, 30])
+@pytest.mark.parametrize(("start", "kept"), STARTS_AND_KEPT)
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
     what_is_rolled_back_has_never_happened(whole, start, kept)
 
@@ -191,6 +193,7 @@ def test_states_are_counted(whole):
     assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * place < taken < SLOTS * held
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_probe_finds_that_every_bucket_holds(dtype):
     own = CONFIGS["two value heads to a key head"]
     found = probe(
@@ -206,7 +209,7 @@ def test_the_probe_finds_that_every_bucket_holds(dtype):
     assert found == Numerics.from_json(found.to_json())
 
 
-@pytest.mark.parametrize("kernels", [CpuDelta, NativeDelta])
+@pytest.mark.parametrize(("kernels", "dtype"), [(CpuDelta, torch.float32), (NativeDelta, torch.bfloat16)])
 def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kernels):
     """A kernel that convolves otherwise where several rows come at once."""
     own, in_c = CONFIGS["two value heads to a key head"], kernels is NativeDelta

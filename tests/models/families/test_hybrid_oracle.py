@@ -82,7 +82,9 @@ def test_greedy_tokens_in_bfloat16_are_those_of_transformers_in_float32_where_ro
     assert (ours[clear].argmax(1) != exact[clear].argmax(1)).sum() <= accepted
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("cpu", torch.float16), ("reference", torch.bfloat16)], indirect=["kernels"]
+)
 def test_logits_in_half_precision_are_as_close_to_float32_as_those_of_transformers(model, kernels, dtype):
     folder, oracle = model
     tokens = tokens_of(192)

@@ -98,7 +98,7 @@ def test_a_prediction_head_behind_the_last_layer_is_not_part_of_the_model(tmp_pa
         ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor 0 is not a positive number"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; accepted: 'sigmoid'"),
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported"),
-        ("minimax_m2", {"model_type": "glm4_moe_lite"}, "needs attention over compressed keys and values (MLA)"),
+        ("minimax_m2", {"model_type": "glm_moe_dsa"}, "needs attention to rows that an indexer chooses (DSA)"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, name, changes, said):
@@ -108,8 +108,10 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, name, changes, said):
         family_of(settings).parse(settings)
 
 
-def test_a_checkpoint_that_has_only_a_tekken_tokenizer_is_refused_by_name(tmp_path):
+def test_a_checkpoint_needs_one_of_two_tokenizer_files(tmp_path):
     save_variant(tmp_path, "mistral")
     (tmp_path / "tokenizer.json").rename(tmp_path / "tekken.json")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; tekken\.json alone is not supported"):
+    assert Checkpoint.open(tmp_path).family.model_type == "mistral"
+    (tmp_path / "tekken.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         Checkpoint.open(tmp_path)

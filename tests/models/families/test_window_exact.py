@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
+from adapters.transfer.copy_rows import create_movers
 from effects.ids import PAGE
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import (
@@ -31,9 +33,10 @@ from tests.models.hybrids import (
     whole_of,
 )
 from tests.models.windowed import WINDOWED, read_config
+from tests.pairs import take_turns
 
 SLOTS = 4
-MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts")
+MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts", "laguna")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
@@ -44,16 +47,12 @@ def shard_of(name: str, kernels, dtype=torch.float32, **more: object) -> DenseSh
     return DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def whole(request, dtype):
+@pytest.fixture(scope="module", params=take_turns(MODELS, [torch.float32, torch.bfloat16]))
+def whole(request):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
-    kernels = proven(read_config(request.param), dtype, 512).copy_for_shard()
-    return whole_of(shard_of(request.param, kernels, dtype))
+    name, dtype = request.param
+    kernels = proven(read_config(name), dtype, 512).copy_for_shard()
+    return whole_of(shard_of(name, kernels, dtype))
 
 
 @in_pieces
@@ -159,7 +158,7 @@ def test_memory_of_windows_is_counted(whole):
     assert place == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * own.kv_bytes_per_token(shard.spec.dtype)
     assert shard.memory()["kv"] == rows + 2 * place + SLOTS * held
-    window = own.kinds[0].traits.window
+    window = max(kind.traits.window for kind in own.kinds)
     token = place // window
     assert held == token * count_window_rows(window)
     paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)
@@ -176,8 +175,9 @@ def test_rows_behind_a_window_give_their_memory_back():
         part = Step((Segment(0, start, min(step, 7 * PAGE - start)),), step, rows_only=True)
         shard.forward(part, torch.ones(part.rows, dtype=torch.int64))
     keys = shard.states.layers[0][0]
-    assert not keys[0, :, : 6 * PAGE].any()
-    assert keys[0, :, 6 * PAGE : 7 * PAGE].all()
+    kept = 7 * PAGE - 64  # whole pages of 64 rows, the first of which the window of 48 rows begins in
+    assert not keys[0, :, :kept].any()
+    assert keys[0, :, kept : 7 * PAGE].all()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4, inputs of layers, rows shared"])
@@ -206,10 +206,27 @@ def test_layers_split_over_shards_give_the_bits_of_one():
     assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
 
 
-def test_layers_that_need_others_are_no_shard():
-    for layers in (range(2, 6), range(5, 6)):
-        with pytest.raises(ValueError, match="need what other layers have"):
-            shard_of("gemma4, inputs of layers, rows shared", CpuKernels(torch.float32), layers=layers)
+@pytest.mark.parametrize("rows", [None, torch.int8], ids=["plain", "coded"])
+@pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (5,), (2, 5)], ids=str)
+def test_layers_split_from_those_whose_rows_they_read_give_the_bits_of_one(cuts, rows):
+    """Layers 4 and 5 read the rows of layers 2 and 3, and each layer has inputs that the first shard makes."""
+    name, tokens = "gemma4, inputs of layers, rows shared", tokens_of(LENGTH)
+    how = {"rows": rows}
+    whole = shard_of(name, CpuKernels(torch.float32), **how)
+    bounds = (0, *cuts, 6)
+    runs = [range(begin, end) for begin, end in pairwise(bounds)]
+    split = Pipeline([shard_of(name, CpuKernels(torch.float32), layers=run, **how) for run in runs])
+    expected = computed(whole, tokens, CHUNKS)
+    assert same_bits(computed(split, tokens, [(0, 200), (16, 16), (4, 1), (64, 64)]), expected)
+    assert split.rows.spec == whole.rows.spec
+    assert list(split.states.specs) == list(whole.states.specs)
+    create_movers([part.rows for part in split.parts], split.rows.spec)
+    split.rows.import_(2, 0, whole.rows.export(0, 0, 192))
+    computed(whole, tokens[:200], CHUNKS, slot=1)
+    split.states.import_(2, whole.states.export(1), 192)
+    assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
+    layers = [part.config.kv_bytes_per_token(torch.float32, run) for part, run in zip(split.parts, runs, strict=True)]
+    assert layers == [part.rows.spec.token_bytes for part in split.parts] or rows is not None
 
 
 def test_a_draft_gets_the_scaled_embedding():

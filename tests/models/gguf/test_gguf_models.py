@@ -42,10 +42,13 @@ from tests.models.checkpoints import (
 from tests.models.gguf.test_gguf_reader import listed, made, tensor, text
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, SPARSE, sizes
+from tests.models.windowed import BESIDE, FULL, GEMMA3, GEMMA4, GPT_OSS, KEYS_AS_VALUES, SLIDING, WINDOWED
 
 ALL = {name: how for name, how in VARIANTS.items() if "qwen3_moe" not in name}  # what files have of experts is less
 ALL.pop("mistral")  # its files say that they are Llama's
 ALL |= {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
+# Files of Gemma 3 do not say how queries are scaled.
+ALL |= {name: how for name, how in WINDOWED.items() if "odd scale" not in name}
 ALL |= {"qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}), "qwen3_5_moe": SPARSE["qwen3_5_moe"]}
 ALL["qwen3_next"] = ("qwen3_next", {**SPARSE["qwen3_next"][1], "norm_topk_prob": True, "mlp_only_layers": []})
 # Rows of whole blocks of 256, and value heads of whole blocks of 32, since those change places among columns
@@ -66,6 +69,16 @@ WIDE_FAMILIES: dict[str, dict[str, object]] = {
     "seed_oss": {**WIDE, "attention_bias": True},
     "glm4_moe": {**WIDE, **GLM, **GLM_GROUPS, **partial(0.5), "moe_intermediate_size": 64, "first_k_dense_replace": 1},
     "minimax_m2": {**WIDE, **MINIMAX, **partial(0.5), "intermediate_size": 64},
+    "gemma3_text": {**WIDE, **GEMMA3, "layer_types": [SLIDING, FULL], "query_pre_attn_scalar": 64},
+    "gemma4_text": {
+        **(WIDE | GEMMA4 | KEYS_AS_VALUES | BESIDE),
+        "moe_intermediate_size": 64,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL],
+    },
+    "gpt_oss": {**WIDE, **GPT_OSS, "intermediate_size": 64, "layer_types": [SLIDING, FULL]},
     "qwen3_5_text": {**WIDE, **sizes((4, 2, 64), (2, 4, 32, 64), 4)},
     "qwen3_5_moe_text": {
         **WIDE,
@@ -115,14 +128,25 @@ def test_unpacked_files_hold_what_the_folder_does(variant: str, tmp_path: Path) 
         assert ours.shape == entry.shape == published.shape
         if name.endswith("A_log"):
             torch.testing.assert_close(ours.exp(), published.exp(), rtol=3e-7, atol=0)
-        elif "norm" in name and model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name:
+        elif (
+            "norm" in name and model_type.startswith(("qwen3_5", "qwen3_next", "gemma3")) and "linear_attn" not in name
+        ):
             assert torch.equal(ours + 1, published + 1), name
         else:
             assert torch.equal(ours, published), name
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
-@pytest.mark.parametrize("family", WIDE_FAMILIES)
+KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0)
+# Of these families the packed types are enough: what files say when unpacked is compared for every variant.
+BRIEF = ("gemma3_text", "gemma4_text", "gpt_oss")
+GREEDY = [
+    pytest.param(family, kind, marks=pytest.mark.long if family in BRIEF and kind in KINDS[:3] else ())
+    for family in WIDE_FAMILIES
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), GREEDY)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     family: str, kind: Kind, tmp_path: Path
 ) -> None:
@@ -130,8 +154,9 @@ def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     path = write_gguf(tmp_path / "m.gguf", tmp_path / "m", kind)
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
-            data, stored = packed(name, np.ascontiguousarray(weight.numpy()), kind)
-            weight.copy_(torch.from_numpy(gguf.dequantize(data, stored).copy()))
+            rows = weight.mT if family == "gpt_oss" and ".experts." in name else weight
+            data, stored = packed(name, np.ascontiguousarray(rows.numpy()), kind)
+            rows.copy_(torch.from_numpy(gguf.dequantize(data, stored).copy()))
     assert greedy(path, tokens_of(40), 16) == told(oracle, tokens_of(40), 16)
 
 
@@ -332,6 +357,8 @@ NAMES = [
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scale_linear", "expert_count"),
     *("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_gating_func"),
+    *("attention.sliding_window", "attention.sliding_window_pattern", "attention.key_length_swa"),
+    *("attention.shared_kv_layers", "embedding_length_per_layer_input"),
     *("ssm.conv_kernel", "ssm.group_count", "ssm.state_size", "ssm.time_step_rank", "ssm.inner_size"),
 ]
 SPLIT = ["split.count", "split.no", "general.alignment", "tokenizer.ggml.model"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gguf
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf import gguf_tensor, header
-from adapters.checkpoint.gguf.few_bit_types import LIBRARY_TYPES
+from adapters.checkpoint.gguf.few_bit_types import HOST_TYPES
 from adapters.checkpoint.gguf.header import ListField, read_header
 from adapters.checkpoint.gguf.types import PACKINGS, REFUSED
 from adapters.checkpoint.gguf.unpack_blocks import FLOATS, UNPACK
@@ -71,7 +71,7 @@ def test_types_are_those_of_the_package() -> None:
         assert (packing.name, (packing.count, packing.size)) == (Kind(number).name, gguf.GGML_QUANT_SIZES[Kind(number)])
     assert {number: Kind(number).name for number in REFUSED} == dict(REFUSED)
     assert {*PACKINGS, *REFUSED} == set(Kind), "each is served or refused by name"
-    assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK, *LIBRARY_TYPES}
+    assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK, *HOST_TYPES}
 
 
 @pytest.mark.parametrize("piece", [1 << 18, 5000])  # of all at once, and in pieces that end within rows

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from adapters.models.decoder.window_rows import WindowPages
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from effects.ids import PAGE
@@ -33,9 +35,11 @@ ANGLES = torch.outer(torch.arange(CAPACITY), 1e4 ** -torch.linspace(0, 1, HEAD /
 ROPE = Rope(ANGLES.cos(), ANGLES.sin())
 
 
-def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, paged: bool = False) -> torch.Tensor:
-    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
-    shape = (3, KV, PAGE, HEAD) if paged else (1, KV, CAPACITY, HEAD)
+def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, page: int = 0) -> torch.Tensor:
+    """page: rows of a page; 0: the slot's rows are in one piece."""
+    count = CAPACITY // page if page else 0
+    pages = torch.tensor([[(at + 2) % count for at in range(count)]], dtype=torch.int32) if page else None
+    shape = (count, KV, page, HEAD) if page else (1, KV, CAPACITY, HEAD)
     caches = [torch.full(shape, float("nan")) for _ in "kv"]
     found, at = [], 0
     for bucket, count in pieces:
@@ -56,9 +60,9 @@ def check_rules() -> None:
         whole = attended(kernels, rule, [(LENGTH, LENGTH)])
         theirs = attended(ReferenceKernels(), rule, [(LENGTH, LENGTH)])
         torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
-        for paged in (False, True):
-            found = attended(kernels, rule, [(200, 200), (64, 60), (36, 36), (4, 3), (4, 1)], paged=paged)
-            assert torch.equal(found, whole), (rule, paged, (found - whole).abs().max())
+        for page in (0, PAGE, WindowPages.page):
+            found = attended(kernels, rule, [(200, 200), (64, 60), (36, 36), (4, 3), (4, 1)], page=page)
+            assert torch.equal(found, whole), (rule, page, (found - whole).abs().max())
     batch = Batch(64, CPU)
     batch.load(Step((Segment(0, 33, 50),), 64), [0] * 50)
     kernels.prepare_step(batch)
@@ -66,3 +70,50 @@ def check_rules() -> None:
     both = kernels.rotate_store(QKV[:64], PREP, ROPE, batch, *caches)
     alone = kernels.rotate_queries(QKV[:64, : HEADS * HEAD].contiguous(), PREP, ROPE, batch, caches[0])
     assert torch.equal(both[:50], alone[:50])
+
+
+ROTATED, LATENT = 16, 32
+EARLIER = 245  # rows of zeros; those that follow cross a split of keys
+
+
+def attended_latents(kernels, heads: int, pieces: list[tuple[int, int]], *, paged: bool, dtype: torch.dtype):
+    """Attend over rows that are keys and values at once, of which a part is rotated."""
+    length, row = sum(count for _, count in pieces), ROTATED + LATENT
+    given = random(length, (heads + 1) * row, seed=4)
+    width = RowFormat(dtype).row_width(row)
+    cache = torch.zeros((3, 1, PAGE, width) if paged else (1, 1, CAPACITY, width), dtype=dtype)
+    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
+    rope = Rope(*(table[:, : ROTATED // 2].contiguous() for table in (ROPE.cos, ROPE.sin)))
+    found, at = [], 0
+    for bucket, count in pieces:
+        batch = Batch(bucket, CPU, pages=pages)
+        batch.load(Step((Segment(0, EARLIER + at, count),), bucket), [0] * count)
+        kernels.prepare_step(batch)
+        rows = torch.nn.functional.pad(given[at : at + count], (0, 0, 0, bucket - count))
+        q = kernels.rotate_store(rows, HeadPrep(), rope, batch, cache, cache)
+        found.append(kernels.attend(q, cache, cache, batch, AttentionRule(latent=LATENT))[:count].clone())
+        at += count
+    return torch.cat(found)
+
+
+def check_latents() -> None:
+    kernels = TritonKernels(CPU)
+    for heads, dtype, pieces in (
+        (3, torch.float32, [(16, 9), (4, 3), (4, 4), (4, 1)]),
+        (40, torch.float32, [(2, 1), (2, 2)]),
+        (3, torch.int8, [(8, 8), (4, 1)]),
+    ):
+        length = sum(count for _, count in pieces)
+        whole = attended_latents(kernels, heads, [(length, length)], paged=False, dtype=dtype)
+        theirs = attended_latents(ReferenceKernels(), heads, [(length, length)], paged=False, dtype=dtype)
+        assert whole.shape == (length, heads * LATENT)
+        torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=2e-5)
+        for paged in (False, True):
+            found = attended_latents(kernels, heads, pieces, paged=paged, dtype=dtype)
+            assert torch.equal(found, whole), (heads, dtype, paged, (found - whole).abs().max())
+    x, weight = random(7, 5, 32, seed=5), random(5, 24, 32, seed=6)
+    for rows in (7, 1, 3):
+        found = kernels.multiply_heads(x[:rows], kernels.pack_heads(weight))
+        expected = ReferenceKernels().multiply_heads(x[:rows], weight)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found, kernels.multiply_heads(x, kernels.pack_heads(weight))[:rows])

@@ -147,8 +147,9 @@ def test_queries_without_keys_of_their_own_are_rotated_alike(own):
 
 
 @pytest.mark.long
-def test_the_triton_kernels_attend_alike_in_the_interpreter():
+@pytest.mark.parametrize("check", ["check_rules", "check_latents"])
+def test_the_triton_kernels_attend_alike_in_the_interpreter(check):
     pytest.importorskip("triton")
-    code = "from tests.models.kernels.interpreted_attention import check_rules; check_rules()"
+    code = f"from tests.models.kernels.interpreted_attention import {check}; {check}()"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env=environment, timeout=500)

@@ -105,9 +105,12 @@ def in_pieces(
     return torch.cat(found)
 
 
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 @pytest.fixture
 def kernels():
-    return triton_delta.CudaDelta(DEVICE, True)
+    return triton_delta.CudaDelta(DEVICE, True, IS_HOPPER)
 
 
 def poisoned(kernels, sequence: Rows) -> DeltaState:
@@ -190,6 +193,44 @@ def test_slots_side_by_side_are_each_as_if_alone_and_padded_rows_write_nothing(k
         assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
     after = [tensor[3] for tensor in astuple(state, recurse=False) if len(tensor)]
     assert all(same_bits(ours, theirs) for ours, theirs in zip(untouched, after, strict=True))
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel of Hopper's")
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], DeltaShape(2, 6, 64, 128)], ids=str)
+def test_the_kernel_of_hopper_has_the_bits_of_the_one_for_every_gpu(kernels, shape):
+    """Whole chunks and parts of them, of sequences that begin or go on, with and without padded rows."""
+    plain = triton_delta.CudaDelta(DEVICE, True)
+    sequence = Rows(shape, torch.bfloat16, 900)
+    for pieces in ([(1024, 900, 0)], [(256, 192, 0)], [(256, 130, 0)], [(256, 64, 0), (256, 7, 0), (1024, 829, 0)]):
+        states = [poisoned(kernels, sequence) for _ in "of each"]
+        found = [
+            in_pieces(own, sequence, state, pieces, 1) for own, state in zip((kernels, plain), states, strict=True)
+        ]
+        assert same_bits(*found)
+        assert same_bits(states[0].memory[1], states[1].memory[1])
+        for ours, theirs in zip(*(astuple(state, recurse=False) for state in states), strict=True):
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel of Hopper's")
+def test_prompts_beside_answers_have_their_own_bits(kernels):
+    """Two segments settle, one of which goes on within a chunk, and one may be rolled back."""
+    sequence, starts, counts = Rows(SHAPES[0], torch.bfloat16), (64, 190, 70), (150, 1, 140)
+    whole = in_pieces(kernels, sequence, poisoned(kernels, sequence), [(512, LENGTH, 0)])
+    state = poisoned(kernels, sequence)
+    mixed, gates = sequence.mixed, sequence.gates
+    for slot, start in enumerate(starts):
+        sequence.mixed, sequence.gates = mixed[:start], gates[:start]
+        in_pieces(kernels, sequence, state, [(256, 256, 0)], slot=slot)
+    sequence.mixed, sequence.gates = mixed, gates
+    segments = tuple(Segment(slot, *span) for slot, span in enumerate(zip(starts, counts, strict=True)))
+    batch = StateBatch(512, DEVICE)
+    batch.before, batch.mixed = tuple(start // 64 * 64 for start in starts), True
+    batch.load(Step(segments, 512), torch.zeros(sum(counts), dtype=torch.int64))
+    batch.settled[:150], batch.settled[151:291] = 1, 1
+    kernels.begin_body("test", batch)
+    rows = torch.cat([torch.arange(one.start, one.start + one.count, device=DEVICE) for one in segments])
+    assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
 
 
 def test_keys_that_repeat_and_hardly_decay_stay_exact_enough(kernels):

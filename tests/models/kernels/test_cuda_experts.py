@@ -10,10 +10,13 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.activations import CLAMPED, GELU, SILU
 from adapters.models.kernels.experts_interface import (
+    BiasedExpertsShape,
     Experts,
     ExpertsShape,
     GatedWeights,
+    GroupedExpertsShape,
     SigmoidExpertsShape,
     choose_experts,
 )
@@ -30,6 +33,12 @@ pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
 DEVICE = torch.device("cuda")
 ROWS = 700
+
+
+class ScaledShape(ExpertsShape):
+    """As Gemma 4 has experts: gated by GELU, with a factor for each expert, and a router that reads other rows."""
+
+
 SHAPES = {
     "a shared one": (ExpertsShape(24, 4, 256, is_normalized=True, shared=128), 512),
     "odd sizes": (ExpertsShape(11, 3, 72, is_normalized=False), 104),
@@ -39,6 +48,8 @@ SHAPES = {
         104,
     ),
     "all for every row": (ExpertsShape(5, 5, 64, is_normalized=True), 128),
+    "clamped, with biases": (BiasedExpertsShape(24, 4, 96, is_normalized=True), 128),
+    "GELU, with scales": (ScaledShape(11, 3, 72, is_normalized=True), 104),
 }
 
 
@@ -58,7 +69,8 @@ class Layer:
             router,
             self.kernels.stack_experts(iter(self.each), shape.count),
             shared,
-            correction=correction if isinstance(shape, SigmoidExpertsShape) else None,
+            scales=torch.rand(shape.count, device=DEVICE) + 0.5 if isinstance(shape, ScaledShape) else None,
+            correction=correction if isinstance(shape, SigmoidExpertsShape | BiasedExpertsShape) else None,
         )
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
@@ -67,12 +79,19 @@ class Layer:
 
     def _gated(self, inner: int) -> GatedWeights:
         hidden = self.x.shape[1]
-        packed = self.kernels.pack_gated(self._weight(2 * inner, hidden))
-        return GatedWeights(packed, self.kernels.pack(self._weight(hidden, inner)))
+        both, down = self._weight(2 * inner, hidden), self.kernels.pack(self._weight(hidden, inner))
+        match self.shape:
+            case BiasedExpertsShape():
+                biases = (self._weight(1, size)[0] for size in (2 * inner, hidden))
+                return GatedWeights(self.kernels.pack(both), down, CLAMPED, *biases)
+            case ScaledShape():
+                return GatedWeights(self.kernels.pack(both), down, GELU)
+        return GatedWeights(self.kernels.pack_gated(both), down, SILU)
 
     def fed(self, x: Tensor, bucket: int, experts: Experts | None = None) -> Tensor:
         padded = torch.nn.functional.pad(x, (0, 0, 0, bucket - len(x)), value=0.5)
-        made = self.kernels.experts(padded, experts or self.experts, batch_of(bucket, len(x)))
+        deciding = padded.flip(1) if isinstance(self.shape, ScaledShape) else None
+        made = self.kernels.experts(padded, experts or self.experts, batch_of(bucket, len(x)), deciding)
         assert not made[len(x) :].any(), "padded rows go through no expert"
         return made[: len(x)].clone()
 
@@ -122,14 +141,17 @@ def test_rows_choose_as_they_do_on_a_cpu(count):
     torch.testing.assert_close(shares[:60, 8].cpu(), logits[:60, count].sigmoid(), equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", [SigmoidExpertsShape, GroupedExpertsShape])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 8)])
-def test_rows_choose_by_sigmoids_as_they_do_on_a_cpu(groups):
+def test_rows_choose_in_groups_as_they_do_on_a_cpu(kind, groups):
     count, open_groups = groups
-    shape = SigmoidExpertsShape(32, 8, 8, is_normalized=True, shared=1, groups=count, chosen_groups=open_groups)
+    shape = kind(32, 8, 8, is_normalized=True, shared=1, groups=count, chosen_groups=open_groups)
     logits = torch.randn(64, 32, generator=make_generator(1)).bfloat16().float()
     logits[3, :9], logits[4, ::2], logits[4, 1::2] = 2.0, 0.0, -0.0
     # A step that is wider than any rounding of a sigmoid: both devices order scores alike.
     correction = (torch.randn(32, generator=make_generator(2)) * 8).round() / 8
+    if kind is GroupedExpertsShape:
+        correction = torch.zeros(32)
     chosen, weights = choose_experts(logits, shape, correction)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
     found, shares = kernels.grouped_experts.choose_experts(

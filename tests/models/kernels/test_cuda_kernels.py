@@ -77,7 +77,7 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel of Hopper's")
     ahead, plain = triton_cuda.TritonKernels(DEVICE, pdl), triton_cuda.TritonKernels(DEVICE, pdl)
-    plain._hopper = False  # noqa: SLF001 - as on every other GPU
+    plain.products.hopper = False  # as on every other GPU
     weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
     for rows in (1, 4, 8, 9, 16, 32, 64, 128):
         x = normal(rows, depth, dtype=dtype, seed=rows)
@@ -317,6 +317,51 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         assert same_bits(found[0], found[1])
         assert same_bits(found[0], found[2])
         assert not any(left.any() for kernels in (ahead, few) for left in kernels._attention._counts.values())  # noqa: SLF001
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("geometry", [(10, 2, 64), (32, 8, 128), (7, 1, 128), (24, 4, 256), (4, 4, 256)])
+@pytest.mark.parametrize("pages", [False, True])
+def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geometry, dtype, pages):
+    """Steps of several slots, of every residue of tiles and splits, with padded rows and without."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    (heads, kv, head), slots, capacity = geometry, 4, 9 * PAGE
+    ahead, plain = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE)
+    plain._attention.hopper = False  # noqa: SLF001 - as on every other GPU
+    table = torch.randperm(slots * capacity // PAGE, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
+    table = table.view(slots, capacity // PAGE) if pages else None
+    shape = (slots * capacity // PAGE, kv, PAGE, head) if pages else (slots, kv, capacity, head)
+    for spans in ([(0, 256)], [(0, 1), (63, 200), (255, 2)], [(100, 129), (0, 7), (256, 64)], [(capacity - 500, 500)]):
+        rows = sum(count for _, count in spans)
+        bucket = next(one for one in (256, 512) if one >= rows)
+        k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+        for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
+            number, row = divmod(start + count, PAGE)
+            for cache in (k_cache, v_cache) if start + count < capacity else ():
+                (cache[table[slot, number], :, row:] if pages else cache[slot, :, start + count :])[:] = float("nan")
+        q, found = normal(bucket, heads, head, dtype=dtype, seed=rows), []
+        for kernels in (plain, ahead):
+            batch = Batch(bucket, DEVICE, pages=table)
+            batch.load(Step(tuple(Segment(slot, *span) for slot, span in enumerate(spans)), bucket), [0] * rows)
+            kernels.prepare_step(batch)
+            attended = kernels.attend(q, k_cache, v_cache, batch)
+            assert not attended[rows:].any()
+            found.append(attended[:rows])
+        assert torch.isfinite(found[0].float()).all()
+        assert same_bits(*found)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 5120), (1024, 6144), (2048, 5120)])
+def test_columns_that_are_cut_into_several_launches_have_the_same_bits(kernels, rows, columns, gated):
+    weight = normal(columns, 512, dtype=torch.bfloat16, scale=0.05)
+    x = normal(rows, 512, dtype=torch.bfloat16, seed=1)
+    multiply = kernels.gated_linear if gated else kernels.linear
+    packed = kernels.pack_gated(weight) if gated else kernels.pack(weight)
+    whole = multiply(x, packed)
+    for bucket in (4, 128, 256):
+        assert same_bits(multiply(x[-bucket:].contiguous(), packed), whole[-bucket:])
 
 
 @pytest.mark.parametrize("kind", [Batch, BlockBatch, StateBatch])

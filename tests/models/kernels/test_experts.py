@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -359,3 +363,13 @@ def test_sizes_of_the_30b_are_those_that_are_published():
     assert round(every / 1e9, 1) == 30.5
     idle = 48 * 120 * 3 * 768 * 2048
     assert round((every - idle) / 1e9, 1) == 3.4
+
+
+@pytest.mark.long
+def test_experts_in_one_launch_are_those_one_by_one_in_the_interpreter():
+    """Of every activation; with biases, scales, and a router that reads other rows."""
+    pytest.importorskip("triton")
+    code = "from tests.models.kernels.interpreted_experts import check_experts; check_experts()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, env=environment, timeout=500)

@@ -1,4 +1,4 @@
-"""The shared tier against a server process that speaks the S3 protocol, which is killed and started again."""
+"""The shared tier against processes that speak the protocols of S3 and Azure, and are killed and started again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adapters.store.shared.object_client import StoreUnusable, open_client
 from adapters.store.store import Store
 from tests.store.kit import EVERYTHING, save
 from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharingServer, wait_for
-from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_server
+from tests.store.shared_servers import BUCKET, MotoServer, azurite_server, find_azurite, find_moto, moto_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 URL = f"s3://{BUCKET}/some/prefix"
@@ -38,9 +38,9 @@ def opened() -> Iterator[list[SharingServer]]:
         one.tier.close()
 
 
-def open_server(opened: list[SharingServer]) -> SharingServer:
+def open_server(opened: list[SharingServer], url: str = URL) -> SharingServer:
     lock = threading.RLock()
-    tier = open_shared(EVERYTHING, SharedPlace(URL), lock)
+    tier = open_shared(EVERYTHING, SharedPlace(url), lock)
     opened.append(SharingServer(Store(EVERYTHING, (HostTier(create_index(EVERYTHING, 0)), tier), lock), tier))
     wait_for(lambda: tier.is_complete)
     return opened[-1]
@@ -92,3 +92,27 @@ def test_wrong_credentials_and_buckets_end_the_start(server: MotoServer, monkeyp
     assert open_client(URL)
     with pytest.raises(StoreUnusable):
         open_shared(EVERYTHING, SharedPlace(URL), threading.RLock())
+
+
+def test_azure_keeps_what_servers_publish_and_may_go_away(opened: list[SharingServer]) -> None:
+    command = find_azurite()
+    if command is None:
+        pytest.skip("no azurite-blob: npm install azurite, or name it in REKINDLE_AZURITE")
+    url = f"az://{BUCKET}/some/prefix"
+    with azurite_server(command) as server:
+        first = open_server(opened, url)
+        first.publish()
+        second = open_server(opened, url)
+        assert second.restore() == len(TOKENS)
+        second.publish()
+        assert not second.tier.collect_figures()["written"], "everything was there"
+        server.kill()
+        with pytest.raises(OSError, match=r"\w"):
+            second.restore()
+        assert not second.restore(), "it is looked up elsewhere at once"
+        server.start()  # with nothing in it
+        wait_for(lambda: not second.tier.trouble, 60)
+        second.publish()
+        assert open_server(opened, url).restore() == len(TOKENS)
+        for one in opened:
+            one.tier.close()

@@ -27,6 +27,7 @@ from adapters.store.shared.object_client import (
     ObjectFacts,
     StoreUnreachable,
     StoreUnusable,
+    allows_http,
     check_url,
     limit_time,
     open_client,
@@ -441,3 +442,19 @@ def test_pieces_are_one_content(site: SharedSite, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("adapters.store.shared.object_client.RANGE_BYTES", 100)
     site.open().publish()
     assert site.open().restore() == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("environment", "allowed"),
+    [
+        ({}, False),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}, True),
+        ({"AWS_ENDPOINT_URL": "https://s3.example"}, False),
+        ({"GOOGLE_ALLOW_HTTP": "true"}, True),
+        ({"AZURE_ALLOW_HTTP": "false"}, False),
+    ],
+)
+def test_a_store_is_asked_without_encryption_only_where_the_environment_says_so(
+    environment: dict[str, str], allowed: bool
+) -> None:
+    assert allows_http(environment) == allowed

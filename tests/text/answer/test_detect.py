@@ -56,6 +56,17 @@ async def test_the_form_is_the_one_that_the_template_writes(form: str, opening: 
     await made.aclose()
 
 
+@pytest.mark.parametrize("form", ["seed-xml", "minimax-xml", "qwen-xml", "hermes", "glm-xml"])
+async def test_the_form_is_the_one_whose_tags_are_tokens(form: str) -> None:
+    """Tags that are tokens of their own are not seen by the parsers of other forms, which accept calls without tags."""
+    tags = ["seed:tool_call", "minimax:tool_call"]
+    more = [f"<{end}{tag}>" for tag in tags for end in ("", "/")]
+    controls = [*CONTROLS, *(ControlToken(tag, 100 + number) for number, tag in enumerate(more))]
+    made = ChatTemplate(template(FORMS[form]).source, controls)
+    assert await detect_call_form(made) == form
+    await made.aclose()
+
+
 async def test_a_control_token_may_be_part_of_it() -> None:
     made = template(LLAMA_TAG)
     assert await detect_call_form(made) == "llama3-json"

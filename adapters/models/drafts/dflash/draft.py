@@ -28,10 +28,11 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
+from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, count_block_rows, group_requests
@@ -39,15 +40,8 @@ from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import Experts
-from adapters.models.kernels.interface import (
-    ContextLayer,
-    ContextPass,
-    Embedding,
-    FusedContext,
-    FusedLayers,
-    Kernels,
-    WholeLayer,
-)
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, Kernels, WholeLayer
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

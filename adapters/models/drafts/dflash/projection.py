@@ -13,8 +13,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.kernels.interface import Kernels

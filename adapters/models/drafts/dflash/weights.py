@@ -7,7 +7,8 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
+from adapters.models.decoder.decoder_layer import DecoderLayer, layer_products, load_layer
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.drafts.dflash.config import DFlashConfig

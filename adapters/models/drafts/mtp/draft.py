@@ -30,9 +30,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.attention_heads import gate_attention
-from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
+from adapters.models.decoder.attention_heads import finish_attention
+from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
+from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
@@ -203,7 +204,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         own = project_inputs(kernels, layer.frame, x, None)
         q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
         attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW)
-        delta = finish_layer(kernels, layer.frame, x, gate_attention(kernels, layer, attended, own), batch)
+        delta = finish_layer(kernels, layer.frame, x, finish_attention(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)
         assert buffers.logits is not None

@@ -38,7 +38,7 @@ _TERMS = 1024  # keys of one product with values where there is no plan
 
 @define(eq=False)
 class CpuAttention:
-    """Attention of one shard, with an output buffer for each bucket.
+    """Attention of one shard, with an output buffer for each bucket and width of a row.
 
     plan: the shapes in which products run; None: in whatever shape comes, and nothing is promised.
     """
@@ -46,7 +46,7 @@ class CpuAttention:
     kernels: Multiplier
     dtype: torch.dtype
     plan: ProductPlan | None
-    _outputs: dict[int, Tensor] = field(init=False, factory=dict)
+    _outputs: dict[tuple[int, int], Tensor] = field(init=False, factory=dict)
     _attentions: dict[tuple[int, int], ServedHeads] = field(init=False, factory=dict)
     _later: Tensor = field(init=False)
 
@@ -60,7 +60,7 @@ class CpuAttention:
         capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
             seen = (plan.find_nearest_keys(rule.window, batch), batch.lengths)
-            return self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule)
+            return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule), q, rule)
 
         def make() -> list[Span]:
             return [
@@ -69,7 +69,8 @@ class CpuAttention:
                 for span in self._causal_spans(row, one, how, capacity, rule.window)
             ]
 
-        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(rule.window, make), rule)
+        spans = plan.make_spans_once(rule.window, make)
+        return keep_values(self._attend_spans(q, k_cache, v_cache, batch, spans, rule), q, rule)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -191,9 +192,10 @@ class CpuAttention:
         return out
 
     def _output_buffer(self, q: Tensor, batch: Batch) -> Tensor:
-        out = self._outputs.get(batch.bucket)
+        size = (batch.bucket, q[0].numel())
+        out = self._outputs.get(size)
         if out is None:
-            out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self.dtype)
+            out = self._outputs[size] = torch.zeros(size, dtype=self.dtype)
         return out
 
     def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span, rule: AttentionRule) -> Tensor:
@@ -247,6 +249,14 @@ class CpuAttention:
         for part in rest:
             total += part
         return total
+
+
+def keep_values(attended: Tensor, q: Tensor, rule: AttentionRule) -> Tensor:
+    """Return what is attended, `[R, H hd]`, without the numbers of keys that belong to no value.
+
+    q: the queries, `[R, KV, H / KV, hd]`.
+    """
+    return attended.view(len(q), -1, q.shape[3])[..., -rule.latent :].flatten(1) if rule.latent else attended
 
 
 def _weigh_beside_sinks(scores: Tensor, sinks: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class CpuDelta:
         self._taps = TransposedTaps()
         self._buffers: dict[DeltaShape, RowBuffers] = {}
 
-    settles_apart = False
+    commits_per_segment = False
 
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device

@@ -6,7 +6,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads, count_value_heads
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch
@@ -45,7 +45,7 @@ class PreparedHeadsCache:
 def rotate_heads(projected: Tensor, heads: PreparedHeads, rope: Rope, batch: Batch, kv: int) -> tuple[Tensor, Tensor]:
     """Prepare projected heads and rotate queries and keys to the positions of their rows.
 
-    Returns queries and keys, float32 `[R, H + KV, hd]`, and values `[R, KV, hd]`. kv: the number of key heads.
+    Returns queries and keys, float32 `[R, H + KV, hd]`, and values `[R, kv, hd]`. kv: the number of heads of values.
     """
     rotated_heads, head = heads.weight.shape
     all_heads = projected.view(batch.bucket, rotated_heads + kv, head)
@@ -77,12 +77,13 @@ class CpuHeads:
     ) -> Tensor:
         kv = k_cache.shape[1]
         head = format_of(k_cache).head_size(k_cache.shape[3])
-        queries = qkv.shape[1] // head - 2 * kv
+        values = count_value_heads(k_cache, v_cache)
+        queries = qkv.shape[1] // head - kv - values
         if self.rows is not None:
             q = self._prepare_natively(self.rows, qkv, prep, rope, batch, k_cache, v_cache)
             return q.view(batch.bucket, kv, queries // kv, head)
-        rotated, values = rotate_heads(qkv, self.prepared(prep, (queries, kv, head)), rope, batch, kv)
-        batch.plan.write_caches(rotated[:, queries:], values, k_cache, v_cache)
+        rotated, own = rotate_heads(qkv, self.prepared(prep, (queries, kv, head)), rope, batch, values)
+        batch.plan.write_caches(rotated[:, queries:], own, k_cache, v_cache)
         return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
@@ -111,5 +112,6 @@ class CpuHeads:
         slots, kv, capacity, width = k_cache.shape
         head = format_of(k_cache).head_size(width)
         batch.plan.check_caches(slots, min(capacity, len(rope.cos)))
-        heads = self.prepared(prep, (x.shape[1] // head - 2 * kv, kv, head))
+        queries = x.shape[1] // head - kv - count_value_heads(k_cache, v_cache)
+        heads = self.prepared(prep, (queries, kv, head))
         return own.prepare_heads(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)

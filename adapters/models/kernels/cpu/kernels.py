@@ -41,16 +41,8 @@ from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
-from adapters.models.kernels.interface import (
-    ContextLayer,
-    ContextPass,
-    Embedding,
-    FusedContext,
-    FusedLayers,
-    HeadPrep,
-    Rope,
-    WholeLayer,
-)
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.multiplier import dtype_name
 from adapters.models.kernels.product_list import (
     NARROW,
@@ -217,6 +209,13 @@ class CpuKernels:
             return packed.gated_linear(x.to(self.operand_dtype(NATIVE))).to(self._dtype)
         gate, up = packed.weights
         return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
+
+    def pack_heads(self, weight: Tensor) -> tuple[CpuWeight, ...]:
+        return tuple(self._pack(one, gated=False) for one in weight)
+
+    def multiply_heads(self, x: Tensor, packed: Sequence[CpuWeight]) -> Tensor:
+        heads = zip(x.transpose(0, 1).contiguous(), packed, strict=True)
+        return torch.stack([self.linear(one, weight) for one, weight in heads], 1)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)

@@ -17,15 +17,8 @@ from adapters.models.kernels.cpu.native.products import NativePacked, NativeWeig
 from adapters.models.kernels.cpu.native.rows import PreparedHeads
 from adapters.models.kernels.cpu.packed import CpuStack, CpuWeight
 from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass
-from adapters.models.kernels.interface import (
-    ContextLayer,
-    ContextPass,
-    Embedding,
-    FusedLayers,
-    HeadPrep,
-    Rope,
-    WholeLayer,
-)
+from adapters.models.kernels.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interface import ContextLayer, ContextPass, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch

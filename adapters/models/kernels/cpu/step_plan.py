@@ -101,13 +101,13 @@ class StepPlan:
                 raise IndexError(f"{segment} in {slots} slots of {rows} rows")
 
     def write_caches(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows."""
+        """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows. Caches that are one
+        tensor get the keys alone.
+        """
         form = format_of(k_cache)
-        k = form.encode(keys).transpose(0, 1)
-        v = form.encode(values).transpose(0, 1)
-        for row, segment in self.segments_with_rows:
-            slot = segment.slot
-            start = segment.start
-            count = segment.count
-            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
-            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, row, count))
+        both = ((keys, k_cache), (values, v_cache))[: 1 if k_cache is v_cache else 2]
+        for heads, cache in both:
+            coded = form.encode(heads).transpose(0, 1)
+            for row, segment in self.segments_with_rows:
+                place = cache.select(0, segment.slot).narrow(1, segment.start, segment.count)
+                place.copy_(coded.narrow(1, row, segment.count))

@@ -1,92 +1,54 @@
 """Launches of attention on a CUDA device: tiles, splits of the keys, and the memory for partial results.
 
-`KV_TILE` and `SPLIT` are constants because they can change bits. Tiles of queries and the number of stages are free.
+`SPLIT` is a constant because it can change bits. Tiles of queries and the number of stages are free.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power, rows_to_plan
+from adapters.models.kernels.cuda.descriptors import (
+    cache_sizes,
+    describe_blocks,
+    describe_cache,
+    launch_options,
+    page_size,
+)
+from adapters.models.kernels.cuda.tiles import (
+    KV_TILE,
+    StepTiles,
+    choose_tiles,
+    count_parts,
+    count_shares,
+    round_up_to_power,
+    rows_to_plan,
+)
 from adapters.models.kernels.interface import ALONE, NARROW
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
-from adapters.models.kernels.triton import attention, hopper_attention, rows
+from adapters.models.kernels.triton import attention, hopper_attention, hopper_chain, rows
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
-KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
-WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
 LOG2_E = 1.4426950408889634
+# For each size of heads the consumers of a tile, their registers, and the tiles that are loaded ahead. A processor runs
+# one program.
+CHAIN_AHEAD = {
+    64: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
+    256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
+}
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
-
-
-@define
-class StepTiles:
-    """The step's tiles of rows on the device, by the rows of a tile.
-
-    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
-    """
-
-    tiles: dict[int, Tensor] = field(factory=dict)
-    fresh: set[int] = field(factory=set)
-    merges: bool = False
-
-
-def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
-    """Return slots, heads and rows of a slot, whether or not rows are paged."""
-    if batch.pages is None:
-        return cache.shape[0], cache.shape[1], cache.shape[2]
-    slots, count = batch.pages.shape
-    return slots, cache.shape[1], count * PAGE
-
-
-def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
-    """Return how kernels read tiles of rows, and where the scales of coded rows are (of other rows anything, never
-    read).
-    """
-    if not format_of(cache).is_coded:
-        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, cache.shape[-1]]), cache
-    return cache, cache.view(torch.float32)
-
-
-def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:
-    """Return a descriptor by which bulk copies bring blocks of a matrix in the layout that `wgmma` reads."""
-    return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
-
-
-def choose_tiles(q: Tensor) -> tuple[int, int]:
-    """Return the rows of a tile of queries and the keys of a tile, for queries of this type and size."""
-    return (32, 32) if q.dtype == torch.float32 or q.shape[2] > WIDE_HEAD else (64, KV_TILE)
-
-
-@cache
-def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout of a block. Cached, because computing it takes as long as the launch that needs
-    it.
-    """
-    number = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([*block], number)
-
-
-def launch_options(warps: int, pdl: bool | None) -> dict[str, Any]:
-    """Return the options of every launch. pdl: the kernel may start while the one before it drains (programmatic
-    dependent launch).
-    """
-    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
 
 
 @define(eq=False)
@@ -130,42 +92,48 @@ class CudaAttention:
         bucket, heads, head = q.shape
         slots, kv, capacity = cache_sizes(k_cache, batch)
         pages = batch.positions if batch.pages is None else batch.pages  # never read without
+        size = rule.latent or head  # of a value
+        query_tile, key_tile = choose_tiles(q)
+        share = count_shares(heads // kv, query_tile)
+        kv *= share
         group = heads // kv
         padded = round_up_to_power(group)
         splits = count_parts(capacity, SPLIT)
-        query_tile, key_tile = choose_tiles(q)
+        out = q.new_empty(bucket, heads, size)
+        scale = head**-0.5 * LOG2_E
+        chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
+        if chained and share == 1 and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
+            self._chain_ahead(q, k_cache, v_cache, batch, out)
+            return out.view(bucket, -1)
         tiles = self._step_tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
-        out = torch.empty_like(q)
-        scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
-        shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        shape |= {"PAGE": page_size(k_cache, batch)}
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
-        bounds = {"WINDOW": rule.window, "CAP": rule.cap}
+        bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None}
-        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
-            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+        if chained:
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             grid = (limit * kv,)
-            chained = (tiles, out, pages, sinks, capacity, limit, scale)
-            launch(attention.attend_chain, grid, q, *rows_of, *chained, **shape, **bounds, **joins, **options)
+            given = (tiles, out, pages, sinks, capacity, limit, scale)
+            launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
             return out.view(bucket, -1)
-        acc, sums = self._scratch(heads, splits, head)
+        acc, sums = self._scratch(heads, splits, size)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
-        at_once = 16 if head <= 128 else 8
-        ahead = self.hopper and not format_of(k_cache).is_coded and head in (64, 128) and q.dtype.itemsize == 2
-        ahead = ahead and rule.is_plain
+        at_once = 16 if size <= 128 else 8
+        ahead = share == 1 and self._can_run_ahead(q, k_cache, rule, (64, 128))
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
             options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
             options["enable_fp_fusion"] = False
-            given = (q, *tiled, *to, self._partial_counts(kv), out)
-            launch(hopper_attention.attend_splits_ahead, (programs,), *given, **shape, **options)
+            last = (self._partial_counts(kv), out)
+            launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
-            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not merged:
             launch(
@@ -178,7 +146,7 @@ class CudaAttention:
                 sinks,
                 splits,
                 HEADS=heads,
-                HEAD=head,
+                HEAD=size,
                 SPLIT=SPLIT,
                 WINDOW=rule.window,
                 **joins,
@@ -188,6 +156,39 @@ class CudaAttention:
                 **self._options(1),
             )
         return out.view(bucket, -1)
+
+    def _can_run_ahead(self, q: Tensor, k_cache: Tensor, rule: AttentionRule, heads: Collection[int]) -> bool:
+        """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
+        is_half = q.dtype.itemsize == 2 and not format_of(k_cache).is_coded
+        return self.hopper and is_half and rule.is_plain and q.shape[2] in heads
+
+    def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor) -> None:
+        _, heads, head = q.shape
+        slots, kv, capacity = cache_sizes(k_cache, batch)
+        group = heads // kv
+        options = CHAIN_AHEAD[head]
+        consumers = options["CONSUMERS"]
+        tiles = self._step_tiles(batch, consumers * (64 // group), slots)
+        launch(
+            hopper_chain.attend_chain_ahead,
+            (len(tiles) * kv,),
+            q,
+            *(describe_blocks(cache.view(-1, head), KV_TILE, head) for cache in (k_cache, v_cache)),
+            tiles,
+            out,
+            batch.positions if batch.pages is None else batch.pages,  # never read without
+            capacity,
+            len(tiles),
+            head**-0.5 * LOG2_E,
+            HEADS=heads,
+            KV=kv,
+            GROUP=group,
+            SPLIT=SPLIT,
+            **options,
+            PAGE=page_size(k_cache, batch),
+            enable_fp_fusion=False,
+            **self._options(4 if consumers == 2 else 8),
+        )
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
@@ -253,12 +254,16 @@ class CudaAttention:
         return out.view(bucket, -1)
 
     def _cache_arguments(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int
+        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int, size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for keys, values and the scales of both, and the constants that describe them."""
-        keys, values = (describe_cache(cache, key_tile) for cache in caches)
-        shape = {"HEAD": q.shape[2], "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
-        return (keys[0], values[0], keys[1], values[1]), shape | self._attention_options(q, query_tile, key_tile)
+        """Return the arguments for keys, values, the scales of both and the rest of keys, and the constants that
+        describe them. size: numbers of a value.
+        """
+        keys, values = (describe_cache(cache, key_tile, size) for cache in caches)
+        rest, _ = describe_cache(caches[0], key_tile, q.shape[2] - size or size)  # never read where there is none
+        shape = {"HEAD": size, "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
+        given = (keys[0], values[0], keys[1], values[1], rest)
+        return given, shape | self._attention_options(q, query_tile, key_tile)
 
     def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
         head = q.shape[2]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import triton
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.cuda.delta_plan import ChunkPlan, FactorScratch
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.delta_interface import (
     BLOCK,
     CHUNK,
@@ -28,7 +29,7 @@ from adapters.models.kernels.delta_interface import (
 )
 from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_rows
+from adapters.models.kernels.triton import delta, delta_rows, hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
@@ -36,38 +37,21 @@ FIELDS = 8  # numbers of a chunk in the plan
 TILE = 64  # values of a head in one program
 AT_ONCE = 8  # heads of a program that works on single rows
 NONE, ALL, SOME = range(3)  # segments of a step that settle
+WALK_STAGES = 2  # chunks that Hopper's kernel has in shared memory or on their way there
 CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
 # Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
 
 
-@frozen(eq=False)
-class ChunkPlan:
-    """The chunks of a step. chunks: int32 `[limit, 8]`. runs: int32 `[segments + 1, 2]`, the last one for padded
-    rows.
-    """
-
-    chunks: Tensor
-    runs: Tensor
-
-
-@frozen(eq=False)
-class FactorScratch:
-    """Memory for the factors of one layer at a time, kept for good because recorded graphs hold its address."""
-
-    mix: Tensor
-    fold: Tensor
-    lines: Tensor
-
-
 @define(eq=False)
 class CudaDelta:
-    """Implements `DeltaKernels` for one CUDA device."""
+    """Implements `DeltaKernels` for one CUDA device. hopper: the kernel for Hopper may run."""
 
     device: torch.device
     pdl: bool | None
+    hopper: bool = False
     running: str = ""
-    settles_apart: bool = field(init=False, default=True)
+    commits_per_segment: bool = field(init=False, default=True)
     planned_bodies: set[str] = field(
         init=False, factory=set
     )  # the bodies that have asked for the step's chunks, by name
@@ -133,7 +117,7 @@ class CudaDelta:
         planned: tuple[ChunkPlan, Tensor],
         settles: int,
     ) -> Tensor:
-        """Launch both kernels. planned: the chunks, and by row of the step whether its segment settles."""
+        """Launch the kernels. planned: the chunks, and by row of the step whether its segment settles."""
         plan, settled = planned
         shape = weights.shape
         limit = len(plan.chunks)
@@ -164,9 +148,11 @@ class CudaDelta:
         )
         out = torch.empty(len(convolved), shape.value_heads, shape.value_size, device=self.device)
         tile = min(TILE, shape.value_size)
+        walks = settles != NONE and self._can_walk(convolved, shape)
         launch(
             delta.scan,
-            (segments + 1, shape.value_heads * (shape.value_size // tile)),
+            # Where the other kernel follows and all settle, next to nothing is left, so one program takes all segments.
+            (2 if walks and settles == ALL else segments + 1, shape.value_heads * (shape.value_size // tile)),
             plan.chunks,
             plan.runs,
             settled,
@@ -183,10 +169,36 @@ class CudaDelta:
             scale,
             TILE=tile,
             SETTLES=settles,
+            WALKED=walks,
             **sizes,
             **wide,
         )
+        if walks:
+            launch(
+                hopper_delta.walk,
+                (shape.value_heads * (shape.value_size // tile),),
+                describe_blocks(convolved, CHUNK, shape.key_size),
+                describe_blocks(convolved, CHUNK, tile),
+                describe_blocks(scratch.mix.view(-1, CHUNK), CHUNK, CHUNK),
+                describe_blocks(scratch.fold.view(-1, CHUNK), shape.key_size, CHUNK),
+                plan.walks,
+                scratch.lines,
+                state.decays,
+                state.memory,
+                out,
+                segments,
+                scale,
+                STAGES=WALK_STAGES,
+                enable_fp_fusion=False,
+                **{key: sizes[key] for key in ("KEY_HEADS", "HEADS", "DV")},
+                **self._options(4),
+            )
         return out
+
+    def _can_walk(self, convolved: Tensor, shape: DeltaShape) -> bool:
+        """Return whether Hopper's kernel serves: a wide step in bfloat16, and heads that fill the tensor cores."""
+        fills = shape.key_size in (64, 128) and shape.value_size in (64, 128)
+        return self.hopper and len(convolved) > NARROW and convolved.dtype == torch.bfloat16 and fills
 
     def _keep_rows(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
         plan = self._step_chunks(batch, len(ring))
@@ -214,7 +226,7 @@ class CudaDelta:
         numbers = torch.tensor([0, 0, slot, base, CHUNK, 0, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
         if self.device.type == "cuda":
             numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        plan = ChunkPlan(numbers[:FIELDS].view(1, FIELDS), numbers[FIELDS:].view(2, 2))
+        plan = ChunkPlan(numbers[:FIELDS].view(1, FIELDS), numbers[FIELDS:].view(2, 2), numbers)  # no walks
         unsettled = torch.zeros(1, dtype=torch.int64, device=self.device)
         last = base % RING + CHUNK
         for state in states:
@@ -285,6 +297,7 @@ class CudaDelta:
             self._plans[batch.bucket] = ChunkPlan(
                 torch.zeros(limit, FIELDS, dtype=torch.int32, device=self.device),
                 torch.zeros(segments + 1, 2, dtype=torch.int32, device=self.device),
+                torch.zeros(segments + 1, FIELDS, dtype=torch.int32, device=self.device),
             )
             self._stale = True
         if self._stale:
@@ -308,8 +321,10 @@ class CudaDelta:
             batch.slots,
             batch.positions,
             batch.counts,
+            batch.settled,
             plan.chunks,
             plan.runs,
+            plan.walks,
             batch.bucket,
             len(plan.chunks),
             len(plan.runs) - 1,

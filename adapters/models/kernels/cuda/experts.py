@@ -15,19 +15,22 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.activations import SILU, apply_gate
+from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.experts_interface import (
+    BiasedExpertsShape,
     ChosenExperts,
     Experts,
     ExpertsShape,
     GatedWeights,
+    GroupedExpertsShape,
     PackedProducts,
     SigmoidExpertsShape,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
-from adapters.models.kernels.triton.sigmoid_choice import choose_by_sigmoid
+from adapters.models.kernels.triton.grouped_choice import choose_in_groups
 from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
@@ -91,20 +94,36 @@ class CudaExperts:
     pdl: bool | None
 
     def run_experts(
-        self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
+        self,
+        kernels: PackedProducts,
+        x: Tensor,
+        experts: Experts,
+        weights: GatedWeights,
+        batch: Batch,
+        deciding: Tensor | None = None,
     ) -> Tensor:
-        """Run x through a layer of experts. weights: of all places, one behind the other, in `[places, N, K]`."""
+        """Run x through a layer of experts.
+
+        weights: of all places, one behind the other, in `[places, N, K]`. Where they have biases, a place is the number
+        of an expert. deciding: what the router reads in place of x.
+        """
         shape = experts.shape
         rows = len(x)
-        logits = kernels.linear(x, experts.router)
+        logits = kernels.linear(x if deciding is None else deciding, experts.router)
+        if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
+            logits = logits.float().add_(experts.correction)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
+        numbers = chosen.clamp(max=shape.count - 1).long()  # padded rows have any expert: nothing reads their pairs
+        if experts.scales is not None:
+            shares[:, : shape.chosen].mul_(experts.scales[numbers])
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
-        inner = x.new_empty(chosen.numel(), shape.inner)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for places in self._fetch_places(experts, chosen):
-            dealt = self._deal_pairs(chosen, places, tile, shape)
-            self._multiply_groups(x, weights.gate_up.weight, inner, dealt, tile, share=shape.chosen)
+            dealt = self._deal_pairs(chosen, places, tile, shape.count)
+            inner = self._run_gates(x, weights, dealt, tile, numbers)
             self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
+        if weights.down_bias is not None:
+            made.add_(weights.down_bias[numbers.flatten()])
         own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
         out = torch.empty_like(x)
         block = min(1024, triton.next_power_of_2(x.shape[1]))
@@ -126,6 +145,34 @@ class CudaExperts:
         )
         return out
 
+    def _run_gates(
+        self, x: Tensor, weights: GatedWeights, dealt: PairTiles, tile: GroupTile, numbers: Tensor
+    ) -> Tensor:
+        """Return what the gates let through, `[pairs, I]`. numbers: the experts of each row.
+
+        Only SiLU is part of the product. For another activation, every number is rounded where it is if experts are
+        computed one by one, so the bits are the same.
+        """
+        columns = weights.gate_up.weight.shape[1]
+        is_silu = weights.activation == SILU
+        both = x.new_empty(numbers.numel(), columns // 2 if is_silu else columns)
+        self._multiply_groups(x, weights.gate_up.weight, both, dealt, tile, share=numbers.shape[1])
+        if is_silu:
+            return both
+        if weights.gate_up_bias is not None:
+            both.add_(weights.gate_up_bias[numbers.flatten()])
+        return apply_gate(weights.activation, *both.chunk(2, dim=1)).contiguous()
+
+    def multiply_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply the heads of x `[R, H, K]`, each with its own weight of `[H, N, K]`: each row chose every one."""
+        rows, heads, depth = x.shape
+        chosen = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(rows, 1)
+        tile = choose_group_tile(rows * heads, heads, x.dtype, self.shared)
+        out = x.new_empty(rows, heads, weight.shape[1])
+        dealt = self._deal_pairs(chosen, None, tile, heads)
+        self._multiply_groups(x.reshape(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
+        return out
+
     def choose_experts(
         self, logits: Tensor, shape: ExpertsShape, positions: Tensor, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -136,9 +183,9 @@ class CudaExperts:
         ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
         chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
         shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
-        if isinstance(shape, SigmoidExpertsShape):
+        if isinstance(shape, GroupedExpertsShape):
             launch(
-                choose_by_sigmoid,
+                choose_in_groups,
                 (rows,),
                 logits,
                 logits.new_zeros(shape.count, dtype=torch.float32) if correction is None else correction,
@@ -154,6 +201,7 @@ class CudaExperts:
                 CHOSEN_GROUPS=shape.chosen_groups,
                 PLACES=triton.next_power_of_2(shape.groups),
                 NORMED=shape.is_normalized,
+                SIGMOID=isinstance(shape, SigmoidExpertsShape),
                 **launch_options(1, self.pdl),
             )
             return chosen, shares
@@ -187,9 +235,9 @@ class CudaExperts:
             places = [turn.get(number, -1) for number in range(count)]
             yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, shape: ExpertsShape) -> PairTiles:
+    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, count: int) -> PairTiles:
         pairs = chosen.numel()
-        some = min(pairs, shape.count)  # experts with pairs: each may have a tile that is not full
+        some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
         dealt = PairTiles(
             torch.empty_like(chosen.view(-1)),
             chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
@@ -197,15 +245,15 @@ class CudaExperts:
         )
         launch(
             programs.deal,
-            (shape.count,),
+            (count,),
             chosen,
             chosen if places is None else places,  # never read without
             dealt.pairs,
             dealt.tiles,
             dealt.total,
             pairs,
-            COUNT=shape.count,
-            EXPERTS=triton.next_power_of_2(shape.count),
+            COUNT=count,
+            EXPERTS=triton.next_power_of_2(count),
             PLACED=places is not None,
             TILE=tile.pairs,
             BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),

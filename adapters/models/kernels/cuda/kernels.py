@@ -2,7 +2,7 @@
 neighbours.
 
 This module launches; `triton/` says what is computed and why its order is fixed. Attention's launches are in
-`attention.py`, the tiles of products in `tiles.py`.
+`attention.py`, those of products in `products.py` and `packed.py`.
 """
 
 from __future__ import annotations
@@ -13,32 +13,20 @@ from typing import Any, TypeVar
 
 import torch
 import triton
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
-from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.cuda.attention import (
-    KV_TILE,
-    CudaAttention,
-    StepTiles,
-    cache_sizes,
-    describe_blocks,
-    launch_options,
-)
+from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
-from adapters.models.kernels.cuda.tiles import (
-    H200_SHARED,
-    choose_tile,
-    choose_tile_ahead,
-    count_parts,
-    round_up_to_power,
-)
+from adapters.models.kernels.cuda.products import CudaProducts
+from adapters.models.kernels.cuda.tiles import H200_SHARED, KV_TILE, StepTiles, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import (
     ChosenExperts,
@@ -48,32 +36,18 @@ from adapters.models.kernels.experts_interface import (
     StackedExperts,
     run_experts,
 )
-from adapters.models.kernels.interface import NARROW, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.fused_layers import FusedLayers
+from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
-from adapters.models.kernels.triton import hopper, linear, rows
+from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch
-from effects.ids import PAGE
 
 T = TypeVar("T")
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
-
-
-@frozen
-class CudaWeight:
-    """A weight `[N, K]` as products read it; gated ones hold gate rows and up rows in turn."""
-
-    weight: Tensor
-    gated: bool = False
-
-
-def can_be_grouped(weights: GatedWeights) -> bool:
-    """Return whether products of many such experts can be one launch."""
-    packed = isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
-    return packed and weights.activation == SILU
 
 
 def _pad_row_count(rows: int) -> int:
@@ -94,12 +68,12 @@ class TritonKernels:
     graphs: GraphCache = field(init=False)
     _processors: int = field(init=False, default=4)
     _shared: int = field(init=False, default=H200_SHARED)
-    _hopper: bool = field(init=False, default=False)
     _attention: CudaAttention = field(init=False)
     grouped_experts: CudaExperts = field(init=False)
+    products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-1"
+    name = "triton-2"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = False  # the products of all of a layer's are one launch
@@ -107,16 +81,18 @@ class TritonKernels:
 
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
+        hopper = False
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self._processors = properties.multi_processor_count
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
-            self._hopper = properties.major == 9
-        self.delta = CudaDelta(self.device, self.pdl)
-        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
+            hopper = properties.major == 9
+        self.delta = CudaDelta(self.device, self.pdl, hopper)
+        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, hopper)
         self.grouped_experts = CudaExperts(self._shared, self.pdl)
+        self.products = CudaProducts(self._processors, self._shared, self.pdl, hopper)
         self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
 
     @property
@@ -127,7 +103,10 @@ class TritonKernels:
         return TritonKernels(self.device, self.pdl)
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
-        """Every element is one chain over ascending K whatever the shape: the probe's whole layer is the proof."""
+        """Every element is one chain over ascending K, or chains of pieces that follow from the weight's shape.
+
+        Both are so at every row count. The probe's whole layer is the proof.
+        """
         return Proof(None)
 
     def with_plan(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
@@ -139,7 +118,7 @@ class TritonKernels:
         return self._pack(weight)
 
     def _pack(self, weight: Tensor) -> CudaWeight:
-        if weight.shape[1] * weight.element_size() % 16:
+        if weight.shape[-1] * weight.element_size() % 16:
             raise ValueError(
                 f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
             )
@@ -153,10 +132,10 @@ class TritonKernels:
 
     def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         if isinstance(packed, CudaStack):
-            return self._packing.multiply(x, packed, self._multiply)
+            return self._packing.multiply(x, packed, self.products.multiply)
         columns = packed.weight.shape[0]
         out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
-        self._multiply(x, packed.weight, out, gated=packed.gated)
+        self.products.multiply(x, packed.weight, out, gated=packed.gated)
         return out
 
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
@@ -174,45 +153,22 @@ class TritonKernels:
                 target[number].copy_(source)
         return StackedExperts(stack)
 
+    def pack_heads(self, weight: Tensor) -> CudaWeight:
+        return self._pack(weight)
+
+    def multiply_heads(self, x: Tensor, packed: CudaWeight) -> Tensor:
+        return self.grouped_experts.multiply_heads(x, packed.weight)
+
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         """Run a layer of experts. No graph is recorded where the host has to know the router's choice."""
         each = experts.each
         if isinstance(each, StackedExperts):
-            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
         self.graphs.enabled = False
-        if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
-            return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
+        places = each.places.weights if isinstance(each, ChosenExperts) else None
+        if places is not None and can_be_grouped(places) and places.down_bias is None:
+            return self.grouped_experts.run_experts(self, x, experts, places, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
-
-    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth) = x.shape
-        columns = w.shape[0]
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        if self._hopper and count <= NARROW and x.dtype != torch.float32:
-            self._multiply_ahead(x, w, out, gated=gated)
-            return
-        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
-        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
-        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
-        options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
-        sizes = (count, columns, depth, out.stride(0))
-        if count <= NARROW:
-            grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
-            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
-        else:
-            options["GROUP"] = 8 if gated else 4
-            grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
-            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
-
-    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth) = x.shape
-        columns = w.shape[0]
-        tile = choose_tile_ahead(count, x.dtype, self._shared)
-        grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
-        descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
-        options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
-        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
@@ -248,18 +204,23 @@ class TritonKernels:
     def _rotate(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, caches: tuple[Tensor, Tensor], kv: int
     ) -> Tensor:
-        """Prepare and rotate heads of queries, and `kv` heads of keys and of values, which are written."""
+        """Prepare and rotate heads of queries, and `kv` heads of keys and of values, which are written.
+
+        Caches that are one tensor take the keys alone.
+        """
         k_cache, v_cache = caches
         form = format_of(k_cache)
         head = form.head_size(k_cache.shape[3])
         coded = form.is_coded
-        if head not in HEAD_SIZES:
+        rotated = 2 * rope.cos.shape[1]
+        is_shared = kv > 0 and v_cache is k_cache
+        values = 0 if is_shared else kv
+        if not {*((rotated, head - rotated) if is_shared else (head,))}.issubset(HEAD_SIZES):
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
-        heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
+        heads = qkv.shape[1] // head - kv - values  # none, if rows are only stored
         q = qkv.new_empty(len(qkv), heads, head)
         at_once = 8
-        grid = (len(qkv), count_parts(heads + 2 * kv, at_once))
-        rotated = 2 * rope.cos.shape[1]
+        grid = (len(qkv), count_parts(heads + kv + values, at_once))
         norm = prep.q_norm if prep.k_norm is None else prep.k_norm
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, norm))
         launch(
@@ -283,6 +244,7 @@ class TritonKernels:
             prep.eps,
             HEADS=heads,
             KV=kv,
+            VALUES=values,
             HALF=rotated // 2,
             REST=head - rotated,
             PADDED=round_up_to_power(head - rotated),
@@ -291,7 +253,7 @@ class TritonKernels:
             V_NORM=prep.v_norm,
             WIDE=norm is not None and norm.dtype != qkv.dtype,
             BLOCK=at_once,
-            PAGE=0 if batch.pages is None else PAGE,
+            PAGE=page_size(k_cache, batch),
             LIMIT=LIMITS.get(form.dtype, 0.0),
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
             **self._options(4),

@@ -1,8 +1,8 @@
 """Packed weights on CUDA: which stay packed, how they lie on the device, and how they are multiplied.
 
 Few rows are multiplied by kernels that unpack in registers. For many rows it is cheaper to unpack a part of the
-weight once and to multiply with that as with any weight. The memory of the part is reused for the next one. Both ways
-sum alike.
+weight once and to multiply with that. The memory of the part is reused for the next one. Both ways add up columns in
+the same pieces, in the same order.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
-from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
-from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
-_WIDEST = 256  # columns of a tile of the products
+PIECES = 8  # into which columns are cut; another number, or another FEW, is another numerics version
+FEW = 16384  # outputs; a matrix with fewer is cut into pieces, because its programs are too few for a GPU
+_ALIGNED = 128  # a piece has a multiple of so many columns: whole blocks, and whole steps of wide products
+NARROW_PACKED = 64  # rows that are multiplied without unpacking the weight first
+_WIDEST = 256  # columns of whole tiles of every wide product
+_AHEAD = 256  # columns that each warp loads ahead
+_TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
-_ROOMY = 160 << 10  # bytes of shared memory
+_ROOMY = 200 << 10  # bytes of shared memory
 _CONVERTS = (8, 9)  # compute capability from which E4M3 has instructions
 _LARGEST = 2.0**7  # scale of E4M3; without those instructions scales are stored 2 ** 120 times as great
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
@@ -55,6 +60,16 @@ class CudaPackedMatrix:
     @property
     def blocks(self) -> int:
         return self.words.shape[1]
+
+    @property
+    def pieces(self) -> int:
+        """The number of chains of which a sum consists."""
+        return PIECES if self.outputs < FEW else 1
+
+    @property
+    def piece(self) -> int:
+        """The columns of a piece. The last pieces may have fewer or none."""
+        return -(-self.columns // self.pieces // _ALIGNED) * _ALIGNED
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -84,9 +99,9 @@ class CudaStack:
 
 
 class Multiply(Protocol):
-    """A product with a weight `[N, K]` that is not packed."""
+    """A product with a weight `[N, K]` that is not packed. piece: columns of which the sum is one chain; 0: all."""
 
-    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None: ...
+    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None: ...
 
 
 @define(eq=False)
@@ -138,8 +153,8 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
-            elif len(x) <= NARROW:
-                tile = choose_packed_tile(len(x), part.outputs, self.processors, self.shared)
+            elif len(x) <= NARROW_PACKED:
+                tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
@@ -149,14 +164,15 @@ class CudaPacking:
     def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: bool) -> None:
         assert self._scratch is not None
         share = 2 if gated else 1
+        piece = weight.piece if weight.pieces > 1 else 0
         whole = self._scratch.view(x.dtype)
-        pieces = triton.cdiv(weight.outputs, len(whole) // weight.columns // _WIDEST * _WIDEST)
-        most = triton.cdiv(weight.outputs, pieces * _WIDEST) * _WIDEST
+        # As many outputs as keep every processor busy once. They are still in the L2 cache when they are multiplied.
+        most = min(self.processors // _TILES, len(whole) // weight.columns // _WIDEST) * _WIDEST
         for first in range(0, weight.outputs, most):
             stop = min(first + most, weight.outputs)
             part = whole[: (stop - first) * weight.columns].view(stop - first, weight.columns)
             unpack_rows(weight, first, part, self.pdl)
-            plain(x, part, out[:, first // share : stop // share], gated=gated)
+            plain(x, part, out[:, first // share : stop // share], gated=gated, piece=piece)
 
 
 def pack_steps(matrix: PackedMatrix, device: torch.device) -> CudaPackedMatrix | None:
@@ -228,45 +244,49 @@ def _arrange_levels(levels: Tensor, group: int, block: int, blocks: int) -> Tens
 
 @frozen
 class PackedTile:
-    """Rows of x and of the weight that a program has, columns of both that are loaded together, its warps, and the
-    number of such chunks that fit: an even number.
+    """Rows of x and of the weight that a program has, blocks of the weight that each warp loads ahead, and warps.
+
+    registers: the most of a thread; None: as many as the compiler likes.
     """
 
     rows: int
     columns: int
-    chunk: int
-    warps: int = 4
-    stages: int = 4
+    ahead: int
+    warps: int = PIECES
+    registers: int | None = None
 
 
-def choose_packed_tile(count: int, outputs: int, processors: int, shared: int) -> PackedTile:
-    """Choose the tile of a packed product. shared: bytes of shared memory that a program may have.
+def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> PackedTile:
+    """Choose the tile of a packed product of this many rows. block: columns of a block of the weight. shared: bytes of
+    shared memory that a program may have.
 
-    A product takes no less time than its chain over the columns, so programs are small. 4,096 outputs at 32 a program
-    are about one program for each processor, which leaves room for programs of further rows. Where there are many
-    outputs anyway, 64 a program read less of x, and more rows unpack less often. All but one tile need at most 99 KiB
-    of shared memory, what the smallest GPUs have.
+    A thread's registers hold the words that are on their way, so their number is given: the compiler would take fewer
+    and request words later. 32 rows of eight pieces need more shared memory than small GPUs have.
     """
-    many = outputs >= 96 * processors
-    if count <= 16 or (count <= 64 and not many):
-        return PackedTile(16, 64, 128) if many else PackedTile(16, 32, 256)
-    return PackedTile(32, 64, 256, warps=8) if count <= 32 and shared >= _ROOMY else PackedTile(64, 64, 128)
+    rows = 8 if count <= 8 else 16 if count <= 16 or (pieces > 1 and shared < _ROOMY) else 32
+    if pieces > 1:
+        return PackedTile(rows, 16, _AHEAD // block, registers=128 if rows <= 16 else None)
+    return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
 
 
 def multiply_narrow(
     x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
 ) -> None:
     grid = (count_parts(weight.outputs, tile.columns), count_parts(len(x), tile.rows))
-    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, out.stride(0))
+    form = weight.block_form
+    each = weight.piece // form.block
+    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, each, out.stride(0))
     constants = {
+        "PIECES": weight.pieces,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
-        "CHUNK": tile.chunk,
-        "STAGES": tile.stages,
-        "FORM": weight.block_form,
+        "AHEAD": tile.ahead,
+        "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
+        "FORM": form,
         "GATED": gated,
     }
-    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launch_options(tile.warps, pdl))
+    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
+    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **options)
 
 
 def unpack_rows(weight: CudaPackedMatrix, first: int, out: Tensor, pdl: bool | None) -> None:

@@ -1,21 +1,50 @@
-"""Tiles of products on a CUDA device. The choice is free, because a product's rows and columns cannot change bits."""
+"""Tiles of products and of attention on a CUDA device.
+
+The choice is free, because a product's rows and columns cannot change bits. `KV_TILE` is not free: keys of a tile are
+added up together.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
+from torch import Tensor
 
 from adapters.models.kernels.interface import NARROW
 
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
+KV_TILE = 64  # keys of a tile of attention
+WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
+
+
+@define
+class StepTiles:
+    """The step's tiles of rows on the device, by the rows of a tile.
+
+    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
+    """
+
+    tiles: dict[int, Tensor] = field(factory=dict)
+    fresh: set[int] = field(factory=set)
+    merges: bool = False
+
+
+def choose_tiles(q: Tensor) -> tuple[int, int]:
+    """Return the rows of a tile of queries and the keys of a tile, for queries of this type and size."""
+    return (32, 32) if q.dtype == torch.float32 or q.shape[2] > WIDE_HEAD else (64, KV_TILE)
 
 
 def count_parts(count: int, size: int) -> int:
     """Return how many parts of `size` cover `count`. Triton's `cdiv` does the same but takes microseconds."""
     return -(-count // size)
+
+
+def count_shares(group: int, tile: int) -> int:
+    """Return into how many equal parts the query heads of one key head are cut, so that each fits into a tile."""
+    return next(parts for parts in range(1, group + 1) if not group % parts and group // parts <= tile)
 
 
 def round_up_to_power(number: int) -> int:
@@ -41,26 +70,74 @@ class Tile:
     stages: int
 
 
-@cache
-def choose_tile(
-    count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
-) -> Tile:
-    """Choose a tile: up to NARROW rows one tile holds them all; above, the largest tile that gives (nearly) every
-    processor one.
+@frozen
+class Cut:
+    """Columns of a product that are computed with one tile: from `first` on, `columns` many."""
 
+    tile: Tile
+    first: int
+    columns: int
+
+
+LARGE = Tile(256, 128, 64, 8, 4)
+SMALL = Tile(128, 64, 128, 4, 4)
+MIDDLE = Tile(128, 128, 64, 4, 3)
+GATED = Tile(128, 256, 64, 8, 4)
+LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
+
+
+@cache
+def cut_columns(
+    count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
+) -> tuple[Cut, ...]:
+    """Cut a product's columns so that processors idle little: whole waves of large tiles, then the rest.
+
+    Up to NARROW rows one tile holds them all. A wave is as many tiles as there are processors. The tiles of a last
+    wave that is not full take as long as a full one, so its columns are computed in smaller tiles if that is quicker.
     shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
     """
+    largest = GATED if gated else LARGE
+    cuts: tuple[Cut, ...]
     if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3)
-    if count <= NARROW:
-        tile = Tile(max(16, count), 64, 128, 4, 7)
+        cuts = (Cut(Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3), 0, columns),)
+    elif count <= NARROW:
+        cuts = (Cut(Tile(max(16, count), 64, 128, 4, 7), 0, columns),)
     else:
-        largest = Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4)
-        candidates = (largest, Tile(128, 128, 64, 4, 3), Tile(128, 64, 128, 4, 4))
-        programs = [count_parts(count, tile.rows) * count_parts(columns, tile.columns) for tile in candidates]
-        enough = (tile for tile, number in zip(candidates, programs, strict=True) if number >= 0.9 * processors)
-        tile = next(enough, candidates[-1])
-    return limit_stages(tile, dtype, shared)
+        cuts = (_choose_tile(count, 0, columns, (largest, MIDDLE, SMALL), processors),)
+        height = count_parts(count, largest.rows)
+        for waves in range(1, height * columns // largest.columns // processors + 1):
+            first = waves * processors // height * largest.columns
+            if 0 < first < columns:
+                rest = _choose_tile(count, first, columns, (MIDDLE, SMALL), processors)
+                cuts = min(cuts, (Cut(largest, 0, first), rest), key=lambda tried: _sum_times(count, tried, processors))
+    return tuple(evolve(cut, tile=limit_stages(cut.tile, dtype, shared)) for cut in cuts)
+
+
+def _choose_tile(count: int, first: int, columns: int, tiles: tuple[Tile, ...], processors: int) -> Cut:
+    cuts = (Cut(tile, first, columns - first) for tile in tiles)
+    return min(cuts, key=lambda cut: _estimate_time(count, cut, processors))
+
+
+def _sum_times(count: int, cuts: tuple[Cut, ...], processors: int) -> float:
+    return sum(_estimate_time(count, cut, processors) for cut in cuts) + LAUNCH * (len(cuts) - 1)
+
+
+def _estimate_time(count: int, cut: Cut, processors: int) -> float:
+    """Estimate what the columns of a cut take, in units of a wave of the largest tiles. Measured on an H200.
+
+    A middle tile has half the size, but takes as long alone as two of them do on one processor. A small one reads more
+    for what it computes.
+    """
+    programs = count_parts(count, cut.tile.rows) * count_parts(cut.columns, cut.tile.columns)
+    if cut.tile == MIDDLE:
+        return 0.95 if programs <= processors else 1.05 * count_parts(programs, 2 * processors)
+    return count_parts(programs, processors) * (0.36 if cut.tile == SMALL else 1.0)
+
+
+@cache
+def choose_tile_in_pieces(dtype: torch.dtype, shared: int) -> Tile:
+    """Choose the tile of a product in pieces. A program has two sums of each element, so its tile is smaller."""
+    return limit_stages(Tile(128, 128, 64, 8, 6), dtype, shared)
 
 
 @cache

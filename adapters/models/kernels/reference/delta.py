@@ -30,7 +30,7 @@ class ReferenceDelta:
     about bits.
     """
 
-    settles_apart = False
+    commits_per_segment = False
 
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device

@@ -13,12 +13,12 @@ from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, Attenti
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
-from adapters.models.kernels.interface import FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.fused_layers import FusedLayers
+from adapters.models.kernels.interface import FusedContext, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
-from effects.ids import PAGE
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def read_rows(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
     """Return the rows of a slot up to `stop`, `[KV, stop, hd]`, whether or not they are paged."""
     if batch.pages is None:
         return cache[slot, :, :stop]
-    pages = batch.pages[slot, : -(-stop // PAGE)].long()
+    pages = batch.pages[slot, : -(-stop // cache.shape[2])].long()
     return cache[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
 
 
@@ -92,27 +92,32 @@ class ReferenceKernels:
         head = form.head_size(k_cache.shape[3])
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
         heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
-        q = self._rotate(heads[:, : -2 * kv], prep.q_norm, prep, rope, batch)
-        k = form.encode(self._rotate(heads[:, -2 * kv : -kv], prep.k_norm, prep, rope, batch))
+        queries = heads.shape[1] - (kv if k_cache is v_cache else 2 * kv)
+        q = self._rotate(heads[:, :queries], prep.q_norm, prep, rope, batch)
+        k = form.encode(self._rotate(heads[:, queries : queries + kv], prep.k_norm, prep, rope, batch))
+        if k_cache is v_cache:
+            self._write_rows(k, k_cache, batch)
+            return q
         v = heads[:, -kv:]
         if prep.v_norm:
             v = rms_norm(v, torch.ones(head, device=v.device), prep.eps)
-        v = form.encode(v)
+        self._write_rows(k, k_cache, batch)
+        self._write_rows(form.encode(v), v_cache, batch)
+        return q
+
+    @staticmethod
+    def _write_rows(heads: Tensor, cache: Tensor, batch: Batch) -> None:
         at = batch.positions.clamp(min=0)
         row = 0
         for segment in batch.segments:
             rows = slice(row, row + segment.count)
             span = slice(segment.start, segment.start + segment.count)
             if batch.pages is not None:
-                page = batch.pages[segment.slot, at[rows] // PAGE].long()
-                place = at[rows] % PAGE
-                k_cache[page, :, place] = k[rows]
-                v_cache[page, :, place] = v[rows]
+                page = batch.pages[segment.slot, at[rows] // cache.shape[2]].long()
+                cache[page, :, at[rows] % cache.shape[2]] = heads[rows]
             else:
-                k_cache[segment.slot, :, span] = k[rows].transpose(0, 1)
-                v_cache[segment.slot, :, span] = v[rows].transpose(0, 1)
+                cache[segment.slot, :, span] = heads[rows].transpose(0, 1)
             row += segment.count
-        return q
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
         head = format_of(k_cache).head_size(k_cache.shape[3])
@@ -180,7 +185,7 @@ class ReferenceKernels:
             weights = scores.softmax(-1)[..., :stop]
             out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
             row += segment.count
-        return out.flatten(1)
+        return out[..., -rule.latent :].flatten(1)
 
     def pack_gated(self, weight: Tensor | StackedWeight) -> Tensor:
         return self.pack(weight)
@@ -188,6 +193,12 @@ class ReferenceKernels:
     def gated_linear(self, x: Tensor, packed: Tensor) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def multiply_heads(self, x: Tensor, packed: Tensor) -> Tensor:
+        return torch.einsum("rhk,hnk->rhn", x.float(), packed.float()).to(x.dtype)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         return run_experts(self, x, experts, batch, deciding=deciding)

@@ -6,6 +6,9 @@ of s. With few rows each split is a work item of its own and `merge` folds (flas
 program walks through all splits and folds in its registers. Both do the same operations in the same order on each
 row, written with explicit `fma` so that a compiler cannot contract them differently. Keys past a row's own position
 contribute exact zeros. Lengths come from device memory, so one graph serves every context length.
+
+The query heads of one key head may be too many for a tile. Then SHARE programs have some of them each, and KV counts
+all of these parts.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.attention_tiles import load_q, load_tile, row_of
+from adapters.models.kernels.triton.attention_tiles import load_keys, load_q, row_of
 from adapters.models.kernels.triton.online_softmax import NOTHING, absorb_tile, fold_split, join_sink, lowest_key
 
 
@@ -34,10 +37,12 @@ def _close_split(at, acc, peak, total, all_acc, all_peak, all_total, to, real, a
 @triton.jit
 def _walk(
     q,
+    q_rest,
     k_desc,
     v_desc,
     k_scales,
     v_scales,
+    rest_desc,
     base,
     pages_ptr,
     kv_head,
@@ -61,6 +66,7 @@ def _walk(
     CODED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Process the keys `[start, stop)` of a tile of rows, from the start of a split on; return the fold (if FOLD).
 
@@ -80,12 +86,14 @@ def _walk(
     AHEAD: tl.constexpr = STAGES if WINDOW > 0 else 1
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
-        k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
-        v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
+        k, v, k_rest, k_scale, v_scale = load_keys(
+            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype, REST
+        )
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = absorb_tile(
-            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED, 0, CAP
-        )
+            q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED, 0, CAP,
+            q_rest, k_rest, REST,
+        )  # fmt: skip
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
@@ -95,12 +103,13 @@ def _walk(
             total = no_total
     for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=AHEAD):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
-        k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
-        v, v_scale = load_tile(v_desc, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
+        k, v, k_rest, k_scale, v_scale = load_keys(
+            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype, REST
+        )
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = absorb_tile(
             q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, True, PRECISION, CODED, WINDOW,
-            CAP,
+            CAP, q_rest, k_rest, REST,
         )  # fmt: skip
         if (at + BLOCK_N) % SPLIT == 0:
             all_acc, all_peak, all_total = _close_split(
@@ -123,6 +132,7 @@ def attend_chain(
     v_desc,
     k_scales,
     v_scales,
+    rest_desc,
     tiles_ptr,
     out_ptr,
     pages_ptr,
@@ -145,6 +155,8 @@ def attend_chain(
     CODED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,
+    SHARE: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Process one tile of rows, the query heads of one key head, and all splits in order. The longest tiles start
@@ -161,15 +173,20 @@ def attend_chain(
     if PDL:
         gdc_wait()
     if count > 0:
-        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, REST, HEAD, REST + HEAD)
+        q_rest = q
+        if REST > 0:
+            q_rest, _, __ = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, 0, REST, REST + HEAD)
         last = tl.where(first < 0, -1, first + count - 1)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
-        base = (slot * KV + kv_head) * capacity
+        key_head = kv_head // SHARE
+        base = (slot * (KV // SHARE) + key_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         start = lowest_key(first, WINDOW) // BLOCK_N * BLOCK_N
         acc, peak, total = _walk(
-            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, start, last + 1, first, last, position, scale,
-            at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV, PAGE, CODED, WINDOW, CAP,
+            q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, last + 1, first,
+            last, position, scale, at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV // SHARE,
+            PAGE, CODED, WINDOW, CAP, REST,
         )  # fmt: skip
         if SINKS:
             own = kv_head * GROUP + tl.arange(0, BLOCK_M) % PADDED
@@ -187,6 +204,7 @@ def attend_splits(
     v_desc,
     k_scales,
     v_scales,
+    rest_desc,
     tiles_ptr,
     acc_ptr,
     sums_ptr,
@@ -210,6 +228,8 @@ def attend_splits(
     CODED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    REST: tl.constexpr,
+    SHARE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Process the key splits of all (tile of rows, key head) pairs, dealt out evenly to the programs.
@@ -250,16 +270,20 @@ def attend_splits(
         item += here
         if PDL:
             gdc_wait()
-        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, REST, HEAD, REST + HEAD)
+        q_rest = q
+        if REST > 0:
+            q_rest, _, __ = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, 0, REST, REST + HEAD)
         position = tl.minimum(first + tl.arange(0, BLOCK_M) // PADDED, last)
-        base = (slot * KV + kv_head) * capacity
+        key_head = kv_head // SHARE
+        base = (slot * (KV // SHARE) + key_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
         stop = tl.minimum((split + here) * SPLIT, last + 1)
         start = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
         _walk(
-            q, k_desc, v_desc, k_scales, v_scales, base, pages, kv_head, start, stop, first, last, position, scale,
-            at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False, KV, PAGE, CODED,
-            WINDOW, CAP,
+            q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, stop, first, last,
+            position, scale, at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False,
+            KV // SHARE, PAGE, CODED, WINDOW, CAP, REST,
         )  # fmt: skip
 
 

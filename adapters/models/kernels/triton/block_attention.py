@@ -93,7 +93,7 @@ def attend_splits(
         if PDL:
             gdc_wait()
         count = tl.minimum(TILE, stop0 - position0)
-        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, 0, HEAD, HEAD)
         here = tl.minimum(position0 + tl.arange(0, BLOCK_M) // PADDED, stop0 - 1)
         last = tl.zeros_like(here) + stop0 - 1
         if CAUSAL:

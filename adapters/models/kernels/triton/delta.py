@@ -219,6 +219,15 @@ def _parts(at, size, PARTS: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _clear_padding(out_ptr, first, bucket, head, v, HEADS: tl.constexpr, DV: tl.constexpr):
+    """Set what padded rows read to zero, for one head's columns v."""
+    for row in range(first, bucket, CHUNK):
+        rows = (row + tl.arange(0, CHUNK))[:, None].to(tl.int64)
+        nothing = tl.zeros((CHUNK, v.shape[1]), tl.float32)
+        tl.store(out_ptr + (rows * HEADS + head) * DV + v, nothing, rows < bucket)
+
+
 @triton.jit(do_not_specialize=["run_limit", "bucket"])
 def scan(
     chunks_ptr,
@@ -244,30 +253,32 @@ def scan(
     PARTS: tl.constexpr,
     READ: tl.constexpr,
     SETTLES: tl.constexpr,
+    WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
+    """Process the chunks of segments (runs), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
 
-    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the segment settles. SETTLES: 0 if no segment does, 1 if all
-    do, 2 if settled, int64 `[bucket]`, tells it of each row. What later steps need of the gates is kept. The programs
-    behind the last possible segment clear the padded rows.
+    WALKED: `hopper_delta.walk` follows, which processes the chunks without earlier rows of the segments that settle.
+    The last programs clear the padded rows, and the others share the runs. memory, float32 `[slots, HEADS, DK, DV]`, is
+    moved if the segment settles. SETTLES: 0 if no segment does, 1 if all do, 2 if settled, int64 `[bucket]`, tells it
+    of each row. What later steps need of the gates is kept.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    run = tl.program_id(0)
+    width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
+    whole: tl.constexpr = width + KEY_HEADS * DK
+    sharing = tl.num_programs(0) - 1
     head = tl.program_id(1) // (DV // TILE)
     v = tl.program_id(1) % (DV // TILE) * TILE + tl.arange(0, TILE)[None, :]
-    first = tl.load(runs_ptr + run * 2)
-    stop = first + tl.load(runs_ptr + run * 2 + 1)
     i = tl.arange(0, CHUNK)
-    if run == run_limit:
-        for row in range(first, bucket, CHUNK):
-            rows = (row + i)[:, None].to(tl.int64)
-            tl.store(out_ptr + (rows * HEADS + head) * DV + v, tl.zeros((CHUNK, TILE), tl.float32), rows < bucket)
-    elif stop > first:
-        width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
-        whole: tl.constexpr = width + KEY_HEADS * DK
+    if tl.program_id(0) == sharing:
+        _clear_padding(out_ptr, tl.load(runs_ptr + run_limit * 2), bucket, head, v, HEADS, DV)
+    run = tl.where(tl.program_id(0) == sharing, run_limit, tl.program_id(0))
+    number = tl.load(runs_ptr + run * 2 + 1, run < run_limit, 0)
+    while number > 0:  # runs are without gaps, so there is none behind one that has no chunks
+        first = tl.load(runs_ptr + run * 2)
+        stop = first + number
         d = tl.arange(0, DK)
         keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
         values = KEY_HEADS * DK + head * DV + v
@@ -275,8 +286,10 @@ def scan(
         settles = tl.full((), SETTLES, tl.int32)
         if SETTLES == 2:
             settles = tl.load(settled_ptr + row0).to(tl.int32)
+        if WALKED:
+            stop = tl.where(settles != 0, first + (old > 0).to(tl.int32), stop)
         memory = memory_ptr + (slot * HEADS + head) * DK * DV
-        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0), 0.0)
+        state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
         for item in range(first, stop):
             row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
             kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
@@ -315,5 +328,7 @@ def scan(
                 last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
                 at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
                 state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
-        if settles != 0:
+        if (settles != 0) & (stop > first):
             tl.store(memory + d[:, None] * DV + v, state)
+        run += sharing
+        number = tl.load(runs_ptr + run * 2 + 1, run < run_limit, 0)

@@ -19,8 +19,10 @@ def plan_chunks(
     slots_ptr,
     positions_ptr,
     counts_ptr,
+    settled_ptr,
     chunks_ptr,
     runs_ptr,
+    walks_ptr,
     bucket,
     chunk_limit,
     run_limit,
@@ -32,6 +34,9 @@ def plan_chunks(
 
     chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps. runs[s] =
     the segment's first chunk and how many it has. The run behind the last possible one holds the number of real rows.
+    walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
+    there on, their first row, slot, position of that row, and number of rows. The walk behind the last possible one
+    holds the number of walks.
     """
     i = tl.arange(0, ROWS)
     inside = i < bucket
@@ -60,6 +65,17 @@ def plan_chunks(
     unused = (s >= tl.sum(starts.to(tl.int32), 0)) & (s < run_limit)
     tl.store(runs_ptr + s * 2 + 1, tl.zeros((RUNS,), tl.int32), unused)
     tl.store(runs_ptr + run_limit * 2, tl.sum(real.to(tl.int32), 0))
+    begin = (position + CHUNK - 1) // CHUNK * CHUNK
+    ahead = position + count - begin
+    walks = starts & (ahead > 0) & (tl.load(settled_ptr + i, inside, 0) != 0)
+    walk = walks_ptr + (tl.cumsum(walks.to(tl.int32), 0) - 1) * FIELDS
+    tl.store(walk, chunk + (begin > position).to(tl.int32), walks)
+    tl.store(walk + 1, (ahead + CHUNK - 1) // CHUNK, walks)
+    tl.store(walk + 2, i + begin - position, walks)
+    tl.store(walk + 3, slot, walks)
+    tl.store(walk + 4, begin, walks)
+    tl.store(walk + 5, ahead, walks)
+    tl.store(walks_ptr + run_limit * FIELDS, tl.sum(walks.to(tl.int32), 0))
 
 
 @triton.jit

@@ -77,6 +77,7 @@ def linear_wide(
     x_desc,
     w_desc,
     out_ptr,
+    piece,
     rows,
     columns,
     depth,
@@ -86,12 +87,15 @@ def linear_wide(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
+    IN_PIECES: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for many rows. Arithmetic is the limit; groups of row tiles share weights
     in L2.
+
+    IN_PIECES: every `piece` columns, a multiple of BLOCK_K, are a chain of their own, as in `packed`.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -104,10 +108,19 @@ def linear_wide(
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        x = x_desc.load([m0, k])
-        w = w_desc.load([n0, k])
-        acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+    if IN_PIECES:
+        for first in range(0, depth, piece):
+            part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in tl.range(first, tl.minimum(first + piece, depth), BLOCK_K, num_stages=STAGES):
+                x = x_desc.load([m0, k])
+                w = w_desc.load([n0, k])
+                part = tl.dot(x, w.T, part, input_precision=PRECISION)
+            acc += part
+    else:
+        for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            x = x_desc.load([m0, k])
+            w = w_desc.load([n0, k])
+            acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
     if PDL:
         gdc_launch_dependents()
     m = m0 + tl.arange(0, BLOCK_M)

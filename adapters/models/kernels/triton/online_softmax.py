@@ -43,12 +43,19 @@ def absorb_tile(
     CODED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    q_rest=None,
+    k_rest=None,
+    REST: tl.constexpr = 0,
 ):
     """Add one key tile to the online softmax. acc: `[M, HEAD]`; peak and total: `[M]`, in base-2 exponents.
+
+    q_rest, k_rest: tiles of REST more numbers of queries and keys.
 
     Of coded rows the scores and the weights are scaled, because there are fewer of them than codes.
     """
     scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if REST > 0:
+        scores = tl.dot(q_rest, k_rest.T, scores, input_precision=PRECISION)
     if CODED:
         scores = scores * k_scale[None, :]
     if CAP > 0:

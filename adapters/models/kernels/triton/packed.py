@@ -1,9 +1,10 @@
-"""Matrix products with packed weights, unpacked in registers and added up in `linear`'s order.
+"""Matrix products with packed weights, unpacked in registers and added up in pieces.
 
 A weight becomes step * scale - least in float32, rounded to the dtype of the computation before it is multiplied.
-That is the very number that unpacking at load gives. The sums are those of `linear`: one chain over ascending k in
-steps of 16. So the bits are those of products with unpacked weights, at every row count. `packed_numbers` says how
-words lie.
+That is the very number that unpacking at load gives. The columns of a matrix are cut into pieces at fixed places. Each
+piece is one chain over ascending k in steps of 16, from zero, and the pieces are added in order. `linear` and
+`hopper_pieces` sum unpacked weights in the same way, so the bits are theirs at every row count. `packed_numbers` says
+how words lie.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
 from adapters.models.kernels.triton.packed_numbers import weights_of
-from adapters.models.kernels.triton.packed_ring import fetch_weights, read_chunk, rings_of
 
 _silu_times = gluon.jit(silu_times.fn)
 
@@ -61,38 +61,105 @@ def _load(matrix, places, block, blocks, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _places(n0, stop, ROWS: gl.constexpr, WARPS: gl.constexpr):
+def _places(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
     """Return rows, lanes of a row, and words; no row lies behind the last one."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [WARPS, 1, 1], [2, 1, 0])
-    n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
-    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
-    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES)))
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LANES)))
+    n = n0 + gl.arange(0, ROWS, layout=ROW)[None, :, None, None]
+    t = gl.arange(0, 4, layout=LANE)[None, None, :, None]
+    c = gl.arange(0, 4, layout=WORD)[None, None, None, :]
     return gl.minimum(n, stop - 1), t, c
 
 
 @gluon.jit
-def _fetch(x_ptr, buffer, m, k, rows, depth):
-    async_copy.async_copy_global_to_shared(buffer, x_ptr + m * depth + k, mask=(m < rows) & (k < depth))
+def _load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr):
+    """Load the columns of every piece's block number `step`, as the right side of a product.
+
+    at: the place of each row's piece, the number of columns before the piece, and those within a block. They are added
+    to the pointer in this order, so that the columns become constants of the instructions. Two columns are one number
+    here, because the compiler would take them apart and put them together again. EVEN: there is nothing behind any
+    piece's last block, so that nothing has to be zero.
+    """
+    start, before, k = at
+    pairs = x_ptr.to(gl.pointer_type(gl.int32)) + step * (BLOCK // 2)
+    if EVEN:
+        return gl.load(pairs + start + k)
+    column = k + step * (BLOCK // 2)
+    inside = (column + before < depth // 2) & (column < each * (BLOCK // 2))
+    return gl.load(pairs + start + k, mask=inside, other=0)
+
+
+@gluon.jit
+def _split_pairs(pairs, dtype: gl.constexpr, RIGHT: gl.constexpr):
+    """Return the columns of pairs `[pieces, pairs, rows of x]` one below the other."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).permute((0, 1, 3, 2))
+    found = both.reshape((pairs.shape[0], pairs.shape[1] * 2, pairs.shape[2]))
+    return gl.convert_layout(found, RIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _fetch_x(x_ptr, ring, at, step, each, depth, BLOCK: gl.constexpr):
+    """Copy the columns of every piece's block number `step` to shared memory; zeros where there are none."""
+    m, inside, before, k = at
+    STAGES: gl.constexpr = ring.shape[0]
+    column = k + step * BLOCK
+    mask = inside & (column + before < depth) & (column < each * BLOCK)
+    buffer = ring.index(step % STAGES)
+    async_copy.async_copy_global_to_shared(buffer, x_ptr + step * BLOCK + (m * depth + before) + k, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED: gl.constexpr):
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if GATED:
-        gate, up = gl.split(acc.reshape((acc.shape[0], acc.shape[1] // 2, 2)))
-        out = _silu_times(gate, up, dtype)
-        n0 = n0 // 2
-        columns = columns // 2
+def _next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr, RIGHT: gl.constexpr):
+    """Return block number `step` of x as the right side of a product, and request a later one.
+
+    x: block number `step` in registers, where rows are few. ring: shared memory for some blocks, where they are more.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    if ring is None:
+        right = _split_pairs(x, dtype, RIGHT)
+        following = step + 1
+        if EVEN:
+            following = gl.minimum(following, each - 1)
+        x = _load_x(x_ptr, at, following, each, depth, EVEN, BLOCK)
     else:
-        out = acc.to(dtype)
-    m = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
-    n = n0 + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
-    gl.store(out_ptr + m.to(gl.int64) * stride + n, out, mask=(m < rows) & (n < columns))
+        STAGES: gl.constexpr = ring.shape[0]
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        _fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
+        right = ring.index(step % STAGES).permute((0, 2, 1)).load(RIGHT)
+    return right, x
 
 
-@gluon.jit(do_not_specialize=["rows", "blocks"])
-def packed_narrow(
+@gluon.constexpr_function
+def lanes_of(pieces, warps, rows):
+    """Return how threads share words `[pieces, rows, 4 lanes, 4 words]`, as those of the left side of a product do.
+
+    A warp has 16 rows of a piece, eight and eight, and further rows at once where there are more than its warps take.
+    """
+    down = warps // pieces
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 8, 0, 0]]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    height = 16
+    across = []
+    while height < 16 * down:
+        across.append([0, height, 0, 0])
+        height *= 2
+    while height < rows:
+        registers.append([0, height, 0, 0])
+        height *= 2
+    piece = 1
+    while piece < pieces:
+        across.append([piece, 0, 0, 0])
+        piece *= 2
+    return gl.DistributedLinearLayout(registers, lanes, across, [], [pieces, rows, 4, 4])
+
+
+@gluon.jit(do_not_specialize=["rows", "blocks", "each"])
+def packed_narrow(  # noqa: PLR0912 - branches of constants
     words_ptr,
     scale_ptr,
     inner_ptr,
@@ -104,92 +171,115 @@ def packed_narrow(
     columns,
     depth,
     blocks,
+    each,
     stride,
+    PIECES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EVEN: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. stride: from one row of out to the
-    next.
+    """Compute out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. each: blocks of a piece. stride: from
+    one row of out to the next.
 
-    A program owns BLOCK_N rows of w over the whole depth. STAGES chunks of CHUNK columns, of w and of x, are in
-    shared memory or on their way there. A warp already has its words of the next chunk while it multiplies this one.
-    Even and odd chunks have separate memory: otherwise the compiler puts a barrier between what is fetched into one
-    and what is read from the other.
+    A program owns BLOCK_N rows of w, and each of its warps one piece of the columns of some of them. A warp has the
+    packed words of AHEAD blocks in registers or on their way there. Up to eight rows of x come from memory to
+    registers, and no warp waits for another until all pieces are added. More rows come to shared memory first: a load
+    of registers touches the line of each row, which takes as many cycles as there are lines.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    COUNT: gl.constexpr = CHUNK // FORM.block
-    GROUPS: gl.constexpr = BLOCK_N // 8
-    HALF: gl.constexpr = STAGES // 2
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps], [16, 8])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [num_warps, 1, 1], [2, 1, 0])
+    BLOCK: gl.constexpr = FORM.block
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
-    group0 = n0 // 8
-    groups = gl.cdiv(columns, 8)
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
-    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))[:, None]
-    k = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROWS))[None, :]
-    even_x = gl.allocate_shared_memory(dtype, [HALF, BLOCK_M, CHUNK], SHARED)
-    odd_x = gl.allocate_shared_memory(dtype, [HALF, BLOCK_M, CHUNK], SHARED)
-    even_w = rings_of(matrix, CHUNK, GROUPS, HALF, FORM)
-    odd_w = rings_of(matrix, CHUNK, GROUPS, HALF, FORM)
-    for at in gl.static_range(STAGES):
-        rings = odd_w if at % 2 else even_w
-        fetch_weights(matrix, rings, at // 2, group0, groups, at * COUNT, blocks, FORM, num_warps)
+    places = _places(n0, columns, BLOCK_N, LANES)
+    PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
+    first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
+    held = ()
+    for ahead in gl.static_range(AHEAD):
+        held = held + (_load(matrix, places, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
+    STAGED: gl.constexpr = BLOCK_M > 8
+    STAGES: gl.constexpr = 3
+    ring = None
+    x = gl.to_tensor(0)  # never read where x comes from shared memory
+    if STAGED:
+        COPY: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 8], [1, 256 // BLOCK, BLOCK // 8], [PIECES, num_warps // PIECES, 1], [2, 1, 0]
+        )
+        BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        ring = gl.allocate_shared_memory(dtype, [STAGES, PIECES, BLOCK_M, BLOCK], BANKS)
+        k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None] * (each * BLOCK)
+        m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+        at = (gl.minimum(m, rows - 1), m < rows, before, k)
+    else:
+        HALVES: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
+        k = gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
+        before = before * (each * (BLOCK // 2))
+        m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
+        at = (gl.minimum(m, rows - 1) * (depth // 2) + before, before, k)
     if PDL:
-        gdc_wait()
-    for at in gl.static_range(STAGES - 1):
-        buffers = odd_x if at % 2 else even_x
-        _fetch(x_ptr, buffers.index(at // 2), m, k + at * CHUNK, rows, depth)
-    async_copy.wait_group(STAGES - 2)
-    gl.thread_barrier()
-    w = read_chunk(even_w, 0, COUNT, LANES, FORM)
-    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
-    k += (STAGES - 1) * CHUNK
-    here = 0
-    last = HALF - 1
-    for block in range(0, blocks, 2 * COUNT):
-        behind = block + STAGES * COUNT
-        after = (here + 1) % HALF
-        async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
-        fetch_weights(matrix, even_w, here, group0, groups, behind, blocks, FORM, num_warps)
-        _fetch(x_ptr, odd_x.index(last), m, k, rows, depth)
-        coming = read_chunk(odd_w, here, COUNT, LANES, FORM)
-        acc = _multiply_chunk(acc, even_x.index(here), w, c, FORM)
-        async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
-        fetch_weights(matrix, odd_w, here, group0, groups, behind + COUNT, blocks, FORM, num_warps)
-        _fetch(x_ptr, even_x.index(here), m, k + CHUNK, rows, depth)
-        w = read_chunk(even_w, after, COUNT, LANES, FORM)
-        acc = _multiply_chunk(acc, odd_x.index(here), coming, c, FORM)
-        k += 2 * CHUNK
-        here, last = after, here
-    async_copy.wait_group(0)
-    if PDL:  # only now: programs of the next product would crowd some processors and leave others idle
         gdc_launch_dependents()
-    _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED)
+        gdc_wait()
+    acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+    if STAGED:
+        for stage in gl.static_range(STAGES - 1):
+            _fetch_x(x_ptr, ring, at, stage, each, depth, BLOCK)
+    else:
+        x = _load_x(x_ptr, at, 0, each, depth, EVEN, BLOCK)
+    for step in range(0, each - AHEAD, AHEAD):
+        coming = ()
+        for ahead in gl.static_range(AHEAD):
+            right, x = _next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
+            w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+            block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
+            coming = coming + (_load(matrix, places, block, blocks, FORM),)  # noqa: RUF005
+            acc = mma_v2(w, right, acc)
+        held = coming
+    last = (each - 1) // AHEAD * AHEAD
+    for ahead in gl.static_range(AHEAD):
+        right, x = _next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
+        w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+        acc = mma_v2(w, right, acc)
+    if STAGED:
+        async_copy.wait_group(0)
+    total = _add_pieces(acc, num_warps)
+    if GATED:
+        gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
+        out = _silu_times(gate, up, dtype)
+        n0 = n0 // 2
+        columns = columns // 2
+    else:
+        out = total.to(dtype)
+    n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
+    to = m0 + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
+    gl.store(out_ptr + to.to(gl.int64) * stride + n, out, mask=(to < rows) & (n < columns))
 
 
 @gluon.jit
-def _multiply_chunk(acc, x, w, c, FORM: gl.constexpr):
-    """Return acc plus a chunk's products. Behind the last block x is zeros, whatever w is multiplied with them."""
-    MMA: gl.constexpr = acc.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    for at in gl.static_range(x.shape[1] // FORM.block):
-        part = x.slice(at * FORM.block, FORM.block, 1)
-        acc = mma_v2(part.load(LEFT), weights_of(w[at], c, RIGHT, x.dtype, FORM), acc)
-    return acc
+def _add_pieces(acc, num_warps: gl.constexpr):
+    """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order."""
+    COUNT: gl.constexpr = acc.shape[0]
+    HEIGHT: gl.constexpr = acc.shape[1]
+    ACROSS: gl.constexpr = min(32, HEIGHT // 2)
+    PAIRS: gl.constexpr = gl.BlockedLayout([2, 1], [ACROSS, 32 // ACROSS], [1, num_warps], [0, 1])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    cube = gl.allocate_shared_memory(gl.float32, acc.shape, CUBE, acc)
+    pieces = cube._reinterpret(gl.float32, acc.shape, LINES)  # noqa: SLF001 - what `index` returns keeps its layout
+    total = pieces.index(0).load(PAIRS)
+    for number in gl.static_range(1, COUNT):
+        total = total + pieces.index(number).load(PAIRS)
+    return total
 
 
 @gluon.jit
@@ -212,14 +302,13 @@ def unpack(
     """Unpack rows `[first, stop)` of w to the dtype of the computation, `[stop - first, depth]`."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps], [16, 8])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 8, 4, 1], [1, num_warps, 1, 1], [3, 2, 1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [num_warps, 1], [1, 0])
     n0 = gl.program_id(0) * BLOCK_N
     block = gl.program_id(1)
-    places = _places(first + n0, stop, BLOCK_N, num_warps)
+    places = _places(first + n0, stop, BLOCK_N, LANES)
     packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), places, block, blocks, FORM)
-    found = weights_of(packed, places[2], gl.DotOperandLayout(1, MMA, 2), dtype, FORM)
-    found = gl.convert_layout(found.permute((1, 0)), ROWS)
+    found = gl.convert_layout(weights_of(packed, places, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

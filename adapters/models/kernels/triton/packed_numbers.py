@@ -2,8 +2,8 @@
 
 Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
-of the lanes has the shape `[rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie side by
-side, block after block, and so do their levels, so that one copy brings what several threads read.
+of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
+side by side, block after block, and so do their levels, so that one load brings whole lines.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constex
 
 
 @gluon.jit
-def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
+def _times_whole(outer, held, c, power, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
     """Return outer times the whole number of each word's group.
 
     Several of them are stored 128 greater in one number, and put into the mantissa of 2 ** 15. With a 16-bit scale
@@ -112,7 +112,7 @@ def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE
         product = outer * held.to(gl.float32)
     else:
         COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4)
+        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4, power)
         if SCALE.primitive_bitwidth == 16:
             product = gl.fma(number, outer, outer * (-32896.0))
         else:
@@ -121,34 +121,44 @@ def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE
 
 
 @gluon.jit
-def _in_mantissa(word, at):
-    """Return 2 ** 15 plus byte `at` of a word."""
+def _in_mantissa(word, at, power):
+    """Return 2 ** 15, whose bits `power` has, plus byte `at` of a word."""
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0x47000000, $2;", "=r,r,r", [word, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, power, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _scales(levels, c, FORM: gl.constexpr):
+def find_power(n):
+    """Return the bits of 2 ** 15 for rows of numbers n, none of which is negative.
+
+    An instruction that picks bytes has one constant. The compiler would take these bits for it, and spend another
+    instruction on the number of the byte, each time. So it is not told that they are constant.
+    """
+    return 0x47000000 | (n >> 31)
+
+
+@gluon.jit
+def _scales(levels, c, power, FORM: gl.constexpr):
     """Return what steps are multiplied with, and what is subtracted then."""
     scale, inner, least, own = levels
     outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
     factor = outer
     below = outer
     if FORM.inner:
-        factor = _times_whole(outer, inner, c, FORM.block, FORM.group, FORM.scale)
+        factor = _times_whole(outer, inner, c, power, FORM.block, FORM.group, FORM.scale)
     if FORM.least == "own":
         below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
     if FORM.least != "":
-        below = _times_whole(below, least, c, FORM.block, FORM.group, FORM.scale)
+        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
     return factor, below
 
 
 @gluon.jit
-def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
+def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     factor, below = scales
     if FORM.fuses_scale:
-        found = gl.fma(_in_mantissa(word, AT), factor, factor * (-32896.0))
+        found = gl.fma(_in_mantissa(word, AT, power), factor, factor * (-32896.0))
     else:
         found = _number(word, AT, FORM) * factor
     if FORM.least != "":
@@ -157,7 +167,7 @@ def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
+def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     """Return a word's numbers of 16 columns: ..., one of a pair, half of the 16."""
     FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
     if FORM.steps == "iq4":
@@ -168,8 +178,8 @@ def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
         low = gl.join(a * factor, b * factor)
         high = gl.join(d * factor, e * factor)
     else:
-        low = gl.join(_value(word, FIRST, scales, FORM), _value(word, FIRST + 1, scales, FORM))
-        high = gl.join(_value(word, FIRST + 2, scales, FORM), _value(word, FIRST + 3, scales, FORM))
+        low = gl.join(_value(word, FIRST, scales, power, FORM), _value(word, FIRST + 1, scales, power, FORM))
+        high = gl.join(_value(word, FIRST + 2, scales, power, FORM), _value(word, FIRST + 3, scales, power, FORM))
     return gl.join(low, high)
 
 
@@ -199,16 +209,17 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, c, LAYOUT: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
-    """Return a loaded block as `[block, rows]` in the dtype of the computation, laid out as the right side of a
-    product.
+def weights_of(packed, places, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
+    left side of a product, in another order.
     """
     words, first, second = packed
-    found = _four(words, 0, _scales(first, c, FORM), FORM)
+    n, _, c = places
+    power = find_power(n)
+    found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
     if FORM.block == 128:
-        found = gl.join(found, _four(words, 4, _scales(second, c, FORM), FORM))
-        found = found.permute((0, 2, 5, 4, 1, 3))
+        found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
+        found = found.permute((0, 1, 3, 6, 5, 2, 4))
     else:
-        found = found.permute((0, 2, 4, 1, 3))
-    found = found.reshape((words.shape[0], FORM.block)).to(dtype).permute((1, 0))
-    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+        found = found.permute((0, 1, 3, 5, 2, 4))
+    return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)

@@ -159,6 +159,7 @@ def rotate_store(
     eps,
     HEADS: tl.constexpr,
     KV: tl.constexpr,
+    VALUES: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     PADDED: tl.constexpr,
@@ -175,8 +176,9 @@ def rotate_store(
 
     The rotated part of a head is read as its two halves `[BLOCK, HALF]`. The squares of a pair are added first, then
     those along the half, then those of the REST, which is not rotated. What the model does not have is not computed,
-    and its pointer is never read. V_NORM: values are normed as well. WIDE: weights of norms are float32, and nothing is
-    rounded before they are multiplied. PAGE: rows of a page, where a slot's rows are paged; 0: they lie in one piece.
+    and its pointer is never read. VALUES: heads of values; none where rows are keys and values at once. V_NORM: values
+    are normed as well. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied. PAGE:
+    rows of a page, where a slot's rows are paged; 0: they lie in one piece.
     LIMIT: the greatest code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0:
     rows are not coded.
     """
@@ -186,7 +188,7 @@ def rotate_store(
     d = tl.arange(0, HALF)
     is_q = head < HEADS
     is_v = head >= HEADS + KV
-    known = (head < HEADS + 2 * KV)[:, None]
+    known = (head < HEADS + KV + VALUES)[:, None]
     size: tl.constexpr = 2 * HALF + REST
     of_head = head[:, None] * size + d[None, :]
     position = tl.load(positions_ptr + row)
@@ -248,7 +250,7 @@ def rotate_store(
     else:
         new_rest = new_lo
         raw_rest = raw_lo  # of the same shape, never read
-    kept = (head >= HEADS) & (head < HEADS + 2 * KV) & (position >= 0)
+    kept = (head >= HEADS) & (head < HEADS + KV + VALUES) & (position >= 0)
     if PAGE > 0:
         page = tl.load(pages_ptr + slot * (capacity // PAGE) + tl.maximum(position, 0) // PAGE).to(tl.int64)
         slot = page

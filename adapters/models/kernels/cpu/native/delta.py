@@ -44,7 +44,7 @@ class NativeDelta:
         self._level = level
         self._taps = TransposedTaps()
 
-    settles_apart = False
+    commits_per_segment = False
 
     def make_state(
         self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device

@@ -26,7 +26,8 @@ from adapters.models.kernels.cpu.native.layer_description import (
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
-from adapters.models.kernels.interface import Embedding, Rope
+from adapters.models.kernels.fused_layers import Embedding
+from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

@@ -171,7 +171,7 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     const float *bias, *weight, *cos, *sin; // bias: of all heads, or not there. weight: of queries and keys
     long turned;                            // half of the numbers of a head that are rotated
     const int64_t *slots, *positions;
-    void *keys, *values;
+    void *keys, *values; // where both are the same, rows have no values of their own
     long slot, group; // numbers between slots, and between heads, of keys and values alike
     float *out;
     int brain, form, normed; // form: of keys and values as they are kept. normed: NORMED_KEYS, NORMED_VALUES, or both

@@ -86,7 +86,8 @@ static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
 ) {
     const long size = heads->head, turning = heads->queries + heads->kv, position = heads->positions[row];
     const long n = heads->turned, at = (position < 0 ? 0 : position) * n;
-    for (long head = 0; head < turning + heads->kv; head++) {
+    const long all = turning + (heads->keys == heads->values ? 0 : heads->kv);
+    for (long head = 0; head < all; head++) {
         const long from = row * heads->stride + head * size;
         float one[1024];
         for (long i = 0; i < size; i++) one[i] = number(heads->projected, from + i, brain);

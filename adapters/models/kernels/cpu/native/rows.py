@@ -37,6 +37,11 @@ class PreparedHeads:
         return (NORMED_KEYS if self.normed else 0) | (NORMED_VALUES if self.norms_values else 0)
 
 
+def count_value_heads(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many heads of values a row has of its own: none if keys and values are one tensor."""
+    return 0 if k_cache is v_cache else v_cache.shape[1]
+
+
 def check_heads(prep: PreparedHeads, heads: int, kv: int, head: int) -> None:
     check_layout(f"what {heads} + {kv} heads are multiplied with", prep.weight, (heads + kv, head), torch.float32)
     if prep.bias is not None:
@@ -94,14 +99,14 @@ class NativeRows:
         v_cache: Tensor,
     ) -> Tensor:
         """Prepare and rotate projected `[R, (H + 2 KV) hd]`; return queries, float32 `[R, H, hd]`, and write keys and
-        values. Caches without heads take none.
+        values. Caches without heads take none. Caches that are one tensor take the keys, and rows have no values.
 
         at: slots and positions of the rows, int64 `[R]`; position -1 marks a padded row.
         """
         (_, kv, _, width) = k_cache.shape
         (rows, columns) = projected.shape
         head = format_of(k_cache).head_size(width)
-        queries = columns // head - 2 * kv
+        queries = columns // head - kv - count_value_heads(k_cache, v_cache)
         turned = rope.cos.shape[1]
         if k_cache.dtype not in ROW_DTYPE_CODES or projected.dtype not in DTYPE_CODES or projected.stride(1) != 1:
             raise TypeError(f"heads in {projected.dtype}, strides {projected.stride()}, for a cache in {k_cache.dtype}")

@@ -1,4 +1,7 @@
-"""The choice of experts by sigmoids of their logits, in Triton: as `choose_experts` of `experts_interface` says it."""
+"""The choice of experts in groups, by sigmoids or a softmax of their logits, in Triton.
+
+It is that of `choose_experts` in `experts_interface`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def read_value(key):
 
 
 @triton.jit
-def choose_by_sigmoid(
+def choose_in_groups(
     logits_ptr,
     correction_ptr,
     positions_ptr,
@@ -41,12 +44,13 @@ def choose_by_sigmoid(
     CHOSEN_GROUPS: tl.constexpr,
     PLACES: tl.constexpr,
     NORMED: tl.constexpr,
+    SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
 
     chosen, weights, EXPERTS: as in `choose`. The factor of the shared expert is 1. PLACES: GROUPS rounded up to a power
-    of two.
+    of two. SIGMOID: scores are sigmoids, to which a correction is added, and a group counts by its two best experts.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -57,8 +61,14 @@ def choose_by_sigmoid(
         gdc_launch_dependents()
         gdc_wait()
     logits = tl.load(logits_ptr + row * COUNT + e, e < COUNT, 0.0).to(tl.float32)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
-    keys = tl.where(e < COUNT, make_keys(scores + correction, e), TAKEN)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+        keys = tl.where(e < COUNT, make_keys(scores + correction, e), TAKEN)
+    else:
+        logits = tl.where(e < COUNT, logits, float("-inf"))
+        shares = tl.exp(logits - tl.max(logits, 0))
+        scores = shares / tl.sum(shares, 0)
+        keys = tl.where(e < COUNT, make_keys(logits, e), TAKEN)
     if GROUPS > 1:
         group = e // (COUNT // GROUPS)
         place = tl.arange(0, PLACES)
@@ -66,8 +76,9 @@ def choose_by_sigmoid(
         for g in tl.static_range(GROUPS):
             own = tl.where((group == g) & (e < COUNT), keys, TAKEN)
             first = tl.max(own, 0)
-            second = tl.max(tl.where(own == first, TAKEN, own), 0)
-            total = read_value(first) + read_value(second)
+            total = read_value(first)
+            if SIGMOID:
+                total += read_value(tl.max(tl.where(own == first, TAKEN, own), 0))
             sums = tl.where(place == g, make_keys(total, g), sums)
         open_groups = tl.zeros((EXPERTS,), tl.int32)
         for _ in tl.static_range(CHOSEN_GROUPS):

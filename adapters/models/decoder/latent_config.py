@@ -1,0 +1,140 @@
+"""Models with attention over compressed keys and values (MLA): their configuration, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import read_flag, read_rope, read_size, refuse_flag
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.feed_forward import Matrix
+from adapters.models.decoder.latent_layer import (
+    LatentShape,
+    latent_layer_matrices,
+    latent_layer_products,
+    latent_layer_tensors,
+)
+from adapters.models.decoder.layer_traits import LayerTraits
+from adapters.models.decoder.rope import Rotary, Scaling, parse_rope, scale_attention
+from adapters.models.kernels.experts_interface import GroupedExpertsShape
+from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.row_format import RowFormat
+
+ROPES = ("default", "linear", "yarn")
+
+
+@frozen
+class LatentConfig(DenseConfig):
+    """A model whose layers keep one compressed row of each token, as one key head of `head_dim` numbers.
+
+    experts: None only for the shape of a dense layer. dense: the layers without experts.
+    """
+
+    latent: LatentShape = field(kw_only=True)
+    rope_scaling: Scaling | None = field(kw_only=True, default=None)
+    experts: GroupedExpertsShape | None = field(kw_only=True)
+    dense: tuple[int, ...] = field(kw_only=True, default=())
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(self.latent.rotated, self.rope_theta, self.rope_scaling)
+
+    @property
+    def traits(self) -> LayerTraits:
+        return LayerTraits(latent=self.latent.latent)
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        return RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+
+    def shape_of(self, layer: int) -> LatentConfig:
+        return evolve(self, experts=None) if layer in self.dense else self
+
+    def layer_tensors(self, layer: int) -> Shapes:
+        return latent_layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
+
+    def layer_products(self, layer: int) -> tuple[Weight, ...]:
+        return latent_layer_products(self.shape_of(layer))
+
+    def layer_matrices(self, layer: int) -> Iterator[Matrix]:
+        return latent_layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
+
+    def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
+        """Return one layer with few experts and one dense layer, as far as the model has such layers."""
+        assert self.experts is not None
+        kinds = dict.fromkeys((0,) if layer in self.dense else () for layer in range(self.num_layers))
+        few = self.experts.shrink_for_probe()
+        return tuple((self._small(experts=few, dense=dense), range(1)) for dense in kinds)
+
+
+def parse_latent(
+    raw: Mapping[str, Any],
+    experts: GroupedExpertsShape,
+    *,
+    dense: tuple[int, ...] | None = None,
+    kind: type[LatentConfig] = LatentConfig,
+    **own: Any,
+) -> LatentConfig:
+    """Read the config.json of a model with such attention. Raises CheckpointError.
+
+    dense: the layers without experts; by default the first `first_k_dense_replace`.
+    """
+    refuse_flag(raw, "attention_bias")
+    heads = read_size(raw, "num_attention_heads")
+    if read_size(raw, "num_key_value_heads", heads) != heads:
+        raise CheckpointError(f"config.json: num_key_value_heads is not num_attention_heads, {heads}")
+    sizes = {
+        name: read_size({"hidden_size": raw.get(name)}, "hidden_size")
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    }
+    rotated = sizes["qk_rope_head_dim"]
+    partial = (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+    theta, scaling = parse_rope(raw, ROPES, partial=partial)
+    latent = LatentShape(
+        queries=0 if raw.get("q_lora_rank") is None else read_size({"hidden_size": raw["q_lora_rank"]}, "hidden_size"),
+        latent=sizes["kv_lora_rank"],
+        rotated=rotated,
+        plain=sizes["qk_nope_head_dim"],
+        values=sizes["v_head_dim"],
+        scale=_read_scale(raw, sizes["qk_nope_head_dim"] + rotated),
+        interleaved=raw.get("rope_interleave") is None or read_flag(raw, "rope_interleave"),
+    )
+    if rotated % 2:
+        raise CheckpointError(f"config.json: qk_rope_head_dim {rotated} is odd; rotary embedding needs an even one")
+    found = parse_dense(
+        {**raw, "head_dim": 2, "num_key_value_heads": 1},
+        kind,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        latent=latent,
+        experts=experts,
+        dense=_read_dense_layers(raw) if dense is None else dense,
+        **own,
+    )
+    return evolve(found, head_dim=latent.row)
+
+
+def _read_scale(raw: Mapping[str, Any], query: int) -> float:
+    """Return the scale of scores: YaRN as DeepSeek uses it makes them larger."""
+    rope = read_rope(raw, ROPES, partial=1.0)
+    scale = query**-0.5
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return scale
+    return scale * scale_attention(rope, "mscale_all_dim") ** 2
+
+
+def _read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    first = raw.get("first_k_dense_replace")
+    count = read_size(raw, "first_k_dense_replace") if first else 0
+    return tuple(range(min(count, read_size(raw, "num_hidden_layers"))))
+
+
+def find_latent_name(published: str, config: DenseConfig) -> str:
+    """Return our name of a tensor. The prediction head behind the last layer is not used."""
+    if published.startswith(f"model.layers.{config.num_layers}."):
+        return ""
+    return published.replace(".mlp.shared_experts.", ".mlp.shared_expert.", 1)

@@ -1,0 +1,27 @@
+"""GLM-4.7-Flash: the layers of DeepSeek-V3, with a list of those that have a dense feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adapters.checkpoint.config_fields import read_size
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.experts_config import read_dense_list
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.latent_config import LatentConfig, find_latent_name, parse_latent
+from adapters.models.families.deepseek_v3 import read_experts
+
+QUERIES = 768  # the default of q_lora_rank
+
+
+def parse(raw: Mapping[str, Any]) -> LatentConfig:
+    """Return the configuration that this config.json describes. Raises CheckpointError."""
+    layers = read_size(raw, "num_hidden_layers")
+    # Published files give first_k_dense_replace, and those of transformers mlp_layer_types.
+    named = raw.get("mlp_layer_types") is not None or raw.get("first_k_dense_replace") is None
+    dense = read_dense_list(raw, layers) if named else None
+    return parse_latent({"q_lora_rank": QUERIES, **raw}, read_experts(raw), dense=dense)
+
+
+FAMILY = Family("glm4_moe_lite", parse, DenseShard, find_latent_name)

@@ -1,0 +1,58 @@
+"""Arguments of launches on a CUDA device: descriptors of rows and blocks, the sizes of caches, and common options."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.step_batch import Batch
+
+
+def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
+    """Return slots, heads and rows of a slot, whether or not rows are paged."""
+    if batch.pages is None:
+        return cache.shape[0], cache.shape[1], cache.shape[2]
+    slots, count = batch.pages.shape
+    return slots, cache.shape[1], count * cache.shape[2]
+
+
+def page_size(cache: Tensor, batch: Batch) -> int:
+    """Return the rows of a page; 0: rows are not paged."""
+    return 0 if batch.pages is None else cache.shape[2]
+
+
+def describe_cache(cache: Tensor, tile: int, size: int) -> tuple[Any, Tensor]:
+    """Return how kernels read tiles of `size` numbers of some rows, and where the scales of coded rows are (of other
+    rows anything, never read).
+    """
+    if not format_of(cache).is_coded:
+        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, size]), cache
+    return cache, cache.view(torch.float32)
+
+
+def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:
+    """Return a descriptor by which bulk copies bring blocks of a matrix in the layout that `wgmma` reads."""
+    return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return the shared-memory layout of a block. Cached, because computing it takes as long as the launch that needs
+    it.
+    """
+    number = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([*block], number)
+
+
+def launch_options(warps: int, pdl: bool | None) -> dict[str, Any]:
+    """Return the options of every launch. pdl: the kernel may start while the one before it drains (programmatic
+    dependent launch).
+    """
+    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}

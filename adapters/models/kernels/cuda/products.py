@@ -1,0 +1,86 @@
+"""Launches of products with weights that are not packed, and with parts of packed weights that have been unpacked."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
+from adapters.models.kernels.cuda.tiles import (
+    Cut,
+    choose_tile_ahead,
+    choose_tile_in_pieces,
+    count_parts,
+    cut_columns,
+)
+from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.triton import hopper, hopper_pieces, linear
+from adapters.models.kernels.triton_launch import launch
+
+
+@define
+class CudaProducts:
+    """Products of one device. hopper: its compute capability is 9.0. Its other kernels give the same bits."""
+
+    processors: int
+    shared: int
+    pdl: bool | None
+    hopper: bool
+
+    def multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None:
+        """Write x @ w.T to out. piece: columns of which the sum is one chain, whatever the number of rows; 0: all."""
+        if self.hopper and piece:
+            self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
+        elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
+            self._multiply_ahead(x, w, out, gated=gated)
+        else:
+            self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
+
+    def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
+        if piece:
+            cuts: tuple[Cut, ...] = (Cut(choose_tile_in_pieces(x.dtype, self.shared), 0, len(w)),)
+        else:
+            cuts = cut_columns(len(x), len(w), gated, x.dtype, self.processors, self.shared)
+        for cut in cuts:
+            part = w[cut.first : cut.first + cut.columns]
+            self._multiply_cut(x, part, out[:, cut.first // 2 if gated else cut.first :], cut, gated=gated, piece=piece)
+
+    def _multiply_cut(self, x: Tensor, w: Tensor, out: Tensor, cut: Cut, *, gated: bool, piece: int) -> None:
+        """Write the products with a part of a weight's rows to a part of the columns of out."""
+        (count, depth) = x.shape
+        columns = cut.columns
+        tile = cut.tile
+        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+        options = launch_options(tile.warps, self.pdl) | {"GATED": gated, "PRECISION": precision}
+        sizes = (count, columns, depth, out.stride(0))
+        if count <= NARROW and not piece:
+            grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
+            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
+        else:
+            options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
+            grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
+
+    def _multiply_pieces_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        tile = choose_tile_in_pieces(x.dtype, self.shared)
+        grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns),)
+        descriptors = describe_blocks(x, tile.rows, tile.depth), describe_blocks(w, tile.columns, tile.depth)
+        sizes = (count, columns, depth, piece, out.stride(0))
+        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
+        launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
+
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        tile = choose_tile_ahead(count, x.dtype, self.shared)
+        grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
+        descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
+        options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GATED": gated}
+        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)

@@ -1,0 +1,73 @@
+"""Small random checkpoints of the families that no demo belongs to, with a random DFlash draft of each.
+
+`benchmarks.exactness --family NAME` measures them. They have the demo's tokenizer, so they read the demo's prompts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from adapters import demo
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.kernels.attention_rule import AttentionMask
+from tests.models.checkpoints import VARIANTS, save_model
+from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_glm_head
+from tests.models.windowed import WINDOWED
+
+VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
+OWN: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "eos_token_id": 1,
+    # A short answer of a random model with peaked logits is one token again and again, which no fault would change.
+    "initializer_range": 0.08,
+}
+# The variants of tests that are measured, by the names that `--family` accepts.
+FAMILIES = {
+    "mistral": "mistral",
+    "ministral3": "ministral3, scaled queries",
+    "seed_oss": "seed_oss, biased output",
+    "glm4_moe": "glm4_moe, groups and norms",
+    "minimax_m2": "minimax_m2",
+    "gpt_oss": "gpt_oss",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4, inputs of layers, rows shared",
+    "gemma4_experts": "gemma4, experts",
+}
+DRAFT = DFlashConfig(
+    HIDDEN, 128, 2, 4, 2, 32, Rotary(32, 1e4), (AttentionMask(), AttentionMask(causal=True)), (0, 2), 8, 5
+)
+
+
+def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
+    """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
+
+    drafts: the kind of the draft, "dflash" or, for Gemma 4, "assistant".
+    """
+    model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
+    settings = {**told, **OWN}
+    settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}
+    settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if told.get(own)}
+    settings |= {own: 64 for own in ("global_head_dim",) if told.get(own)}
+    settings.setdefault("num_hidden_layers", 3)
+    model = folder / name
+    draft = folder / f"{name}-draft"
+    model.mkdir()
+    save_model(model, model_type, **settings)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.FOLDER / file, model)
+    if model_type == "glm4_moe":
+        save_glm_head(model, settings)
+    if drafts == "assistant":
+        save_assistant(draft, settings, hidden=HIDDEN)
+        return model, draft
+    layers = settings["num_hidden_layers"]
+    causal_only = {"layer_types": ["full_attention", "full_attention"], "vocab_size": VOCABULARY}
+    save_draft(draft, DRAFT, random_tensors(DRAFT), num_target_layers=layers, **causal_only)
+    return model, draft

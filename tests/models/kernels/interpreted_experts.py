@@ -1,0 +1,52 @@
+"""Triton's experts in its interpreter, beside experts one by one. Runs by itself (`TRITON_INTERPRET=1`)."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve
+
+from adapters.models.kernels.activations import CLAMPED, GELU, SILU
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.experts_interface import BiasedExpertsShape, Experts, ExpertsShape, GatedWeights
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, COUNT, ROWS, BUCKET = 32, 32, 5, 13, 16
+PLAIN = ExpertsShape(COUNT, 2, INNER, is_normalized=True)
+SHAPES = {SILU: PLAIN, GELU: PLAIN, CLAMPED: BiasedExpertsShape(COUNT, 2, INNER, is_normalized=True)}
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=make_generator(seed)) * shape[-1] ** -0.5
+
+
+def make_expert(kernels: TritonKernels, activation: str, number: int) -> GatedWeights:
+    both, down = random(2 * INNER, HIDDEN, seed=number), random(HIDDEN, INNER, seed=100 + number)
+    pack = kernels.pack_gated if activation == SILU else kernels.pack
+    biases = (random(2 * INNER, seed=200 + number), random(HIDDEN, seed=300 + number)) if activation == CLAMPED else ()
+    return GatedWeights(pack(both), kernels.pack(down), activation, *biases)
+
+
+def check_experts() -> None:
+    """Every activation, with biases and scales, and a router that reads other rows."""
+    kernels = TritonKernels(CPU)
+    batch = Batch(BUCKET, CPU)
+    batch.load(Step((Segment(0, 0, ROWS),), BUCKET), None)
+    x, deciding = random(BUCKET, HIDDEN, seed=1) * 4, random(BUCKET, HIDDEN, seed=2) * 4
+    for activation, shape in SHAPES.items():
+        each = [make_expert(kernels, activation, number) for number in range(COUNT)]
+        plain = Experts(
+            shape,
+            kernels.pack(random(COUNT, HIDDEN, seed=3)),
+            tuple(each),
+            None,
+            scales=torch.linspace(0.5, 2, COUNT) if activation == GELU else None,
+            correction=torch.linspace(-1, 1, COUNT) if activation == CLAMPED else None,
+        )
+        grouped = evolve(plain, each=kernels.stack_experts(iter(each), COUNT))
+        expected = kernels.experts(x, plain, batch, deciding)
+        found = kernels.experts(x, grouped, batch, deciding)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert not found[ROWS:].any(), "padded rows go through no expert"

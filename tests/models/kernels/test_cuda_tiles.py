@@ -1,0 +1,32 @@
+"""Tiles of products on CUDA: every column is computed once, and processors idle little."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters.models.kernels.cuda.tiles import cut_columns
+
+PROCESSORS = 132
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("columns", [320, 4096, 5120, 6144, 16480, 34816, 151936])
+@pytest.mark.parametrize("rows", [4, 128, 256, 512, 1024, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuts_cover_all_columns_in_order(rows, columns, gated, dtype):
+    cuts = cut_columns(rows, columns, gated, dtype, PROCESSORS)
+    assert [cut.first for cut in cuts] == [sum(cut.columns for cut in cuts[:number]) for number in range(len(cuts))]
+    assert sum(cut.columns for cut in cuts) == columns
+    assert all(cut.first % cut.tile.columns == 0 or cut.first % 128 == 0 for cut in cuts)
+
+
+def test_a_last_wave_that_would_be_nearly_empty_is_computed_in_small_tiles():
+    large, small = cut_columns(1024, 5120, False, torch.bfloat16, PROCESSORS)
+    assert (large.tile.rows, large.tile.columns, large.columns) == (256, 128, 33 * 128)
+    assert (small.tile.rows, small.tile.columns, small.columns) == (128, 64, 7 * 128)
+
+
+def test_whole_waves_are_not_cut():
+    [whole] = cut_columns(1024, 33 * 128, False, torch.bfloat16, PROCESSORS)
+    assert whole.columns == 33 * 128

@@ -1,0 +1,34 @@
+"""Combinations of values that cover what matters, for tests whose full product would take too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+
+
+def cover_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows with one value of each axis, so that any two values of two axes meet in a row.
+
+    The first row has the first value of each axis. The rows are the same ones in every process.
+    """
+    return [tuple(row) for row in AllPairs([list(axis) for axis in axes])]
+
+
+def take_turns(many: Sequence[Any], few: Sequence[Any]) -> list[Any]:
+    """Return a parameter `(one of many, one of few)` for every combination; most of them are marked as long.
+
+    In a usual run each of `many` has one of `few`, in turn, and the first one of `many` has each of them.
+    """
+    usual = {(number, number % len(few)) for number in range(len(many))} | {(0, place) for place in range(len(few))}
+    return [
+        pytest.param(
+            (one, other),
+            id=f"{one}-{other}",
+            marks=() if (number, place) in usual else pytest.mark.long,
+        )
+        for (number, one), (place, other) in product(enumerate(many), enumerate(few))
+    ]
