@@ -8,8 +8,9 @@ from typing import Any
 
 from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
 from adapters.device.speculation.drafting import Drafting, DraftProposer
-from adapters.device.speculation.proposer import DraftModel
+from adapters.device.speculation.proposer import DraftModel, TextProposer
 from adapters.device.speculation.suffix_proposer import SuffixProposer
+from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics.probe_result import Numerics
@@ -25,6 +26,8 @@ from states.residency import make_unload
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
+
+MOST_COPIED = 31  # tokens that a decode step copies at most: 32 rows, of which most are right where text is repeated
 
 
 def offload_unused_draft(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
@@ -78,3 +81,9 @@ def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer 
         log.warning("--draft %s: nothing is copied, because there is no compiled library", options.speculation.draft)
         return None
     return SuffixProposer(matcher)
+
+
+def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch_rows: int) -> int:
+    """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
+    most = 0 if text_proposer is None else min(MOST_COPIED, batch_rows - 1)
+    return min(most, shard.states.block - 1) if shard.states.specs else most

@@ -11,6 +11,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
+from engine.loading.attach_draft import count_most_copied
 from engine.loading.calibrate_compute import (
     RateShape,
     build_rates_key,
@@ -23,7 +24,6 @@ from engine.loading.device_survey import Placement, count_state_tokens
 from engine.loading.load_draft import (
     BATCH_ROWS,
     choose_proposal_widths,
-    count_most_copied,
     count_most_proposals,
     is_short_of_memory,
 )

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import StoredTensor
-from adapters.device.speculation.proposer import DraftModel, TextProposer
+from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.family import ModelConfig
@@ -54,7 +54,6 @@ log = logging.getLogger("rekindle")
 
 # The numbers of proposals of the decode steps that are measured at start.
 WIDTHS = (3, 7, 15)
-MOST_COPIED = 31  # tokens that a decode step copies at most: 32 rows, of which most are right where text is repeated
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
 
@@ -339,12 +338,6 @@ def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
             most,
         )
     return most
-
-
-def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch_rows: int) -> int:
-    """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
-    most = 0 if text_proposer is None else min(MOST_COPIED, batch_rows - 1)
-    return min(most, shard.states.block - 1) if shard.states.specs else most
 
 
 def choose_proposal_widths(block: int, tree: int) -> list[int]:
