@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from attrs import Factory, field, frozen
 
@@ -10,6 +10,9 @@ from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 
 # One token's natural-log probability and its alternatives, most likely first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
+
+# What makes proposals: a draft, or earlier text that ends in the same way.
+ProposalSource: TypeAlias = Literal["draft", "suffix"]
 
 
 def infer_accepted(done: Decoded) -> int:
@@ -32,6 +35,9 @@ class Decoded:
     accepted: int = field(default=Factory(infer_accepted, takes_self=True))  # how many of `tokens` were proposed
     steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
+    # Tokens before the next one that agree with an earlier place of a text, so that what followed there may be copied.
+    # 0: there are fewer than three, or no text is searched.
+    matched: int = 0
 
 
 @frozen
@@ -42,7 +48,8 @@ class RunDecode:
 
     The executor may continue alone after this step: it feeds the token that it picked, with as many proposals, and
     reports on the way. A stop token, a failure, or an `Abandon` of one member ends that for the whole launch where
-    there is a draft. `StopLaunch` ends it for all members.
+    there is a draft, or where something is copied. So does a copy that was not right to its end. `StopLaunch` ends it
+    for all members.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
@@ -56,3 +63,4 @@ class RunDecode:
     checkpoint: bool = False
     steps: int = 1  # that the executor may take at most without asking
     pages: tuple[PageId, ...] = ()  # that the slot has from now on, behind those that it had
+    source: ProposalSource = "draft"  # of the proposals, where there are any; one for all members of a launch

@@ -11,13 +11,14 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import scope, speculation_control
+from states import scope, suffix_control
 from states.machine import Transition
 from states.phases import (
     NOTHING,
     FailRequest,
     FinishStream,
     PrefillOrDecode,
+    begin_without_draft,
     fail_request,
     fail_untrusted,
     finish_stream,
@@ -33,7 +34,6 @@ from states.request_states import (
     Prefilling,
     SlotLease,
     Speculating,
-    Undrafted,
     Unparking,
 )
 from states.restore import make_progress_report
@@ -41,13 +41,14 @@ from states.settings import DecisionContext
 
 
 def start_with_draft(state: Unparking, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
-    control = speculation_control.make_control(context.settings, context.rates)
+    control = suffix_control.make_control(context.settings, context.rates)
     return prefill_or_decode(context.settings, state.slot_lease, state.prompt, Drafted(control))
 
 
 def start_without_draft(state: Unparking, event: DeviceFailed, context: DecisionContext) -> PrefillOrDecode:
     """Go on without the draft, which could not be loaded. The answer is the same, token by token."""
-    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, Undrafted(f"unpark_{event.kind}"))
+    speculation = begin_without_draft(context, f"unpark_{event.kind}")
+    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, speculation)
 
 
 def continue_prefill(
@@ -111,7 +112,7 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
     )
     speculation = state.speculation
     if isinstance(speculation, Drafted):
-        speculation = Drafted(speculation_control.update_control(speculation.control, event), speculation.reason)
+        speculation = Drafted(suffix_control.update_control(speculation.control, event), speculation.reason)
     after = Speculating(slot_lease, prompt, speculation, answer)
     heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:

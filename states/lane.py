@@ -105,7 +105,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     else:
         running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, further_steps)
-    return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
+    return (
+        evolve(after, runs_unattended=False)
+        if after.runs_unattended and (ends_together or any(lane.plan.proposals))
+        else after
+    )
 
 
 def count_further_steps(outcome: Outcome) -> int:
@@ -149,10 +153,10 @@ def is_blocking(lane: Lane) -> bool:
 def can_join(lane: Lane, settings: Settings) -> bool:
     """May all waiting effects join the running launch?
 
-    Only decode steps can, and only where there is no draft: what each member proposes was chosen for the members of
-    this launch, so a launch with a draft keeps them to its end.
+    Only decode steps can, and only where there is no draft and nothing is proposed: what each member proposes was
+    chosen for the members of this launch, so such a launch keeps them to its end.
     """
-    if settings.max_proposals or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.max_proposals or any(lane.plan.proposals) or not (is_blocking(lane) and lane.last_was_decode):
         return False
     free_rows = settings.batch_rows - len(lane.running)
     return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)

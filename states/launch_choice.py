@@ -12,7 +12,8 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
-5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
+5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes. Where text is
+   searched, `states/suffix_control.py` plans how many each member copies, and the better plan is taken.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
 7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
@@ -32,10 +33,10 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import RunDecode
+from effects.decode import ProposalSource, RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
-from states import launch_prices, residency, speculation_control
+from states import launch_prices, residency, speculation_control, suffix_control
 from states.events import EffectOutcome
 from states.lane import Lane, can_launch, remove_answered, start_launch
 from states.launch_prices import Shape
@@ -105,16 +106,15 @@ def plan_decode_launch(
     draft_is_lost: bool,
 ) -> tuple[tuple[EffectRequest, ...], Plan, int]:
     """Return a batch of decode steps, its plan, and the most steps that any member may take without asking."""
-    if draft_is_lost:
-        plan = Plan((0,) * len(decode_steps), reason="draft_lost", steps=PLAIN_LAUNCH_INTERVAL)
-    else:
-        plan = plan_proposals(decode_steps, requests, rates, settings.batch_rows, lane.proposing_steps)
+    plan = plan_proposals(
+        decode_steps, requests, rates, settings.batch_rows, lane.proposing_steps, draft_is_lost=draft_is_lost
+    )
     if len(lane.waiting) == len(decode_steps):
         step_counts = choose_step_counts(get_decode_effects(decode_steps), plan, settings)
     else:
         step_counts = [1] * len(decode_steps)
     batch = tuple(
-        with_decode_plan(one, propose, steps)
+        with_decode_plan(one, propose, steps, plan.source)
         for one, propose, steps in zip(decode_steps, plan.proposals, step_counts, strict=True)
     )
     return batch, plan, max(step_counts)
@@ -229,24 +229,28 @@ def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequ
 def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
     """Choose how many steps each member may take without asking the core.
 
-    A member may take as many as it may have tokens, if every proposal were accepted. Where there is a draft, all
-    members take the same number, which is at most the number of steps that the plan holds for.
+    A member may take as many as it may have tokens, if every proposal were accepted. Where there is a draft, or
+    something is copied, all members take the same number, which is at most the number of steps that the plan holds for.
     """
     limits = [
         max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
     ]
-    if settings.max_proposals:
+    if settings.max_proposals or any(plan.proposals):
         return [min(plan.steps, PLAIN_LAUNCH_INTERVAL, *limits)] * len(limits)
     return limits
 
 
-def with_decode_plan(effect_request: EffectRequest, propose: int, steps: int) -> EffectRequest:
-    """Return a decode step with the proposals and steps that were chosen for it."""
+def with_decode_plan(
+    effect_request: EffectRequest, propose: int, steps: int, source: ProposalSource = "draft"
+) -> EffectRequest:
+    """Return a decode step with the proposals and steps that were chosen for it. source: of the proposals."""
     effect = effect_request.effect
     assert isinstance(effect, RunDecode), effect_request
-    if (effect.propose, effect.steps) == (propose, steps):
+    if (effect.propose, effect.steps, effect.source) == (propose, steps, source):
         return effect_request
-    chosen = RunDecode(effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages)
+    chosen = RunDecode(
+        effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages, source
+    )
     return EffectRequest(effect_request.request, chosen)
 
 
@@ -256,6 +260,8 @@ def plan_proposals(
     rates: Rates,
     row_limit: int,
     proposing_steps: int,
+    *,
+    draft_is_lost: bool = False,
 ) -> Plan:
     """Plan how many tokens each decode step proposes.
 
@@ -263,17 +269,28 @@ def plan_proposals(
     measured again, and already after one where the known time of a plain launch looks too long to be true.
     """
     controls = [find_control(requests, one) for one in decode_steps]
-    if not any(controls):
-        return Plan((0,) * len(controls), steps=PLAIN_LAUNCH_INTERVAL)  # no member has a draft: no price matters
+    effects = get_decode_effects(decode_steps)
+    has_draft = not draft_is_lost and any(control is not None and control.widths for control in controls)
+    copies = any(map(suffix_control.has_match, controls))
+    reason = "draft_lost" if draft_is_lost and any(controls) else ""
+    plan = Plan((0,) * len(controls), reason=reason, steps=PLAIN_LAUNCH_INTERVAL)
+    if not (has_draft or copies):
+        return plan  # no member can propose: no price matters
     shape = get_launch_shape(decode_steps)
-    wanted = [
-        (effect.propose, control) for effect, control in zip(get_decode_effects(decode_steps), controls, strict=True)
-    ]
-    prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
-    plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
-    plan = speculation_control.plan_launch(wanted, prices, rates, 0 if plain_is_due else row_limit)
+    wanted = [(effect.propose, control) for effect, control in zip(effects, controls, strict=True)]
+    if has_draft:
+        drafting = [(most if control is not None and control.widths else 0, control) for most, control in wanted]
+        prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
+        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
+        plan = speculation_control.plan_launch(drafting, prices, rates, 0 if plain_is_due else row_limit)
+    if copies:
+        times = suffix_control.merge_copy_times(rates)
+        prices = launch_prices.estimate_prices(times, shape.span, shape.members, row_limit)
+        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
+        copied = suffix_control.plan_copies(wanted, prices, rates, 0 if plain_is_due else row_limit)
+        plan = suffix_control.choose_source(plan, copied, controls) if has_draft else copied
     if not any(plan.proposals):
-        return plan
+        return plan if has_draft else evolve(plan, steps=PLAIN_LAUNCH_INTERVAL)
     return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_steps))
 
 

@@ -10,12 +10,12 @@ from effects.decode import Decoded, RunDecode
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
-from states import launch_prices, policy, rates, speculation_control
+from states import launch_prices, policy, rates, speculation_control, suffix_control
 from states.events import EffectOutcome
 from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
-from states.request_states import Compressing, Restoring, State
+from states.request_states import Compressing, Drafted, Restoring, Speculating, State
 from states.settings import Settings
 
 
@@ -35,7 +35,10 @@ def learn_from_outcome(
     match effect, answer.outcome:
         case RunDecode(propose=propose), Decoded() as decoded:
             is_first = is_first_of_step(lane, answer.request)
-            return learn_from_decode(known_rates, propose, decoded, lane, settings, is_first=is_first)
+            known_rates = learn_from_decode(known_rates, propose, decoded, lane, settings, is_first=is_first)
+            if decoded.proposed and lane.plan.source == "suffix" and isinstance(state, Speculating):
+                return learn_from_copies(known_rates, decoded, state, settings)
+            return known_rates
         case RunPrefill(), PrefillAdvanced():
             concurrent = isinstance(state, Restoring) and state.loading
             return rates.learn_prefill(known_rates, effect, answer.outcome, settings.chunk, concurrent=concurrent)
@@ -60,11 +63,8 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_b
     """
     if lane.shares_device or (is_beside and not settings.max_proposals):
         return False
-    return (
-        bool(settings.max_proposals)
-        or not isinstance(answer.outcome, Decoded)
-        or is_first_of_step(lane, answer.request)
-    )
+    is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not any(lane.plan.proposals)
+    return not is_common or is_first_of_step(lane, answer.request)
 
 
 def learn_from_decode(
@@ -77,11 +77,22 @@ def learn_from_decode(
     """
     if is_first and decoded.ns and decoded.proposed == propose and is_time_comparable(lane, decoded.ns):
         shape = get_launch_shape(lane.running)
-        known_rates = known_rates.with_decode_times(
-            launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
-        )
-    if not settings.max_proposals:
-        return known_rates  # the rest is what is learned of a draft
+        if shape.rows and lane.plan.source == "suffix":
+            known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
+        else:
+            known_rates = known_rates.with_decode_times(
+                launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
+            )
+    if not (settings.max_proposals or settings.max_copied):
+        return known_rates  # the rest is what is learned of proposals
     for _ in range(count_further_steps(decoded) if is_first else 0):
-        known_rates = speculation_control.record_step(known_rates, lane.plan)
+        known_rates = suffix_control.record_step(known_rates, lane.plan)
     return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)
+
+
+def learn_from_copies(known_rates: Rates, decoded: Decoded, state: Speculating, settings: Settings) -> Rates:
+    """Return the rates after a step in which this request copied. state: its state before the outcome."""
+    speculation = state.speculation
+    if not isinstance(speculation, Drafted):
+        return known_rates
+    return suffix_control.record_copies(settings, known_rates, speculation.control, decoded)

@@ -20,7 +20,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
-from states import policy, scope
+from states import policy, scope, suffix_control
 from states.kept_rows import find_own_state
 from states.machine import Transition, prepend_effect
 from states.reports import make_report
@@ -45,6 +45,8 @@ from states.request_states import (
 )
 from states.residency import make_unload
 from states.settings import DecisionContext, Settings
+
+NO_MATCH = "no_match"  # why a request proposes nothing before its text has matched an earlier place
 
 StartDecode: TypeAlias = Transition[Speculating, RunDecode]
 PrefillOrDecode: TypeAlias = Transition[Prefilling, RunPrefill] | StartDecode
@@ -110,9 +112,18 @@ def continue_request(context: DecisionContext, slot_lease: SlotLease, prompt: Pr
 def serve_prompt(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ServePrompt:
     """Go on after it is certain which tokens are served: bring the draft in, or prefill and decode without one."""
     draft = policy.decide_speculation(context, prompt.job)
-    if draft.go:
+    if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
-    return prefill_or_decode(context.settings, slot_lease, prompt, Undrafted(draft.reason))
+    speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
+    return prefill_or_decode(context.settings, slot_lease, prompt, speculation)
+
+
+def begin_without_draft(context: DecisionContext, reason: str) -> Speculation:
+    """Return what a request proposes that has no draft: copies of earlier text, or nothing for this reason."""
+    if not context.settings.max_copied:
+        return Undrafted(reason)
+    control = suffix_control.make_control(context.settings, context.rates)
+    return Drafted(evolve(control, widths=(), gains=()), reason)
 
 
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:
@@ -125,9 +136,10 @@ def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt
 def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> UnparkOrPrefill:
     """Go on where rows are certainly missing, and it is certain which tokens are served."""
     draft = policy.decide_speculation(context, prompt.job)
-    if draft.go:
+    if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
-    return start_prefill(context.settings, slot_lease, prompt, Undrafted(draft.reason))
+    speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
+    return start_prefill(context.settings, slot_lease, prompt, speculation)
 
 
 def prefill_or_decode(
@@ -189,7 +201,7 @@ def make_decode_step(
     really done is chosen at launch, together with the other members (`states/launch_choice.py`).
     """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    widest = speculation.control.widths[-1] if isinstance(speculation, Drafted) else 0
+    widest = suffix_control.find_widest(speculation.control) if isinstance(speculation, Drafted) else 0
     propose = min(widest, answer.count_proposable(prompt.job))
     steps = count_unwatched_tokens(settings, slot_lease, prompt, answer)
     return RunDecode(slot_lease.slot, slot_lease.valid_rows, last, propose, checkpoint, steps)

@@ -11,7 +11,7 @@ from effects.compression import WHOLE
 from effects.ids import Span, Tier
 from effects.job import Job, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import PrefixFound
-from states import scope, speculation_control
+from states import scope, speculation_control, suffix_control
 from states.kept_rows import count_usable_tokens
 from states.rates import ALONE, Rates, estimate_prefill_time, fade, get_load_time
 from states.request_states import Prompt, RequestRemainder, SlotLease
@@ -198,13 +198,13 @@ def choose_window(prompt: Prompt) -> int:
 
 def decide_speculation(context: DecisionContext, job: Job) -> Decision:
     """Is the draft worth being loaded for this request?"""
-    if context.settings.max_proposals == 0:
+    if context.settings.max_proposals == 0 and context.settings.max_copied == 0:
         return Decision(False, "no_draft")
     if not job.speculate:
         return Decision(False, "declined")
     if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not speculation_control.list_widths(context.settings):
+    if not (speculation_control.list_widths(context.settings) or suffix_control.list_copy_widths(context.settings)):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 

@@ -45,13 +45,21 @@ class Rates:
     account: int = INITIAL_ACCOUNT  # thousandths of a plain step that may still be lost
     steps_until_trial: int = 0  # until proposals are tried again although they are not expected to pay
     next_trial_gap: int = 1  # plain steps from the next trial to the one after it
+    # What `states/suffix_control.py` has learned of all requests together. Times are those of steps with copies, in the
+    # format of `decode`; their plain steps are in `decode`.
+    copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
+    copied: tuple[tuple[int, ...], ...] = ()  # by class of matches: decode steps, then gains by width in thousandths
+    copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
+    copy_next_trial_gap: int = 1  # plain steps from the next trial of copies to the one after it
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
         slowdowns = (self.prefill_slowdown, self.load_slowdown)
         single = (self.scoring, *slowdowns, self.seen, self.steps_until_trial, self.next_trial_gap)
+        copying = (self.copy_steps_until_trial, self.copy_next_trial_gap)
         if (
-            min(chain(single, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            min(chain(single, copying, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            or min(chain(*self.copy_times, *self.copied), default=0) < 0
             or len(self.prefill) > 64
         ):
             raise ValueError(f"impossible rates: {self}")
@@ -73,6 +81,10 @@ class Rates:
             self.account,
             self.steps_until_trial,
             self.next_trial_gap,
+            self.copy_times,
+            self.copied,
+            self.copy_steps_until_trial,
+            self.copy_next_trial_gap,
         )
 
 

@@ -91,7 +91,7 @@ class Prompt:
 
 @frozen
 class Drafted:
-    """The request has leased the draft."""
+    """The request may propose: it has leased the draft, or text is searched for it, or both."""
 
     control: SpeculationControl  # how well its proposals do
     reason: str = ""  # why nothing is proposed now; empty while something is
@@ -321,4 +321,4 @@ def get_remainder(state: Held) -> RequestRemainder:
 
 
 def get_leased_draft(speculation: Speculation) -> ModelName | None:
-    return "draft" if isinstance(speculation, Drafted) else None
+    return "draft" if isinstance(speculation, Drafted) and speculation.control.widths else None

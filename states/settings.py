@@ -39,6 +39,7 @@ class Settings:
         0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
     )
     max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
+    max_copied: int = 0  # tokens of earlier text that a decode step proposes; 0: no text is searched
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
     no_trees: bool = False  # trees were asked for, but positional state is kept behind one row, not behind each node
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
@@ -73,6 +74,7 @@ class Settings:
                 self.shared_checkpoint_limit,
                 self.max_proposals,
                 self.tree,
+                self.max_copied,
             ),
             *(
                 self.mixed_rows,

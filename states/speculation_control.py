@@ -40,7 +40,7 @@ from itertools import accumulate
 
 from attrs import evolve, frozen
 
-from effects.decode import Decoded
+from effects.decode import Decoded, ProposalSource
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
@@ -70,6 +70,7 @@ class Plan:
     # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
     reason: str = ""
     steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
+    source: ProposalSource = "draft"  # of the proposals
 
 
 NO_PLAN = Plan()
@@ -85,6 +86,9 @@ class SpeculationControl:
     seen: int = 0  # decode steps with proposals
     account: int = 0  # thousandths of a plain step that may still be lost
     plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
+    copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
+    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
+    matched: int = 0  # as in `Decoded`, of the last outcome
 
 
 def list_widths(settings: Settings) -> tuple[int, ...]:
@@ -134,7 +138,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     """
     gains = control.gains
     seen = control.seen
-    if done.proposed:
+    if done.proposed and control.plan.source == "draft":
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
     spare = update_balance(control.account, control.plan, done)
@@ -223,7 +227,6 @@ def plan_launch(
         control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose
     )
     price_doubted = round_up_to_bucket(len(wanted) + sum(proposals)) in prices.doubted_buckets
-    is_dependable = pays and not draft_behind and not price_doubted
     return Plan(
         tuple(proposals),
         best.price,
@@ -233,7 +236,7 @@ def plan_launch(
         price_doubted=price_doubted,
         self_funded=gained > rates.account,
         reason="does_not_pay",
-        steps=count_bearable_steps(best.price, spare) if is_dependable else 1,
+        steps=count_bearable_steps(best.price, spare) if pays and not (draft_behind or price_doubted) else 1,
     )
 
 
@@ -324,7 +327,7 @@ def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, don
         return rates
     spare = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
     spare = max(spare, rates.account) if plan.self_funded else spare
-    if not done.proposed:
+    if not done.proposed or plan.source == "suffix":
         return evolve(rates, account=spare)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
     return evolve(rates, gains=gains, seen=rates.seen + 1, account=spare)

@@ -45,9 +45,10 @@ from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, pacing, policy, rates, residency, slot_admission, slots, speculation_control
+from states import experts, pacing, policy, rates, residency, slot_admission, slots, suffix_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
+from states.copy_launches import join_launch, stop_to_copy
 from states.events import (
     Admitted,
     Cancelled,
@@ -83,7 +84,6 @@ from states.slots import Slot, Slots
 from states.table import TABLE
 
 Output: TypeAlias = EffectRequest | Launch
-NEW = New()
 STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)  # no lane has their effects
 
 
@@ -186,6 +186,8 @@ class Fold:
                 raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
             self.react(answer.request, answer.outcome)
         self.process_pending()
+        self.lanes[MAIN], stops = stop_to_copy(self.lanes[MAIN], outcomes, self.requests, self.rates, self.settings)
+        self.outputs += stops
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
         """Take an outcome off its lane and learn from it."""
@@ -197,8 +199,6 @@ class Fold:
                 self.slots = slots.record_checkpoint(
                     self.slots, effect_request, answer.outcome, self.requests, self.settings
                 )
-            case _:
-                pass
         is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
         if teaches_times(answer, lane, self.settings, is_beside=is_beside):
             self.learn_times(effect_request.effect, answer, lane)
@@ -242,7 +242,7 @@ class Fold:
 
     def react(self, request: RequestId, event: Event) -> None:
         """Make the request's transition, update what the requests share, and route the effects."""
-        before = self.requests.get(request, NEW)
+        before = self.requests.get(request, New())
         transition = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(transition.state, "computing", False):
             is_loaded = isinstance(transition.state, Restoring)
@@ -310,10 +310,9 @@ class Fold:
                 if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
                     given = self.slots, launched[-1], self.requests, self.settings
                     self.slots, prefill = slots.assign_checkpoint_place(*given)
-                    launched = (*launched[:-1], prefill)
-                    lane = evolve(lane, running=launched)
-                if self.settings.max_proposals and lane.last_was_decode:
-                    self.rates = speculation_control.record_step(self.rates, lane.plan)
+                    lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
+                if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
+                    self.rates = suffix_control.record_step(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))
             case EffectOutcome(request, outcome):
@@ -331,8 +330,9 @@ class Fold:
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number] = lane_queue.join_waiting(ready)
-        self.outputs.append(Launch(ready.waiting, number, joins=True))
+        self.lanes[number], planned = join_launch(ready, self.requests, self.settings)
+        self.requests |= planned
+        self.outputs.append(Launch(self.lanes[number].running[-len(ready.waiting) :], number, joins=True))
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""

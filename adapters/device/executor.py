@@ -100,6 +100,7 @@ class DeviceExecutor:
             row_watch=self.row_watch,
             before_report=self._report_used_experts,
             proposer=parts.proposer,
+            text_proposer=parts.text_proposer,
         )
         self._in_flight = InFlightRequests()
 

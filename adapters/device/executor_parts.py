@@ -12,7 +12,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.sampling.grammar_mask import Match, refuse_grammars
 from adapters.device.slots.checkpoints import KeepState
 from adapters.device.slots.slot_table import SlotTable
-from adapters.device.speculation.proposer import Proposer
+from adapters.device.speculation.proposer import Proposer, TextProposer
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline, as_pipeline
 from effects.all import Outcome
@@ -32,6 +32,7 @@ class ExecutorParts:
     fast: small batches run at their real row count, which may change bits.
     handlers: what carries out the effects other than opening, prefill and decode steps, by type.
     proposer: the draft, if there is one.
+    text_proposer: what copies earlier text, if the server proposes that.
     prompt_lane: the thread that carries out launches of lane PROMPTS, if these run parallel to the first lane.
     experts: the experts that host memory keeps, if there are any.
     keep_state: keeps positional state beyond the device, if a store does.
@@ -46,6 +47,7 @@ class ExecutorParts:
     fast: bool = False
     handlers: Mapping[type, Handler] = {}
     proposer: Proposer | None = None
+    text_proposer: TextProposer | None = None
     prompt_lane: DeviceLane | None = None
     experts: HostExperts | None = None
     keep_state: KeepState | None = None

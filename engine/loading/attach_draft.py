@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
 from adapters.device.speculation.drafting import Drafting, DraftProposer
-from adapters.device.speculation.proposer import DraftModel
+from adapters.device.speculation.proposer import DraftModel, TextProposer
+from adapters.device.speculation.suffix_proposer import SuffixProposer
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interface import Kernels
+from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
@@ -16,8 +21,13 @@ from effects.ids import RequestId
 from engine.loading.load_draft import DraftNeighbours, FoundDraft, load_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
+from engine.settings.paths import copies_text
 from states.residency import make_unload
 from states.settings import Settings
+
+log = logging.getLogger("rekindle")
+
+MOST_COPIED = 31  # tokens that a decode step copies at most: 32 rows, of which most are right where text is repeated
 
 
 def offload_unused_draft(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
@@ -57,3 +67,23 @@ def add_draft(
     else:
         drafting = Drafting(draft, buckets, options.speculation.ddtree_budget)
     return drafting
+
+
+def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer | None:
+    """Return what copies earlier text, if that was asked for and copies can be verified exactly."""
+    if not copies_text(options.speculation.draft):
+        return None
+    if numerics.mode != "buckets":
+        log.warning("nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here")
+        return None
+    matcher = build_text_matcher()
+    if matcher is None:
+        log.warning("--draft %s: nothing is copied, because there is no compiled library", options.speculation.draft)
+        return None
+    return SuffixProposer(matcher)
+
+
+def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch_rows: int) -> int:
+    """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
+    most = 0 if text_proposer is None else min(MOST_COPIED, batch_rows - 1)
+    return min(most, shard.states.block - 1) if shard.states.specs else most

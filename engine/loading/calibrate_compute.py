@@ -16,12 +16,15 @@ import torch
 from attrs import evolve, frozen
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation import proposal_tree
+from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step import Segment, Step
 from effects.all import EffectRequest, Outcome
-from effects.decode import Decoded, RunDecode
+from effects.decode import Decoded, ProposalSource, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
@@ -37,7 +40,7 @@ PASSES = 4
 IN_A_ROW = 4  # launches of one width that follow each other
 STRIDE = 7919  # distance between the token ids that are used
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 4  # of the kept rates
+VERSION = 5  # of the kept rates
 MOST_NS = 10**11
 # Attempts to confirm the kept rates: something may have disturbed the first one.
 TRIES = 2
@@ -58,12 +61,24 @@ MIXED_ROWS_GPU = 512
 class RateShape:
     """The sizes that rates are measured for.
 
-    chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of proposals, ascending.
+    chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of a draft's proposals,
+    ascending. copied: numbers of copied tokens, ascending; empty where nothing is copied.
     """
 
     chunk: int
     context: int
     widths: Sequence[int]
+    copied: Sequence[int] = ()
+
+
+class UnsearchedText:
+    """Implements `TextProposer` without a text, so that steps with copies can be timed: it proposes any tokens."""
+
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
+        return [0] * len(slots)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[proposal_tree.Tree]:
+        return [proposal_tree.chain((one.state.tokens[-1],) * (1 + min(one.most, one.depth))) for one in requests]
 
 
 def choose_mixed_rows(devices: Set[str], shard: Pipeline) -> int:
@@ -156,15 +171,22 @@ def take_quicker_steps(before: Rates, now: Rates) -> Rates:
 
 def to_json(rates: Rates) -> str:
     """Return rates as JSON for the calibration cache."""
-    return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode})
+    times = {"prefill": rates.prefill, "decode": rates.decode, "copy_times": rates.copy_times}
+    return json.dumps({"version": VERSION, **times})
 
 
 def from_json(text: str) -> Rates:
     """Read what `to_json` wrote. Raises ValueError for anything else."""
     value = json.loads(text)
     match value:
-        case {"version": number, "prefill": [*prefill], "decode": [*decode], **more} if number == VERSION and not more:
-            lists = [prefill, *decode]
+        case {
+            "version": number,
+            "prefill": [*prefill],
+            "decode": [*decode],
+            "copy_times": [*copied],
+            **more,
+        } if number == VERSION and not more:
+            lists = [prefill, *decode, *copied]
         case _:
             raise ValueError("not what this version keeps of times")
     if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
@@ -172,6 +194,7 @@ def from_json(text: str) -> Rates:
     return Rates(
         prefill=tuple(prefill),
         decode=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
+        copy_times=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in copied),
     )
 
 
@@ -180,7 +203,15 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
     return Rates(
         prefill=measure_prefill(shard, shape.chunk, shape.context),
         decode=measure_decode(executor, shard, shape.context, shape.widths),
+        copy_times=measure_copies(executor, shard, shape) if shape.copied else (),
     )
+
+
+def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> launch_prices.DecodeTimes:
+    """Measure the launches of one request that copies, in the format of `Rates.copy_times`."""
+    copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
+    times = measure_decode(copying, shard, shape.context, (0, *shape.copied), source="suffix")
+    return tuple(one for one in times if one[2])
 
 
 def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
@@ -230,7 +261,13 @@ def time_call(work: Callable[[], None]) -> int:
 
 
 def measure_decode(
-    executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
+    executor: DeviceExecutor,
+    shard: Shard,
+    context: int,
+    widths: Sequence[int],
+    *,
+    passes: int = PASSES,
+    source: ProposalSource = "draft",
 ) -> launch_prices.DecodeTimes:
     """Measure the launches of one request, its draft included, in the format of `Rates.decode`.
 
@@ -259,7 +296,8 @@ def measure_decode(
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
-        return EffectRequest(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW))
+        step = RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW, source=source)
+        return EffectRequest(RequestId(0), step)
 
     if known < 2:
         return ()

@@ -11,6 +11,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
+from engine.loading.attach_draft import count_most_copied
 from engine.loading.calibrate_compute import (
     RateShape,
     build_rates_key,
@@ -36,6 +37,7 @@ from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.residency import resolve_residency
 from states.settings import Settings
+from states.speculation_control import list_bucket_widths
 
 log = logging.getLogger("rekindle")
 
@@ -77,10 +79,9 @@ def choose_settings(
     block = count_most_proposals(draft, shard)
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
-    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree))
-    places = (
-        describe_placement(shard.parts) if draft is None else f"{describe_placement(shard.parts)},draft@{draft.place}"
-    )
+    max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
+    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
+    places = describe_placement(shard.parts) + ("" if draft is None else f",draft@{draft.place}")
     places += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, places, asdict(shape))
     return Settings(
@@ -99,6 +100,7 @@ def choose_settings(
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,
         max_proposals=block,
+        max_copied=max_copied,
         tree=tree,
         no_trees=no_trees,
         residency=residency,

@@ -43,7 +43,7 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.loading.attach_draft import add_draft, get_last_kernels, offload_unused_draft
+from engine.loading.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
@@ -277,7 +277,7 @@ def load_with_peers(
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
     proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if proposer is None else proposer.draft
-    parts = evolve(parts, proposer=proposer)
+    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)

@@ -53,8 +53,9 @@ def announce(options: Options, target: LoadedModel, serving: RunningServer, seco
     facts += f"  layers={describe_placement(target.shard.parts)}"
     facts += describe_costs(target)
     drafted = "none" if target.draft is None else f"{target.settings.max_proposals} a decode step"
+    copied = f"  copied={target.settings.max_copied} a decode step" if target.settings.max_copied else ""
     print(
-        f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",
+        f"ready  {url}  {facts}  draft={drafted}{copied}  {target.numerics_line}  in {seconds:.1f} s",
         flush=True,
     )
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})

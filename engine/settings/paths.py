@@ -12,6 +12,8 @@ from engine.settings.options import Options
 
 # The value of `--draft` for the model's own prediction head.
 OWN = "mtp"
+# The value of `--draft` for copies of earlier text, alone or joined to another value by a plus sign.
+SUFFIX = "suffix"
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
 
@@ -32,7 +34,13 @@ def find_model_folder(model: ModelOptions) -> Path:
 
 def choose_draft_name(asked: str, model: str) -> str:
     """Return the draft's folder, OWN or `none`. asked: the value of `--draft`."""
-    return SHIPPED.get(model, "none") if asked == "auto" else asked
+    name = "none" if asked == SUFFIX else asked.removesuffix(f"+{SUFFIX}")
+    return SHIPPED.get(model, "none") if name == "auto" else name
+
+
+def copies_text(asked: str) -> bool:
+    """Return whether earlier text is copied, alone or together with a draft. asked: the value of `--draft`."""
+    return asked == SUFFIX or asked.endswith(f"+{SUFFIX}")
 
 
 def list_weight_folders(options: Options) -> tuple[Path, ...]:

@@ -23,6 +23,7 @@ from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.files.private_folder import LOCK, FolderUnusable, PrivateFolder, check_private
 from engine.settings.model_catalog import locate_model
 from engine.settings.options import Options, evolve_options
+from engine.settings.paths import choose_draft_name
 from engine.settings.server_options import HttpOptions
 from engine.settings.user_error import UserError
 
@@ -31,6 +32,7 @@ CHECKPOINT = (
     "accepted: a folder with a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors), or a GGUF file"
 )
 DRAFTS = ("auto", "mtp", "none")
+COPIES = "suffix, or one of these and +suffix"
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
 
 
@@ -39,11 +41,13 @@ def prepare_options(options: Options) -> Options:
     if options.model.model not in demo.FOLDERS:
         options = evolve_options(options, model=locate_model(options.model.model, os.environ))
         check_model(options.model.model)
-    draft = options.speculation.draft
+    asked = options.speculation.draft
+    draft = choose_draft_name(asked, "")
     if draft not in DRAFTS and not Path(draft).is_dir():
-        raise UserError(f"--draft {draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}")
-    if (device := options.speculation.draft_device) and draft == "none":
-        raise UserError(f"--draft-device {device} has no effect with --draft none: leave one out")
+        accepted = f"one with a DFlash draft, {', '.join(DRAFTS)}, {COPIES}"
+        raise UserError(f"--draft {asked}: no such folder; accepted: {accepted}")
+    if (device := options.speculation.draft_device) and draft == "none" and asked != "auto":
+        raise UserError(f"--draft-device {device} has no effect with --draft {asked}: leave one out")
     if options.diagnostics.trace is not None:
         check_trace(options.diagnostics.trace)
     if options.cache.kv_cache_dir is not None and options.cache.uses_disk:

@@ -54,7 +54,7 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import Proposer, make_members
+from adapters.device.speculation.proposer import Proposer, TextProposer, choose_tree_source, is_proposing, make_members
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -83,6 +83,7 @@ class DecodeRunner:
 
     buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
     before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
+    text_proposer: what copies earlier text, if there is one.
     """
 
     shard: Pipeline
@@ -94,6 +95,7 @@ class DecodeRunner:
     before_report: Callable[[], object]
     row_watch: RowWatch
     proposer: Proposer | None = None
+    text_proposer: TextProposer | None = None
     native: NativeDecodeStep | None = field(init=False)
     overlapped: OverlappedDecode = field(init=False)
     _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
@@ -101,7 +103,13 @@ class DecodeRunner:
     def __attrs_post_init__(self) -> None:
         self.native = make_native_decode(self.shard, self.buckets)
         self.overlapped = OverlappedDecode(
-            self.shard, self.buckets, self.checkpoints, self.find_ready_slot, self.is_abandoned, self.follow
+            self.shard,
+            self.buckets,
+            self.checkpoints,
+            self.find_ready_slot,
+            self.is_abandoned,
+            self.follow,
+            self.find_matches,
         )
 
     def close(self) -> None:
@@ -133,7 +141,8 @@ class DecodeRunner:
         outcomes = self.step(asks)
         self.row_watch.learn_new_rows(self.slots, asks)
         following = list(map(self._next_ask, asks, outcomes))
-        if batch.serve_and_check_stop() or (self.proposer is not None and None in following):
+        ends_together = self.proposer is not None or any(is_proposing(ask) for ask in asks)
+        if batch.serve_and_check_stop() or (None in following and ends_together):
             following = [None] * len(asks)
         reported = list[tuple[RequestId, Outcome]]()
         for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
@@ -151,9 +160,11 @@ class DecodeRunner:
         last = outcome.tokens[-1]
         if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(ask.request):
             return None
+        if effect.propose and effect.source == "suffix" and outcome.accepted < effect.propose:
+            return None  # another place may be the one to copy from now, or none
         return EffectRequest(
             ask.request,
-            RunDecode(effect.slot, state.valid, last, effect.propose, checkpoint=False, steps=effect.steps - 1),
+            evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),
         )
 
     def add_pages(self, asks: Sequence[EffectRequest]) -> None:
@@ -172,7 +183,8 @@ class DecodeRunner:
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
         state = self.find_ready_slot(ask.request, effect)
-        if effect.checkpoint or isinstance(state, DeviceFailed):
+        copies = effect.propose > 0 and effect.source == "suffix"
+        if effect.checkpoint or copies or isinstance(state, DeviceFailed):
             return None
         taken = native.step(effect.slot, state, effect.propose, self.proposer)
         if taken is None:
@@ -183,7 +195,13 @@ class DecodeRunner:
         if not taken.followed and self.proposer is not None:
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
-        return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started_ns, taken.accepted)
+        (matched,) = self.find_matches([(effect.slot, state)])
+        took_ns = time.perf_counter_ns() - started_ns
+        return Decoded(taken.tokens, taken.proposed, (), took_ns, taken.accepted, matched=matched)
+
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+        """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
+        return [0] * len(slots) if self.text_proposer is None else self.text_proposer.find_matches(slots)
 
     def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
@@ -212,7 +230,9 @@ class DecodeRunner:
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            members = make_members(self.proposer, taken, self.shard.spec.capacity)
+            members = make_members(
+                choose_tree_source(asks, self.proposer, self.text_proposer), taken, self.shard.spec.capacity
+            )
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -226,10 +246,11 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
+        matches = self.find_matches([(member.slot, member.state) for member in members])
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
-        for member, found in zip(members, verified.found, strict=True):
-            outcomes[member.index] = decode_outcome(member, found, took_ns)
+        for member, found, matched in zip(members, verified.found, matches, strict=True):
+            outcomes[member.index] = decode_outcome(member, found, took_ns, matched)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _fail_step(

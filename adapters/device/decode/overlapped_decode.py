@@ -96,6 +96,7 @@ class OverlappedDecode:
 
     follow: called with each step after its rows are committed, so that a draft's own context keeps up. find_ready_slot:
     returns the state of a request's slot, or why it cannot decode. is_abandoned: has the request been given up?
+    find_matches: called when the picks of a step are appended, returns `Decoded.matched`.
     """
 
     shard: Pipeline
@@ -104,6 +105,7 @@ class OverlappedDecode:
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
+    find_matches: Callable[[Sequence[tuple[int, SlotState]]], Sequence[int]]
     _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
@@ -285,19 +287,21 @@ class OverlappedDecode:
         continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
         the wait for the device.
         """
+        answering = [(row, one) for row, one in zip(running.members, picked, strict=True) if not row.has_ended]
+        for row, one in answering:
+            if isinstance(one, Pick):
+                row.state.commit((one.token,))
+            row.has_ended = not isinstance(one, Pick) or row not in continuing or one.token in row.state.stops
+        matches = self.find_matches([(row.slot, row.state) for row, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
-        for row, one in zip(running.members, picked, strict=True):
-            if row.has_ended:
-                continue
+        for (row, one), matched in zip(answering, matches, strict=True):
             if not isinstance(one, Pick):
-                row.has_ended = True
                 outcomes.append((row.request, describe_failed_pick(row.slot, one)))
                 continue
-            tokens = (one.token,)
             logprobs = () if one.logprob is None else (one.logprob,)
-            row.state.commit(tokens)
-            row.has_ended = row not in continuing or one.token in row.state.stops
-            outcomes.append((row.request, Decoded(tokens, 0, logprobs, took_ns, accepted=0, more=not row.has_ended)))
+            more = not row.has_ended
+            done = Decoded((one.token,), 0, logprobs, took_ns, accepted=0, more=more, matched=matched)
+            outcomes.append((row.request, done))
         return outcomes
 
 

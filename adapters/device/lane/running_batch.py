@@ -198,13 +198,20 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
     accepted = earlier.accepted + later.accepted
     ns = (earlier.ns * earlier.steps + later.ns * later.steps) // steps
     logprobs = earlier.logprobs + later.logprobs
-    return Decoded(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more)
+    return Decoded(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more, later.matched)
 
 
 def with_more_to_come(outcome: Decoded) -> Decoded:
     """Return the outcome marked as not the last one of its launch."""
     return Decoded(
-        outcome.tokens, outcome.proposed, outcome.logprobs, outcome.ns, outcome.accepted, outcome.steps, more=True
+        outcome.tokens,
+        outcome.proposed,
+        outcome.logprobs,
+        outcome.ns,
+        outcome.accepted,
+        outcome.steps,
+        more=True,
+        matched=outcome.matched,
     )
 
 

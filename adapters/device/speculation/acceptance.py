@@ -82,8 +82,10 @@ def describe_failed_pick(slot: int, picked: NotFinite | DeadEnd) -> DeviceFailed
     return DeviceFailed(kind, f"slot {slot}: {picked.detail}")
 
 
-def decode_outcome(member: StepMember, agreed: Acceptance | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
-    """Return the outcome of what has been committed. ns: the time of the step."""
+def decode_outcome(
+    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int
+) -> Decoded | DeviceFailed:
+    """Return the outcome of what has been committed. ns: the time of the step. matched: as in `Decoded`."""
     if isinstance(agreed, DeviceFailed):
         return agreed
-    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted)
+    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted, matched=matched)

@@ -17,6 +17,8 @@ from adapters.models.drafts.cached_draft import BlockRequest, Pick
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.step import Step
+from effects.all import EffectRequest
+from effects.decode import RunDecode
 
 
 class DraftModel(Protocol):
@@ -114,12 +116,24 @@ class DraftRequest:
     depth: int
 
 
-class Proposer(Protocol):
+class TreeSource(Protocol):
     """Says what may follow the last tokens of slots. Every call runs on the lane."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
         """Return for each request a tree from the slot's last token on; node 0 alone where nothing is proposed."""
         ...
+
+
+class TextProposer(TreeSource, Protocol):
+    """Proposes what followed earlier text that ended as a slot's text does now."""
+
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
+        """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
+        ...
+
+
+class Proposer(TreeSource, Protocol):
+    """A draft, which follows the target."""
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
@@ -151,8 +165,21 @@ class Proposer(Protocol):
         return None
 
 
+def is_proposing(ask: EffectRequest) -> bool:
+    """Is it a decode step with proposals?"""
+    return isinstance(ask.effect, RunDecode) and ask.effect.propose > 0
+
+
+def choose_tree_source(
+    asks: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
+) -> TreeSource | None:
+    """Return what makes the proposals of these decode steps. All of them name the same source."""
+    copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in asks)
+    return text_proposer if copies and text_proposer is not None else proposer
+
+
 def make_members(
-    proposer: Proposer | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int
+    proposer: TreeSource | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # all of these import torch
     from adapters.models.kernels.interface import Kernels
     from adapters.models.kernels.sampling_interface import SamplingKernels
     from adapters.models.kernels.step_pacer import StepPacer
+    from adapters.models.kernels.text_matching import TextMatcher
 
 # The backends are imported inside the functions: those for CUDA need Triton, and all need torch.
 # ruff: noqa: PLC0415
@@ -71,6 +72,15 @@ def build_compiler() -> KernelCompiler:
     from adapters.models.kernels.cuda.compiler import TritonCompiler
 
     return TritonCompiler()
+
+
+def build_text_matcher() -> TextMatcher | None:
+    """Return what searches texts for earlier places like their end; None where there is no compiled library."""
+    from adapters.models.kernels.cpu.native.native_library import find_library
+    from adapters.models.kernels.cpu.native.texts import NativeTextMatcher
+
+    library = find_library()
+    return None if library is None else NativeTextMatcher(library)
 
 
 def explain_missing_library() -> str:

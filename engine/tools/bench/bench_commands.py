@@ -1,4 +1,4 @@
-"""The commands `rekindle bench serve` and `rekindle bench needles`."""
+"""The commands `rekindle bench serve`, `rekindle bench needles` and `rekindle bench speculation`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from cyclopts import App, Parameter
 
 from engine.tools.bench.bench_options import LoadOptions
 from engine.tools.bench.needles_options import NeedleOptions
+from engine.tools.bench.speculation_options import SpeculationBenchOptions
 
-BENCH = """Measure a server over HTTP.
+BENCH = """Measure a server over HTTP, or what drafts know of logged answers.
 
 `rekindle bench serve --concurrency 1,4,16`
 
 `rekindle bench needles --keep 0.1`
+
+`rekindle bench speculation --log agents.jsonl`
 """
 bench = App(name="bench", help=BENCH, sort_key=6)
 
@@ -48,3 +51,16 @@ def bench_needles(wanted: Annotated[NeedleOptions, Parameter(name="*")] = Needle
     from engine.tools.bench.needles import run_needles  # noqa: PLC0415
 
     return run_needles(wanted)
+
+
+@bench.command(name="speculation")
+def bench_speculation(wanted: Annotated[SpeculationBenchOptions, Parameter(name="*")]) -> int:
+    """Measure how many proposals of each kind of draft are right in the answers of agent logs. No server is needed.
+
+    `rekindle bench speculation --log agents.jsonl --draft auto,suffix`
+
+    `rekindle bench speculation --log day1.jsonl day2.jsonl --model ~/models/Qwen3-4B --draft suffix --width 15`
+    """
+    from engine.tools.bench.speculation_bench import run_speculation_bench  # noqa: PLC0415
+
+    return run_speculation_bench(wanted)

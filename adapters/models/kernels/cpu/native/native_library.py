@@ -14,7 +14,7 @@ from attrs import frozen
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "rounds.h", "products.c"),
+    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "rounds.h", "texts.h", "products.c"),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -125,6 +125,10 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_logits.argtypes = [pointer, pointer, size, size, number, pointer, number, number]
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
+    code.rekindle_match_texts.argtypes = [pointer, size]
+    code.rekindle_match_texts.restype = None
+    code.rekindle_copy_text.argtypes = [pointer, size, pointer]
+    code.rekindle_copy_text.restype = size
     level = code.rekindle_level()
     return NativeLibrary(code, level, choose_level(code, level)), ""
 

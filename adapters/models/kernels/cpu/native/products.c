@@ -571,3 +571,4 @@ void rekindle_heads(
 #include "layers.h"
 #include "draw.h"
 #include "rounds.h"
+#include "texts.h"

@@ -1,0 +1,124 @@
+"""Proposals that are copied from earlier text: what followed the last time when the text ended as it does now.
+
+Theory of operation
+-------------------
+
+Agents copy. An edit repeats most of a file, a tool's result comes back in the answer, and JSON repeats its keys. So the
+tokens that followed an earlier place with the same tokens before it are often right, and they cost no forward.
+
+* Every slot has a text: its prompt and its answer. Every salt has an archive: the last answers of requests with that
+  salt. Nothing of one salt is searched for a request of another one.
+* After each decode step, `find_matches` says how many tokens before the next one agree with an earlier place. The
+  engine gets this number with the outcome and decides whether to propose (`states/suffix_control.py`).
+* `propose` copies what followed there. The text goes on with its own copy, so a loop is continued as well.
+
+Invariants: the same tokens in the same order give the same matches and proposals. Everything is in host memory, and
+bounded: MOST_TEXT tokens of a slot (and its answer), MOST_ARCHIVED of a salt, MOST_SALTS salts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import cut_after_stops
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.kernels.text_matching import END_OF_TEXT, IndexedText, TextMatcher, TextMatches
+
+MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
+MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
+MOST_SALTS = 16  # salts that have an archive; the one that was used least recently goes
+LEAD = 8  # tokens before an answer that are archived with it, so that its beginning can be found
+SHORTEST_ANSWER = 16  # tokens; a shorter answer is not archived
+
+
+@define(eq=False)
+class SlotText:
+    """The text of a slot for one request. answer_start: the first token of `state.tokens` that was decoded here.
+
+    read: tokens of `state.tokens` that the text has, or left out at its beginning.
+    """
+
+    state: SlotState
+    text: IndexedText
+    answer_start: int
+    read: int
+    is_archived: bool = False
+
+
+@define(eq=False)
+class SuffixProposer:
+    """Finds matches and copies proposals. Used on the lane of the decode steps only."""
+
+    matcher: TextMatcher
+    _texts: dict[int, SlotText] = field(init=False, factory=dict[int, SlotText])  # by slot
+    _archives: dict[str, IndexedText] = field(init=False, factory=dict[str, IndexedText])  # by salt, oldest use first
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory that all texts take."""
+        return sum(one.text.nbytes for one in self._texts.values()) + sum(one.nbytes for one in self._archives.values())
+
+    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
+        """Return for each slot how many tokens before the next one agree with an earlier place, at most 64.
+
+        0 means that fewer than three do. A slot whose answer has just ended matches nothing.
+        """
+        found = list(self._match(slots).lengths)
+        for index, (slot, state) in enumerate(slots):
+            if state.tokens[-1] in state.stops:
+                found[index] = 0
+                self._archive_answer(self._texts[slot])
+        return found
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        """Return a chain per request; node 0 alone where nothing matches. Nothing follows a token that ends it."""
+        matches = self._match([(request.slot, request.state) for request in requests])
+        return [
+            cut_after_stops(
+                chain((request.state.tokens[-1], *matches.copy(index, min(request.most, request.depth)))),
+                request.state.stops,
+            )
+            for index, request in enumerate(requests)
+        ]
+
+    def _match(self, slots: Sequence[tuple[int, SlotState]]) -> TextMatches:
+        texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
+        return self.matcher.match(texts)
+
+    def _read_text(self, slot: int, state: SlotState) -> IndexedText:
+        """Return the slot's text with all tokens of its request."""
+        known = self._texts.get(slot)
+        tokens = state.tokens
+        if known is None or known.state is not state:
+            if known is not None:
+                self._archive_answer(known)
+            text = self.matcher.make_text()
+            text.append(tokens[-MOST_TEXT:])
+            known = SlotText(state, text, len(tokens) - 1, len(tokens))
+            self._texts[slot] = known
+        elif len(tokens) > known.read:
+            known.text.append(tokens[known.read :])
+            known.read = len(tokens)
+        return known.text
+
+    def _archive_answer(self, ended: SlotText) -> None:
+        """Add the answer of a request that has ended to the archive of its salt, once."""
+        state = ended.state
+        if ended.is_archived or len(state.tokens) - ended.answer_start < SHORTEST_ANSWER:
+            return
+        ended.is_archived = True
+        answer = state.tokens[max(0, ended.answer_start - LEAD) :][-MOST_ARCHIVED // 2 :]
+        archive = self._archives.pop(state.salt, None)
+        if archive is None or len(archive) + len(answer) >= MOST_ARCHIVED:
+            # The older half goes. What is left of a text that is cut in two is still text.
+            newer = () if archive is None else archive.read_tail(MOST_ARCHIVED // 2 - 1)
+            archive = self.matcher.make_text()
+            archive.append(newer)
+        archive.append((*answer, END_OF_TEXT))
+        self._archives[state.salt] = archive
+        if len(self._archives) > MOST_SALTS:
+            del self._archives[next(iter(self._archives))]

@@ -1,0 +1,60 @@
+"""The interface of texts that proposals are copied from. The compiled library implements it, for all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from effects.ids import Tokens
+
+
+class IndexedText(Protocol):
+    """A text that grows at its end, with an index of its places."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def address(self) -> int:
+        """The address of the text for the library, as long as this object lives."""
+        ...
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens of 0 to 2^31 - 1. In an archive, END_OF_TEXT separates one text from the next one."""
+        ...
+
+    def read_tail(self, count: int) -> Tokens:
+        """Return the last `count` tokens."""
+        ...
+
+
+class TextMatches(Protocol):
+    """For each of some texts the earlier place at which one went on after the tokens that the text ends with now."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """For each text the tokens before both places that agree, at most 64; 0: there are fewer than three."""
+        ...
+
+    def copy(self, index: int, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the earlier place. Valid until a text grows."""
+        ...
+
+
+class TextMatcher(Protocol):
+    """Makes texts and searches them."""
+
+    def make_text(self) -> IndexedText: ...
+
+    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> TextMatches:
+        """Search each text, and its archive, for the longest match of the end of the text.
+
+        Of equally long matches, that counts whose next token is the most frequent one, and of these the newest. The
+        text goes before the archive.
+        """
+        ...
+
+
+END_OF_TEXT = -1

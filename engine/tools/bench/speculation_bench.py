@@ -1,0 +1,178 @@
+"""`rekindle bench speculation`: how many proposals of each kind of draft are right in the answers of agent logs.
+
+The model is made to give the logged answers, token by token, and every decode step proposes as much as it may. So the
+result says what a draft knows of these texts, and not when the server would let it propose. No server is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import anyio
+from attrs import asdict, define, evolve
+from rich.console import Console
+from rich.table import Table
+
+from adapters.device.executor import DeviceExecutor
+from effects.all import EffectRequest, Launch
+from effects.decode import Decoded, ProposalSource, RunDecode
+from effects.grammar import Grammar
+from effects.ids import RequestId, SlotId, Tokens
+from effects.job import Sampling
+from effects.prefill import OpenSlot, RunPrefill
+from engine.loading.background_load import load_target
+from engine.settings.options import build_options
+from engine.settings.paths import SUFFIX, find_model_folder
+from engine.settings.progress import count_progress
+from engine.settings.user_error import UserError
+from engine.tools.bench.forced_answer import force_answers
+from engine.tools.bench.speculation_options import SpeculationBenchOptions
+from engine.tools.simulation.logs.read_log import Logs, read_logs
+
+SLOT = SlotId(0)
+
+
+@define
+class DraftFigures:
+    """Counts of one kind of draft. steps: decode steps of all answers. proposing: those in which it proposed."""
+
+    draft: str
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    proposing: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+    @property
+    def accepted_per_proposal_step(self) -> float:
+        return self.accepted / max(1, self.proposing)
+
+    def count(self, done: Decoded) -> None:
+        """Count one decode step."""
+        self.tokens += len(done.tokens)
+        self.steps += 1
+        self.proposing += done.proposed > 0
+        self.proposed += done.proposed
+        self.accepted += done.accepted
+
+
+def run_speculation_bench(wanted: SpeculationBenchOptions) -> int:
+    """Measure every kind of draft and print the figures. Raises UserError or OSError."""
+    model = None if wanted.model.startswith("demo") else find_model_folder(build_options(model=wanted.model).model)
+    texts = choose_requests(read_logs(wanted.log, model), wanted)
+    if not texts:
+        raise UserError("--log: no request there has a prompt and an answer of two tokens or more")
+    figures = [anyio.run(measure_draft, name, wanted, texts) for name in wanted.drafts]
+    if wanted.json:
+        print(json.dumps([describe_figures(one) for one in figures], indent=2))
+    else:
+        print_figures(figures, wanted)
+    return 0
+
+
+def choose_requests(logs: Logs, wanted: SpeculationBenchOptions) -> list[tuple[Tokens, Tokens]]:
+    """Return prompts and answers, evenly taken from all requests of the logs."""
+    texts = [
+        (request.prompt[-wanted.prompt_tokens :], request.answer[: wanted.answer_tokens])
+        for session in logs.sessions
+        for agent in session.agents
+        for request in agent.requests
+        if request.length > 1 and len(request.answer) > 1
+    ]
+    count = min(wanted.requests, len(texts))
+    return [texts[at * len(texts) // count] for at in range(count)]
+
+
+async def measure_draft(
+    name: str, wanted: SpeculationBenchOptions, texts: Sequence[tuple[Tokens, Tokens]]
+) -> DraftFigures:
+    """Give all answers with one kind of draft. Raises UserError."""
+    kept = {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft_residency": "persistent"}
+    target = await load_target(build_options(model=wanted.model, draft=name, slots=1, **kept))
+    try:
+        settings = target.settings
+        source: ProposalSource = "suffix" if name == SUFFIX else "draft"
+        width = min(wanted.width, settings.max_copied if source == "suffix" else settings.max_proposals)
+        if not width:
+            raise UserError(f"--draft {name}: {wanted.model} has no such draft, so nothing is proposed")
+        answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
+        match = force_answers(answers, target.checkpoint.config.vocab_size)
+        executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=match))
+        replay = AnswerReplay(executor, settings.chunk, settings.max_context, source, width, DraftFigures(name))
+        with count_progress(f"answers with {name}", len(texts)) as step:
+            for number, (prompt, answer) in enumerate(texts):
+                await replay.give_answer(number, prompt, answer)
+                step()
+        return replay.figures
+    finally:
+        await target.close()
+
+
+@define
+class AnswerReplay:
+    """Gives answers on an executor, one after the other. width: tokens that a decode step proposes."""
+
+    executor: DeviceExecutor
+    chunk: int
+    context: int
+    source: ProposalSource
+    width: int
+    figures: DraftFigures
+
+    async def give_answer(self, number: int, prompt: Tokens, answer: Tokens) -> None:
+        """Compute the prompt, then give the answer. Raises UserError if the device fails."""
+        prompt = prompt[-(self.context - len(answer) - 1) :]
+        request = RequestId(number + 1)
+        sampling = Sampling(grammar=Grammar("regex", str(number)))
+        self.executor.open(request, OpenSlot(SLOT, SLOT, 0, prompt, sampling))
+        for start in range(0, len(prompt) - 1, self.chunk):
+            await self._perform(request, RunPrefill(SLOT, start, min(start + self.chunk, len(prompt) - 1)))
+        tokens = list(prompt)
+        end = len(prompt) + len(answer)
+        matched = 0
+        while len(tokens) < end:
+            left = end - len(tokens) - 1
+            may_propose = self.source == "draft" or matched > 0
+            propose = min(self.width, left) if may_propose else 0
+            step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], propose, source=self.source)
+            done = await self._perform(request, step)
+            assert isinstance(done, Decoded)
+            self.figures.count(done)
+            matched = done.matched
+            tokens += done.tokens
+        self.figures.requests += 1
+
+    async def _perform(self, request: RequestId, effect: RunPrefill | RunDecode) -> object:
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(request, effect),)))
+        if not isinstance(outcome, effect.outcomes[0]):
+            raise UserError(f"the model failed: {outcome}")
+        return outcome
+
+
+def describe_figures(figures: DraftFigures) -> dict[str, object]:
+    return {
+        **asdict(figures),
+        "tokens_per_step": round(figures.tokens_per_step, 3),
+        "accepted_per_proposal_step": round(figures.accepted_per_proposal_step, 3),
+    }
+
+
+def print_figures(figures: Sequence[DraftFigures], wanted: SpeculationBenchOptions) -> None:
+    """Print a table with a row for each kind of draft."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("draft")
+    for name in ("tokens", "steps", "proposing", "proposed", "accepted", "right", "tokens a step"):
+        table.add_column(name, justify="right")
+    for one in figures:
+        share = one.accepted / max(1, one.proposed)
+        counts = (one.tokens, one.steps, one.proposing, one.proposed, one.accepted)
+        table.add_row(one.draft, *map(str, counts), f"{share:.0%}", f"{one.tokens_per_step:.2f}")
+    console = Console()
+    console.print(f"{figures[0].requests} answers, up to {wanted.width} proposals a step", highlight=False)
+    console.print(table)
