@@ -230,7 +230,7 @@ def build_message_variables(
         variables["name"] = message.name
     if message.reasoning:
         variables["reasoning_content"] = message.reasoning
-        if not (message.calls and message.content):  # gpt-oss reads it here, and refuses both beside calls
+        if not (message.calls and message.content):  # gpt-oss reads it here, and refuses both together with calls
             variables["thinking"] = message.reasoning
     if message.calls:
         variables["tool_calls"] = [

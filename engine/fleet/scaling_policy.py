@@ -20,7 +20,7 @@ SCALING_PATH: Final = "engine.fleet.scaling_policy:choose_replica_count"
 def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
     """Return the wanted number of replicas, and no state. context: Ray Serve's `AutoscalingContext`."""
     loads = context.aggregated_metrics.get(LOAD, {}).values()
-    if not loads:  # none has told its load yet
+    if not loads:  # no replica has reported its load yet
         return context.target_num_replicas, {}
     least = context.capacity_adjusted_min_replicas
     return count_wanted_replicas(loads, least, context.capacity_adjusted_max_replicas), {}

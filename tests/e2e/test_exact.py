@@ -55,7 +55,9 @@ async def jobs(target: LoadedModel) -> list[Job]:
 
 def gridded(target: LoadedModel) -> LoadedModel:
     """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
-    settings = evolve(target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
+    settings = evolve(
+        target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, max_proposals=0
+    )
     return evolve(
         target,
         settings=settings,

@@ -53,7 +53,7 @@ def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", demo.FOLDER, Kind.Q8_0)
     line = refused("serve", str(path))
-    accepted = "'gpt2', which is byte-level BPE, and 'llama', which is SentencePiece"
+    accepted = "'gpt2', which is byte-level BPE, and 'llama' and 'gemma4', which are SentencePiece"
     assert line.endswith(f"{path}: tokenizer.ggml.model is missing; accepted: {accepted}")
     short = tmp_path / "short.gguf"
     shutil.copy(path, short)

@@ -255,7 +255,7 @@ async def test_the_draft_of_the_model_changes_nothing_either(target, jobs, plain
 async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
     assert target.model_id == "demo-hybrid"
     assert target.numerics_facts["mode"] == "exact"
-    assert (target.settings.stateful, target.settings.block, target.settings.keep_decoded) == (True, 7, True)
+    assert (target.settings.stateful, target.settings.max_proposals, target.settings.keep_decoded) == (True, 7, True)
     assert target.memory(0).models["draft"].device > 0
 
 
@@ -410,7 +410,7 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         residency, models = props["runtime"]["draft_residency"], props["memory"]["models"]
         assert (residency["policy"], residency["draft"]["state"]) == ("request-scoped", "parked")
         assert (models["draft"]["device"], models["target"]["device"] > 0) == (0, True)
-        assert (props["settings"]["block"], props["settings"]["tree"]) == (15, 22)
+        assert (props["settings"]["max_proposals"], props["settings"]["tree"]) == (15, 22)
         assert props["rates_ns"]["decode"][0][:3] == [0, 1, 0]
         assert min(props["rates_ns"]["prefill"]) > 0
         body = {"max_tokens": 48, "temperature": 0, "logprobs": 1}

@@ -50,7 +50,7 @@ ROUTERS = (
     "mlp.gate.weight",
     "ffn_gate_inp.weight",
     "ffn_gate_inp_shexp.weight",
-    *("_exps.bias", "_proj_bias", "router.weight", "router.proj.weight"),
+    *("shared_expert_gate.weight", "_exps.bias", "_proj_bias", "router.weight", "router.proj.weight"),
 )
 
 

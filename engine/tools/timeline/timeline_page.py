@@ -25,7 +25,17 @@ from engine.tools.timeline.columns import MOST_TEXT, compress
 # refused.
 MOST_BYTES = 128 << 20
 SCRIPTS = ("data.js", "paint.js", "draw.js", "tell.js", "hands.js")  # one module, in this order
-SETTINGS = ("slots", "chunk", "block_size", "max_context", "max_queue", "batch_rows", "store", "block", "stateful")
+SETTINGS = (
+    "slots",
+    "chunk",
+    "block_size",
+    "max_context",
+    "max_queue",
+    "batch_rows",
+    "store",
+    "max_proposals",
+    "stateful",
+)
 
 
 @frozen

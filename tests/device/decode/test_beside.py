@@ -157,7 +157,7 @@ def test_rows_that_are_loaded_while_those_before_them_are_computed_are_never_los
     class Interrupted(SlotState):
         others: list[threading.Thread] = field(factory=list)
 
-        def _advance(self, valid):
+        def _mark_computed(self, valid):
             if not self.others:
                 self.others.append(threading.Thread(target=self.mark_computed, args=(64,)))
                 self.others[0].start()

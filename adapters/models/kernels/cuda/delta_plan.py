@@ -1,4 +1,4 @@
-"""What a step of recurrent layers keeps on a CUDA device: the plan of its chunks, and memory for their factors."""
+"""The plan of chunks of a step of recurrent layers on a CUDA device, and memory for their factors."""
 
 from __future__ import annotations
 

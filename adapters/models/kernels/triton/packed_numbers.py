@@ -133,7 +133,7 @@ def find_power(n):
     """Return the bits of 2 ** 15 for rows of numbers n, none of which is negative.
 
     An instruction that picks bytes has one constant. The compiler would take these bits for it, and spend another
-    instruction on the number of the byte, each time. So it is not told that they are constant.
+    instruction on the number of the byte, each time. So the bits are made from n, which hides that they are constant.
     """
     return 0x47000000 | (n >> 31)
 
