@@ -25,7 +25,7 @@ class Decoded:
     """The target picked `tokens`: the accepted proposals, then one of its own.
 
     A stop token is always the last one, whether it was proposed or not: nothing is kept past it. An executor that
-    continues alone may report several plain steps at once.
+    runs unattended may report several plain steps at once.
     """
 
     tokens: Tokens  # at least one
@@ -46,7 +46,7 @@ class RunDecode:
 
     Proposals are a chain. Where an executor proposes trees, further nodes that a chain could not hold branch off.
 
-    The executor may continue alone after this step: it feeds the token that it picked, with as many proposals, and
+    The executor may go on unattended after this step: it feeds the token that it picked, with as many proposals, and
     reports on the way. A stop token, a failure, or an `Abandon` of one member ends that for the whole launch where
     there is a draft, or where something is copied. So does a copy that was not right to its end. `StopLaunch` ends it
     for all members.

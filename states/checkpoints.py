@@ -21,7 +21,7 @@ class StateCheckpoint:
 
     slot: SlotId = FIRST_SLOT
     at: int = 0
-    last_turn: int = 0  # the turn (`Slots.turn`) in which it was filled, or last continued from
+    last_turn: int = 0  # the turn (`Slots.release_count`) in which it was filled, or last continued from
 
 
 Places = tuple[StateCheckpoint, ...]

@@ -15,7 +15,7 @@ from states.events import EffectOutcome
 from states.lane import Lane, join_waiting
 from states.launch_choice import plan_proposals, with_decode_plan, with_launch_plan
 from states.rates import Rates
-from states.request_states import Drafted, Speculating, State
+from states.request_states import MayPropose, Speculating, State
 from states.settings import Settings
 
 
@@ -36,7 +36,7 @@ def stop_to_copy(
 
 
 def should_stop_to_copy(lane: Lane, requests: Mapping[RequestId, State], rates: Rates, settings: Settings) -> bool:
-    """Would a launch that continues alone without proposals copy something if it ended now?
+    """Would a launch that runs unattended without proposals copy something if it ended now?
 
     This is asked whenever an outcome of such a launch brings a match.
     """
@@ -50,7 +50,7 @@ def should_stop_to_copy(lane: Lane, requests: Mapping[RequestId, State], rates: 
 def with_proposable_tokens(effect_request: EffectRequest, requests: Mapping[RequestId, State]) -> EffectRequest:
     """Return a running decode step with the proposals that the request could have in its next one."""
     state = requests.get(effect_request.request)
-    if not isinstance(state, Speculating) or not isinstance(state.speculation, Drafted):
+    if not isinstance(state, Speculating) or not isinstance(state.speculation, MayPropose):
         return effect_request
     widest = suffix_control.find_widest(state.speculation.control)
     most = max(0, min(widest, state.answer.count_proposable(state.prompt.job)))

@@ -18,7 +18,7 @@ from states.phases import (
     FailRequest,
     FinishStream,
     PrefillOrDecode,
-    begin_without_draft,
+    choose_without_draft,
     fail_request,
     fail_untrusted,
     finish_stream,
@@ -28,8 +28,8 @@ from states.phases import (
 )
 from states.request_states import (
     Done,
-    Drafted,
     Generated,
+    MayPropose,
     Parking,
     Prefilling,
     SlotLease,
@@ -42,12 +42,12 @@ from states.settings import DecisionContext
 
 def start_with_draft(state: Unparking, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
     control = suffix_control.make_control(context.settings, context.rates)
-    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, Drafted(control))
+    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, MayPropose(control))
 
 
 def start_without_draft(state: Unparking, event: DeviceFailed, context: DecisionContext) -> PrefillOrDecode:
     """Go on without the draft, which could not be loaded. The answer is the same, token by token."""
-    speculation = begin_without_draft(context, f"unpark_{event.kind}")
+    speculation = choose_without_draft(context, f"unpark_{event.kind}")
     return prefill_or_decode(context.settings, state.slot_lease, state.prompt, speculation)
 
 
@@ -111,8 +111,8 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
         before.accepted + min(event.accepted, count),
     )
     speculation = state.speculation
-    if isinstance(speculation, Drafted):
-        speculation = Drafted(suffix_control.update_control(speculation.control, event), speculation.reason)
+    if isinstance(speculation, MayPropose):
+        speculation = MayPropose(suffix_control.update_control(speculation.control, event), speculation.reason)
     after = Speculating(slot_lease, prompt, speculation, answer)
     heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:

@@ -18,7 +18,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    (`choose_step_counts`).
 7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
    After MAX_OVERTAKES such turns the prompt that has waited longest goes first, so that long prompts make progress, too
-   (`next_request`).
+   (`choose_other_effect`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
 chunks of 256 rows on one lane. The launches are: decode 1 and 2; 256 rows of request 4; decode 1 and 2; 44 rows of
@@ -41,7 +41,7 @@ from states.events import EffectOutcome
 from states.lane import Lane, can_launch, remove_answered, start_launch
 from states.launch_prices import Shape
 from states.rates import Rates, estimate_prefill_time, find_span
-from states.request_states import Drafted, Prefilling, Restoring, Speculating, State
+from states.request_states import MayPropose, Prefilling, Restoring, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import Settings
@@ -50,7 +50,7 @@ from states.speculation_control import Plan, SpeculationControl
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
 
 # Decode launches with proposals between two plain ones, so that the time of a plain launch stays known. It is also the
-# most steps that a launch with a draft takes alone.
+# most steps that a launch with a draft takes unattended.
 PLAIN_LAUNCH_INTERVAL = 64
 MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
 # Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
@@ -74,7 +74,7 @@ def choose_launch(
     all_decode_steps = [one for one in lane.waiting if isinstance(one.effect, RunDecode)]
     decode_steps = all_decode_steps[: settings.batch_rows]
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    lane_after_other, other = next_request(lane, others, requests) if others else (lane, None)
+    lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
         prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
         prompt_chunk = choose_mixed_chunk(decode_steps, other, prompt_count, settings)
@@ -182,7 +182,7 @@ def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
     return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
 
 
-def next_request(
+def choose_other_effect(
     lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
 ) -> tuple[Lane, EffectRequest]:
     """Choose among waiting effects that are no decode steps, and count overtaken turns.
@@ -307,15 +307,15 @@ def get_decode_effects(decode_steps: Sequence[EffectRequest]) -> list[RunDecode]
 
 
 def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> SpeculationControl | None:
-    """Return what is known of the request's draft; None: it has no draft."""
+    """Return what is known of the request's proposals; None: it proposes nothing."""
     state = requests.get(effect_request.request)
-    if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+    if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):
         return state.speculation.control
     return None
 
 
 def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
-    """Return the states of the launch's members that have a draft, each with the plan and why it proposes nothing.
+    """Return the states of the launch's members that may propose, each with the plan and why it proposes nothing.
 
     The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
     """
@@ -323,10 +323,10 @@ def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[Re
     # A mixed launch has one member more than proposals: the prompt's chunk, which is the last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
-        if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+        if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):
             reason = state.speculation.reason
             if lane.plan.reason and state.answer.count_proposable(state.prompt.job):
                 reason = "" if propose else lane.plan.reason
-            drafted = Drafted(evolve(state.speculation.control, plan=lane.plan), reason)
+            drafted = MayPropose(evolve(state.speculation.control, plan=lane.plan), reason)
             states[effect_request.request] = evolve(state, speculation=drafted)
     return states

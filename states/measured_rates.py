@@ -15,7 +15,7 @@ from states.events import EffectOutcome
 from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
 from states.launch_choice import get_launch_shape
 from states.rates import Rates
-from states.request_states import Compressing, Drafted, Restoring, Speculating, State
+from states.request_states import Compressing, MayPropose, Restoring, Speculating, State
 from states.settings import Settings
 
 
@@ -93,6 +93,6 @@ def learn_from_decode(
 def learn_from_copies(known_rates: Rates, decoded: Decoded, state: Speculating, settings: Settings) -> Rates:
     """Return the rates after a step in which this request copied. state: its state before the outcome."""
     speculation = state.speculation
-    if not isinstance(speculation, Drafted):
+    if not isinstance(speculation, MayPropose):
         return known_rates
     return suffix_control.record_copies(settings, known_rates, speculation.control, decoded)

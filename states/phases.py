@@ -26,20 +26,20 @@ from states.machine import Transition, prepend_effect
 from states.reports import make_report
 from states.request_states import (
     Done,
-    Drafted,
     Fetching,
     Generated,
     LookingUp,
+    MayPropose,
     Open,
     Parking,
     Prefilling,
     Prompt,
+    ProposesNothing,
     RequestRemainder,
     SlotLease,
     Snapshotting,
     Speculating,
     Speculation,
-    Undrafted,
     Unparking,
     get_remainder,
 )
@@ -114,16 +114,16 @@ def serve_prompt(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt
     draft = policy.decide_speculation(context, prompt.job)
     if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
-    speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
+    speculation = choose_without_draft(context, NO_MATCH) if draft.go else ProposesNothing(draft.reason)
     return prefill_or_decode(context.settings, slot_lease, prompt, speculation)
 
 
-def begin_without_draft(context: DecisionContext, reason: str) -> Speculation:
+def choose_without_draft(context: DecisionContext, reason: str) -> Speculation:
     """Return what a request proposes that has no draft: copies of earlier text, or nothing for this reason."""
     if not context.settings.max_copied:
-        return Undrafted(reason)
+        return ProposesNothing(reason)
     control = suffix_control.make_control(context.settings, context.rates)
-    return Drafted(evolve(control, widths=(), gains=()), reason)
+    return MayPropose(evolve(control, widths=(), gains=()), reason)
 
 
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:
@@ -138,7 +138,7 @@ def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prom
     draft = policy.decide_speculation(context, prompt.job)
     if draft.go and context.settings.max_proposals:
         return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
-    speculation = begin_without_draft(context, NO_MATCH) if draft.go else Undrafted(draft.reason)
+    speculation = choose_without_draft(context, NO_MATCH) if draft.go else ProposesNothing(draft.reason)
     return start_prefill(context.settings, slot_lease, prompt, speculation)
 
 
@@ -201,7 +201,7 @@ def make_decode_step(
     really done is chosen at launch, together with the other members (`states/launch_choice.py`).
     """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    widest = suffix_control.find_widest(speculation.control) if isinstance(speculation, Drafted) else 0
+    widest = suffix_control.find_widest(speculation.control) if isinstance(speculation, MayPropose) else 0
     propose = min(widest, answer.count_proposable(prompt.job))
     steps = count_unwatched_tokens(settings, slot_lease, prompt, answer)
     return RunDecode(slot_lease.slot, slot_lease.valid_rows, last, propose, checkpoint, steps)

@@ -90,21 +90,21 @@ class Prompt:
 
 
 @frozen
-class Drafted:
-    """The request may propose: it has leased the draft, or text is searched for it, or both."""
+class MayPropose:
+    """The request may propose tokens: of the draft that it has leased, or copies of earlier text, or both."""
 
     control: SpeculationControl  # how well its proposals do
     reason: str = ""  # why nothing is proposed now; empty while something is
 
 
 @frozen
-class Undrafted:
+class ProposesNothing:
     """The request proposes nothing."""
 
     reason: str
 
 
-Speculation: TypeAlias = Drafted | Undrafted
+Speculation: TypeAlias = MayPropose | ProposesNothing
 
 
 @frozen
@@ -321,4 +321,4 @@ def get_remainder(state: Held) -> RequestRemainder:
 
 
 def get_leased_draft(speculation: Speculation) -> ModelName | None:
-    return "draft" if isinstance(speculation, Drafted) and speculation.control.widths else None
+    return "draft" if isinstance(speculation, MayPropose) and speculation.control.widths else None

@@ -50,7 +50,7 @@ from states.slots import (
 BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a title or a summary takes fewer
 
 # Target slot, source slot, rows to keep, and another slot whose checkpoint has to stay for them.
-Placement: TypeAlias = tuple[int, int, int, SlotId | None]
+SlotChoice: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
 def admit_next(
@@ -102,7 +102,7 @@ def find_best_start(
     ]
     shared = [count_continuable_rows(settings, row, state.prompt.tokens) for row in rows]
     starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
-    spare = [
+    free_in_place = [
         number
         for number in free
         if not would_lose_tail(settings, rows[number], shared[number])
@@ -110,9 +110,9 @@ def find_best_start(
     ]
     source = max(
         range(len(rows)),
-        key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
+        key=lambda number: (starts[number][0], shared[number], number in free_in_place, number in free, -number),
     )
-    return BestStart(request, free, source, shared, spare, *starts[source])
+    return BestStart(request, free, source, shared, free_in_place, *starts[source])
 
 
 def give_slot(
@@ -132,13 +132,14 @@ def give_slot(
     shared = start.shared
     state_rows = start.state_rows
     place = start.place
+    # With a store, rows beyond the state stay as well: the lookup may find the state after them.
     keep = shared[source] if settings.store else state_rows
     target = source if keep and source in start.free_in_place else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
-        place_owner = None if place is None else slots.places[place].slot
-        wanted = (target, source if keep else target, keep, place_owner)
-        placement = place_in_pages(slots, job, wanted, requests, settings)
+        checkpoint_owner = None if place is None else slots.places[place].slot
+        wanted = (target, source if keep else target, keep, checkpoint_owner)
+        placement = find_pages_for(slots, job, wanted, requests, settings)
         if placement is None:
             return slots, None
         slots, (target, source, keep, _), held = placement
@@ -146,11 +147,19 @@ def give_slot(
             state_rows = 0
             place = None
     is_brief = one_off and job.max_tokens <= BRIEF_ANSWER
-    taken = Slot((), request, slots.slots[target].last_turn, "", 0, one_off, is_brief, held)
-    places = checkpoints.mark_used(slots.places, place, slots.turn)
+    taken = Slot(
+        tokens=(),
+        holder=request,
+        last_release=slots.slots[target].last_release,
+        one_off=one_off,
+        is_brief=is_brief,
+        pages=held,
+    )
+    places = checkpoints.mark_used(slots.places, place, slots.release_count)
     if places:
-        heirs = list_heirs(slots, target, requests, settings)
-        places = checkpoints.hand_over(places, SlotId(target), shared[target], heirs)
+        # Checkpoints within the common rows are right for the new prompt, wherever its rows come from.
+        inheritable = list_inheritable_tokens(slots, target, requests, settings)
+        places = checkpoints.hand_over(places, SlotId(target), shared[target], inheritable)
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
     followed: Followed | None = None
@@ -208,7 +217,9 @@ def find_start(slots: Slots, shared: list[int], source: int, settings: Settings)
     return best
 
 
-def list_heirs(slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings) -> list[Tokens]:
+def list_inheritable_tokens(
+    slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings
+) -> list[Tokens]:
     """Return, by slot, the sequence to which checkpoints of the target may be handed over: those of the same salt."""
     salt = find_row_salt(slots.slots[target], requests)
     return [
@@ -232,24 +243,24 @@ def find_oldest(slots: Slots, free: list[int], source: int | None) -> int:
         key=lambda number: (
             keeps_conversation(slots, number),
             number == source,
-            slots.slots[number].last_turn,
+            slots.slots[number].last_release,
             number,
         ),
     )
 
 
-def place_in_pages(
-    slots: Slots, job: Job, wanted: Placement, requests: Mapping[RequestId, State], settings: Settings
-) -> tuple[Slots, Placement, Pages] | None:
+def find_pages_for(
+    slots: Slots, job: Job, wanted: SlotChoice, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, SlotChoice, Pages] | None:
     """Find pages for the whole prompt, from idle slots where need be; None: not before another request ends.
 
     The wanted placement is tried first. If there are too few pages for it, the prompt goes on in the source itself,
     whose tail is lost. If no request runs that could end, nothing at all is kept.
     """
-    target, source, keep, place_owner = wanted
+    target, source, keep, checkpoint_owner = wanted
     placements = [wanted]
     if slots.slots[source].holder is None and source != target:
-        placements.append((source, source, keep, place_owner))
+        placements.append((source, source, keep, checkpoint_owner))
     if all(slot.holder is None for slot in slots.slots):
         placements.append((target, target, 0, None))
     for placement in placements:
@@ -263,7 +274,7 @@ def place_in_pages(
 
 
 def choose_pages(
-    slots: Slots, job: Job, placement: Placement, requests: Mapping[RequestId, State], settings: Settings
+    slots: Slots, job: Job, placement: SlotChoice, requests: Mapping[RequestId, State], settings: Settings
 ) -> Pages | None:
     """Choose the pages of the target: some of the source's, and new ones for the rest of the prompt.
 

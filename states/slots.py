@@ -40,7 +40,7 @@ CONVERSATION_PATIENCE = 64
 class Slot:
     tokens: Tokens = ()  # that its rows stand for, while it is idle
     holder: RequestId | None = None  # the request that it is given to; None: it is idle
-    last_turn: int = 0  # the turn of its last release
+    last_release: int = 0  # the turn of its last release
     salt: str = ""  # of the job that its rows are from, while it is idle
     state_position: int = 0  # rows before its own positional state, while it is idle; 0: it has no usable state
     one_off: bool = False  # its holder, or the request that left its rows, is one that no other request continues
@@ -63,7 +63,7 @@ class Follow:
 class Slots:
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # for a slot, in order of arrival
-    turn: int = 0  # counts releases
+    release_count: int = 0  # counts releases
     places: tuple[StateCheckpoint, ...] = ()
     # Requests for which there were too few pages when last looked for.
     short_of_pages: frozenset[RequestId] = frozenset()
@@ -95,7 +95,7 @@ def requeue_holder(slots: Slots, request: RequestId, number: SlotId) -> Slots:
     """Free a slot whose rows are lost, and put the request that held it at the head of the queue."""
     slot = slots.slots[number]
     assert slot.holder == request, (slot, request)
-    slots = replace_slot(forget_rows(slots, number), number, Slot((), None, slot.last_turn))
+    slots = replace_slot(forget_rows(slots, number), number, Slot((), None, slot.last_release))
     return evolve(slots, waiting=(request, *slots.waiting), short_of_pages=frozenset())
 
 
@@ -144,7 +144,7 @@ def can_share_rows(slot: Slot, requests: Mapping[RequestId, State], job: Job) ->
 def keeps_conversation(slots: Slots, number: int) -> bool:
     """Does an idle slot keep a conversation that is likely to be continued?"""
     slot = slots.slots[number]
-    return bool(slot.tokens) and not slot.one_off and slots.turn - slot.last_turn < CONVERSATION_PATIENCE
+    return bool(slot.tokens) and not slot.one_off and slots.release_count - slot.last_release < CONVERSATION_PATIENCE
 
 
 def list_evictable(slots: Slots) -> list[int]:
@@ -153,7 +153,7 @@ def list_evictable(slots: Slots) -> list[int]:
     Slots without a conversation come first, and among equals those that have gone unused longest.
     """
     idle = [number for number, slot in enumerate(slots.slots) if slot.holder is None and slot.pages]
-    return sorted(idle, key=lambda number: (keeps_conversation(slots, number), slots.slots[number].last_turn))
+    return sorted(idle, key=lambda number: (keeps_conversation(slots, number), slots.slots[number].last_release))
 
 
 def list_running_jobs(slots: Slots, requests: Mapping[RequestId, State]) -> dict[int, Job]:
@@ -198,7 +198,7 @@ def assign_checkpoint_place(
         return slots, effect_request
     if any((place.slot, place.at) == (effect.slot, mark.at) for place in slots.places):
         return slots, effect_request
-    place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.turn)
+    place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.release_count)
     if place is None:
         return slots, effect_request
     emptied = checkpoints.replace_place(slots.places, place, checkpoints.EMPTY)
@@ -224,7 +224,7 @@ def record_checkpoint(
         return slots
     if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.rows_lost)):
         return slots
-    checkpoint = StateCheckpoint(effect.slot, scope.find_state_row(settings, outcome.stop), slots.turn)
+    checkpoint = StateCheckpoint(effect.slot, scope.find_state_row(settings, outcome.stop), slots.release_count)
     return evolve(slots, places=checkpoints.replace_place(slots.places, effect.place, checkpoint))
 
 
@@ -243,6 +243,11 @@ def release_slot(slots: Slots, request: RequestId, left: RequestRemainder, setti
         kept = get_kept_sequence(settings, left)
         state_position = find_own_state(settings, left)
     held = slot.pages[: pages.count_pages(len(kept), settings.page)]
-    idle = Slot(kept, None, slots.turn + 1, job.salt, state_position, slot.one_off, pages=held)
+    idle = Slot(kept, None, slots.release_count + 1, job.salt, state_position, slot.one_off, pages=held)
     places = checkpoints.drop_beyond(slots.places, number, len(kept))
-    return evolve(replace_slot(slots, number, idle), turn=slots.turn + 1, places=places, short_of_pages=frozenset())
+    return evolve(
+        replace_slot(slots, number, idle),
+        release_count=slots.release_count + 1,
+        places=places,
+        short_of_pages=frozenset(),
+    )

@@ -131,9 +131,10 @@ def estimate_acceptance(width: int, gain: int) -> int:
     return bisect_right(range(UNIT + 1), gain, key=chain_gain) - 1
 
 
-def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
+def update_draft_part(control: SpeculationControl, done: Decoded) -> SpeculationControl:
     """Return a request's control after one more outcome: what it gave, and what it cost.
 
+    The fields of copies are left out: `suffix_control.update_control`, the only caller, puts them back.
     This runs for every token, and `evolve` would take four times as long.
     """
     gains = control.gains
@@ -141,8 +142,8 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     if done.proposed and control.plan.source == "draft":
         gains = update_gains(control, seen, done, REQUEST_MEMORY)
         seen += 1
-    spare = update_balance(control.account, control.plan, done)
-    return SpeculationControl(control.widths, gains, control.branching, seen, spare, control.plan)
+    balance = update_balance(control.account, control.plan, done)
+    return SpeculationControl(control.widths, gains, control.branching, seen, balance, control.plan)
 
 
 def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
@@ -204,22 +205,24 @@ def plan_launch(
     if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
         return plain
     options = list(list_options(wanted, prices, row_limit))
-    least_spare = min(control.account for _, control in wanted if control)
+    least_balance = min(control.account for _, control in wanted if control)
     # What every member has gained beyond the account that an answer begins with. A member that loses it again is no
     # later than without a draft, so the server's account need not bear it.
-    gained = least_spare - INITIAL_ACCOUNT
-    spare = min(least_spare, max(rates.account, gained))
-    affordable = [option for option in options if option.price - UNIT <= spare]
+    gained = least_balance - INITIAL_ACCOUNT
+    balance = min(least_balance, max(rates.account, gained))
+    affordable = [option for option in options if option.price - UNIT <= balance]
     cheapest = min((option.price for option in affordable), default=UNIT)
     bearable = [
-        option for option in affordable if option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= spare
+        option
+        for option in affordable
+        if option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= balance
     ]
     best = max(bearable, key=rate_option, default=None)
     pays = rate_option(best) > UNIT * len(wanted) if best else False
     if best is None or not (pays or rates.steps_until_trial == 0):
         would_pay = max(map(rate_option, options), default=0) > UNIT * len(wanted)
         reason = "loss_limit" if would_pay else "does_not_pay"
-        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, spare))
+        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, balance))
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
@@ -235,26 +238,26 @@ def plan_launch(
         charges_measured_time=draft_behind or not pays,
         price_doubted=price_doubted,
         self_funded=gained > rates.account,
-        reason="does_not_pay",
-        steps=count_bearable_steps(best.price, spare) if pays and not (draft_behind or price_doubted) else 1,
+        reason="does_not_pay",  # for the members that got no proposals
+        steps=count_bearable_steps(best.price, balance) if pays and not (draft_behind or price_doubted) else 1,
     )
 
 
-def count_plain_steps(options: Sequence[ProposalOption], rest: int, spare: int) -> int:
+def count_plain_steps(options: Sequence[ProposalOption], steps_until_trial: int, balance: int) -> int:
     """Count the plain steps until something may be proposed: a trial is due, or one more option can be afforded."""
     until_affordable = [
-        -(-(option.price - UNIT - spare) // REFILL) for option in options if option.price - UNIT > spare
+        -(-(option.price - UNIT - balance) // REFILL) for option in options if option.price - UNIT > balance
     ]
-    return min([*until_affordable, rest or LONGEST_TRIAL_GAP])
+    return min([*until_affordable, steps_until_trial or LONGEST_TRIAL_GAP])
 
 
-def count_bearable_steps(price: int, spare: int) -> int:
+def count_bearable_steps(price: int, balance: int) -> int:
     """Count the steps of that price which the accounts can bear even if no proposal is right.
 
     They are at most as many as a request's estimate rests on.
     """
     loss = price - UNIT - REFILL
-    return min(REQUEST_MEMORY, 1 + (spare - (price - UNIT)) // loss) if loss > 0 else REQUEST_MEMORY
+    return min(REQUEST_MEMORY, 1 + (balance - (price - UNIT)) // loss) if loss > 0 else REQUEST_MEMORY
 
 
 @frozen
@@ -302,47 +305,43 @@ def record_step(rates: Rates, plan: Plan) -> Rates:
     Trials move further apart, and nearer again when proposals pay.
     """
     if plan.is_trial:
-        return evolve(
-            rates,
-            steps_until_trial=rates.next_trial_gap,
-            next_trial_gap=min(2 * rates.next_trial_gap, LONGEST_TRIAL_GAP),
-        )
+        gap = rates.next_trial_gap
+        return evolve(rates, steps_until_trial=gap, next_trial_gap=min(2 * gap, LONGEST_TRIAL_GAP))
     if any(plan.proposals):
         return evolve(rates, next_trial_gap=max(1, rates.next_trial_gap // 2)) if rates.next_trial_gap > 1 else rates
-    spare = max(rates.account, min(rates.account + REFILL, INITIAL_ACCOUNT))
-    rest = max(0, rates.steps_until_trial - bool(plan.reason))
-    return (
-        rates
-        if (spare, rest) == (rates.account, rates.steps_until_trial)
-        else evolve(rates, account=spare, steps_until_trial=rest)
-    )
+    balance = max(rates.account, min(rates.account + REFILL, INITIAL_ACCOUNT))
+    # Only steps that were plain because proposals did not pay bring the next trial nearer.
+    plain_steps_left = max(0, rates.steps_until_trial - bool(plan.reason))
+    if (balance, plain_steps_left) == (rates.account, rates.steps_until_trial):
+        return rates
+    return evolve(rates, account=balance, steps_until_trial=plain_steps_left)
 
 
 def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
-    """Return the rates after the outcome of one member. The members share what a launch costs the server's account.
+    """Return the rates after the outcome of one member. The members share what a step costs the server's account.
 
-    What a plain launch earns was paid in when it began.
+    What a plain step earns was paid in when it began.
     """
     if not any(plan.proposals):
         return rates
-    spare = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
-    spare = max(spare, rates.account) if plan.self_funded else spare
+    balance = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
+    balance = max(balance, rates.account) if plan.self_funded else balance
     if not done.proposed or plan.source == "suffix":
-        return evolve(rates, account=spare)
+        return evolve(rates, account=balance)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
-    return evolve(rates, gains=gains, seen=rates.seen + 1, account=spare)
+    return evolve(rates, gains=gains, seen=rates.seen + 1, account=balance)
 
 
-def update_balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
-    """Return an account after an outcome: it earns what the tokens would have cost, and pays what the launch cost."""
+def update_balance(balance: int, plan: Plan, done: Decoded, members: int = 1) -> int:
+    """Return an account after an outcome: it earns what the tokens would have cost, and pays what the step cost."""
     earned = (UNIT + REFILL) * len(done.tokens) - done.steps * charge_launch(plan, done.ns)
-    return spare + earned // members
+    return balance + earned // members
 
 
 def charge_launch(plan: Plan, took_ns: int) -> int:
     """Return what a step of a launch is charged: its price, or its measured time where the price may be wrong.
 
-    The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain launch is
+    The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain step is
     charged beyond the price: what took longer was held up by other work.
     """
     if not (plan.charges_measured_time or plan.price_doubted) or not took_ns or not plan.plain_ns:

@@ -10,12 +10,12 @@ Idea. The executor reports with every outcome how many tokens before the next on
 * A request may propose only after an outcome with a match. Other steps are plain, and as quick as without a draft.
 * Gains are kept for each class of match lengths (CLASS_STARTS), of each request and of all requests (`Rates.copied`).
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`), and so are the trials.
-* A plain launch that continues alone is stopped when copies would pay (`launch_choice.should_stop_to_copy`).
+* A plain launch that runs unattended is stopped when copies would pay (`copy_launches.should_stop_to_copy`).
 
 Where there is a draft as well, both are planned for, and `choose_source` takes the plan that gives more tokens for its
 time. The accounts are common to both.
 
-Example. One request answers with a file of its prompt. Its first tokens match nothing, so its launch continues alone.
+Example. One request answers with a file of its prompt. Its first tokens match nothing, so its launch runs unattended.
 The fourth one makes a match of 3. A copy of 3 tokens is worth 1.62 at a price of 1.3, so the launch is stopped and 3
 tokens are proposed. They are right, the match has 7 tokens then, and the next step proposes 15.
 """
@@ -93,7 +93,7 @@ def find_class(matched: int) -> int:
 
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
     """Return a request's control after one more outcome."""
-    after = speculation_control.update_control(control, done)
+    after = speculation_control.update_draft_part(control, done)
     if not control.copy_widths:
         return after
     copied = control.copied

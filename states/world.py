@@ -290,7 +290,7 @@ class Fold:
         self.outputs.append(effect_request)
 
     def launch_lanes(self) -> None:
-        """Launch on free lanes, and let waiting effects join or stop launches that continue alone."""
+        """Launch on free lanes, and let waiting effects join or stop launches that run unattended."""
         for number in [number for number, lane in self.lanes.items() if lane.waiting]:
             while not self.pending and lane_queue.can_launch(self.lanes[number]) and self.launch_on_lane(number):
                 pass

@@ -9,7 +9,7 @@ How a restore works (`Restorer.restore`):
    have not copied it yet: one for each part of the target (or of the draft).
 2. Moves whose rows are in host memory are copied at once. The others are read by RUNS_IN_FLIGHT tasks, in order; the
    thread that has read a run also copies it, because its processor cache holds it (`_copy_after_read`).
-3. No row may be written before everything has passed that was asked of the slot's earlier request: its *fence*
+3. No row may be written until the lane has launched all work of the request that had the slot before: its *fence*
    (`fence.py`). What is read earlier than that waits in memory and is copied afterwards (`_copy_moves`).
 4. Parts that are addressable from here are written by COPY_THREADS threads for each GPU. The others are sent their runs
    on the lane, in pieces of PIECE_BYTES, because the lane owns the connection to them.
@@ -97,46 +97,46 @@ class Restorer:
             self.store.release(effect.lease)
             return StoreFailed("broken", f"there are checkpoints at {lease.checkpoints}, not at {effect.stop}")
         by_kind: Mapping[Kind, Sequence[RowMover]] = {"rows": self.target, "draft": self.draft, "state": ()}
-        now = Restore(
+        restore = Restore(
             effect, self.fences.get_or_place_fence(request, effect.slot), tuple(plan_moves(lease, effect, by_kind))
         )
-        self._restoring[request] = now
+        self._restoring[request] = restore
         try:
-            return await self._restore(request, lease, now, started)
+            return await self._restore(request, lease, restore, started)
         finally:
             del self._restoring[request]
             self.store.release(effect.lease)
 
     async def _restore(
-        self, request: RequestId, lease: Lease, now: Restore, started: int
+        self, request: RequestId, lease: Lease, restore: Restore, started: int
     ) -> BlocksRestored | StoreFailed:
-        effect = now.effect
-        held = list[RunMove]()
+        effect = restore.effect
+        in_memory = list[RunMove]()
         queue = deque[RunMove]()
-        for move in now.moves:
-            (queue if self._needs_reading(move) else held).append(move)
+        for move in restore.moves:
+            (queue if self._needs_reading(move) else in_memory).append(move)
         with anyio.CancelScope(shield=True):  # what threads do is waited for
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._copy_held, now, held)
+                tasks.start_soon(self._copy_from_memory, restore, in_memory)
                 for _ in range(min(RUNS_IN_FLIGHT, len(queue))):
-                    tasks.start_soon(self._read_and_copy, now, queue)
+                    tasks.start_soon(self._read_and_copy, restore, queue)
         taken_ns = time.perf_counter_ns() - started
-        ready = now.collect_ready()
-        if now.failure is not None and lease.states:
-            return now.failure  # rows alone do not continue a sequence that has positional state
-        await self._stage_states(now)
-        failure = await self.lane.run(partial(self._commit, request, now, ready))
+        ready = restore.collect_ready()
+        if restore.failure is not None and lease.states:
+            return restore.failure  # rows alone do not continue a sequence that has positional state
+        await self._stage_states(restore)
+        failure = await self.lane.run(partial(self._commit, request, restore, ready))
         stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
         if failure is not None or (stop == effect.start and not lease.states):
-            return failure or now.failure or ABANDONED
+            return failure or restore.failure or ABANDONED
         loaded = sum(map(self._count_bytes, ready)) + sum(
-            self._count_bytes(move) for move in now.moves if move.kind == "state"
+            self._count_bytes(move) for move in restore.moves if move.kind == "state"
         )
         self.store.count_restore(lease.tier, loaded, taken_ns / 1e9)
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
             *(request, stop - effect.start, loaded, lease.tier, taken_ns / 1e6),
-            f"; then {now.failure.detail}" if now.failure else "",
+            f"; then {restore.failure.detail}" if restore.failure else "",
             extra={"request": request},
         )
         return BlocksRestored(effect.start, stop, loaded, taken_ns)
@@ -145,52 +145,52 @@ class Restorer:
         """Are its rows in a lower tier, and not in host memory?"""
         return self.store.get_lower_tier(move.part.tier) is not None
 
-    async def _copy_held(self, now: Restore, moves: Sequence[RunMove]) -> None:
+    async def _copy_from_memory(self, restore: Restore, moves: Sequence[RunMove]) -> None:
         """Copy what is in host memory."""
         for move in moves:
             move.buffer = self.store.memory_tier.rows[move.part.entry.handle]
-        await self._copy_moves(now, moves)
+        await self._copy_moves(restore, moves)
 
-    async def _read_and_copy(self, now: Restore, queue: deque[RunMove]) -> None:
+    async def _read_and_copy(self, restore: Restore, queue: deque[RunMove]) -> None:
         """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
-        while queue and not now.is_over:
+        while queue and not restore.is_over:
             move = queue.popleft()
-            at_once = partial(self._copy_after_read, now, move)
+            at_once = partial(self._copy_after_read, restore, move)
             try:
                 tier = self.store.get_lower_tier(move.part.tier)
                 assert tier is not None, "rows in host memory are not read"
                 move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, at_once)
             except Damaged as error:
-                now.record_failure([move], StoreFailed("broken", str(error)))
+                restore.record_failure([move], StoreFailed("broken", str(error)))
             except OSError as error:
-                now.record_failure([move], StoreFailed("io", error.strerror or str(error)))
+                restore.record_failure([move], StoreFailed("io", error.strerror or str(error)))
             except MemoryError:
-                now.record_failure([move], StoreFailed("out_of_memory", "no memory to read into"))
+                restore.record_failure([move], StoreFailed("out_of_memory", "no memory to read into"))
             else:
-                await self._copy_moves(now, [move])
+                await self._copy_moves(restore, [move])
 
-    def _copy_after_read(self, now: Restore, move: RunMove, buffer: Buffer) -> None:
+    def _copy_after_read(self, restore: Restore, move: RunMove, buffer: Buffer) -> None:
         """Copy a move on the thread that has read it: to wake another one would take longer."""
         self.store.promote(move.part.entry, buffer)
         move.buffer = buffer
-        if not now.fence.is_open:
+        if not restore.fence.is_open:
             return
         left = tuple(move.missing_movers)
         for mover in left:
             if not mover.is_addressable:  # what fails here is sent again by `_copy_moves`, and raises there
-                self.lane.post(partial(now.send_runs, mover, [move]), lambda _: None)
+                self.lane.post(partial(restore.send_runs, mover, [move]), lambda _: None)
         for mover in left:
             if mover.is_addressable and move.failure is None:
-                now.copy_run(mover, move)
+                restore.copy_run(mover, move)
 
-    async def _copy_moves(self, now: Restore, moves: Sequence[RunMove]) -> None:
+    async def _copy_moves(self, restore: Restore, moves: Sequence[RunMove]) -> None:
         """Copy moves from memory into the slot, all parts at the same time.
 
         A checkpoint keeps its buffer until `_commit`.
         """
         coming = deque(move for move in moves if move.missing_movers and move.failure is None)
-        while coming and not now.is_over:
-            await self._copy_piece(now, self._take_piece(coming))
+        while coming and not restore.is_over:
+            await self._copy_piece(restore, self._take_piece(coming))
         for move in moves:
             if move.kind != "state":
                 move.buffer = None
@@ -203,60 +203,64 @@ class Restorer:
             piece.append(coming.popleft())
         return piece
 
-    async def _copy_piece(self, now: Restore, moves: Sequence[RunMove]) -> None:
+    async def _copy_piece(self, restore: Restore, moves: Sequence[RunMove]) -> None:
         pairs = [(mover, move) for move in moves for mover in tuple(move.missing_movers)]
         near = deque(pair for pair in pairs if pair[0].is_addressable)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.is_addressable)]
         if far:
-            copies = await self.lane.run(partial(self._send_on_lane, now, far, moves, near))
+            copies = await self.lane.run(partial(self._send_on_lane, restore, far, moves, near))
         else:
-            await now.fence.wait()
-            copies = self._start_copies(now, near, 0)
-        if (failure := now.fence.failure) is not None:
-            now.record_failure(moves, failure)
+            await restore.fence.wait()
+            copies = self._start_copies(restore, near, 0)
+        if (failure := restore.fence.failure) is not None:
+            restore.record_failure(moves, failure)
         for copy in copies:
             if not copy.done():
                 await asyncio.wrap_future(copy)
             copy.result()
 
-    def _start_copies(self, now: Restore, near: QueuedCopies, asked: int) -> CopyFutures:
-        at_once_count = COPY_THREADS * max(1, len(now.fence.marks))
-        count = min(max(0, at_once_count - asked - 1) if asked else at_once_count, len(near))
-        return [self.workers.submit(now.copy_queued, near) for _ in range(count if now.fence.is_open else 0)]
+    def _start_copies(self, restore: Restore, near: QueuedCopies, sender_count: int) -> CopyFutures:
+        """Start copies on the workers, COPY_THREADS for each GPU.
+
+        sender_count: parts to which the lane sends meanwhile. Each keeps one thread busy, and the lane copies as well.
+        """
+        at_once_count = COPY_THREADS * max(1, len(restore.fence.marks))  # one mark for each GPU
+        count = min(max(0, at_once_count - sender_count - 1) if sender_count else at_once_count, len(near))
+        return [self.workers.submit(restore.copy_queued, near) for _ in range(count if restore.fence.is_open else 0)]
 
     def _send_on_lane(
-        self, now: Restore, far: Sequence[RowMover], moves: Sequence[RunMove], near: QueuedCopies
+        self, restore: Restore, far: Sequence[RowMover], moves: Sequence[RunMove], near: QueuedCopies
     ) -> CopyFutures:
         """Send moves to parts elsewhere, then copy those of parts here meanwhile.
 
         Called on the lane, after the fence.
         """
-        if not now.fence.is_open:
+        if not restore.fence.is_open:
             return []
         for mover in far:
-            now.send_runs(mover, moves)
-        copies = self._start_copies(now, near, len(far))
-        now.copy_queued(near)
+            restore.send_runs(mover, moves)
+        copies = self._start_copies(restore, near, len(far))
+        restore.copy_queued(near)
         return copies
 
-    async def _stage_states(self, now: Restore) -> None:
+    async def _stage_states(self, restore: Restore) -> None:
         """Bring checkpoints to the device, so that the lane only copies them there. Without memory it copies more."""
-        for move in now.moves:
+        for move in restore.moves:
             if move.kind == "state" and move.buffer is not None:
                 with suppress(torch.OutOfMemoryError):
                     staging = partial(self.state.stage, move.buffer.data)
                     move.staged = await asyncio.get_running_loop().run_in_executor(self.workers, staging)
 
-    def _commit(self, request: RequestId, now: Restore, ready: list[RunMove]) -> StoreFailed | None:
+    def _commit(self, request: RequestId, restore: Restore, ready: list[RunMove]) -> StoreFailed | None:
         """Say that the slot holds what has come, its state first. Called on the lane."""
-        state = self.fences.find_slot(now.effect.slot, request)
+        state = self.fences.find_slot(restore.effect.slot, request)
         if isinstance(state, DeviceFailed):
             return StoreFailed(state.kind, state.detail)
-        checkpoints = [move for move in now.moves if move.kind == "state"]
+        checkpoints = [move for move in restore.moves if move.kind == "state"]
         for move in checkpoints:
-            if (failure := self._import_state(state, now, move)) is not None:
+            if (failure := self._import_state(state, restore, move)) is not None:
                 return failure
-            state.set_state_row(now.effect.stop)
+            state.set_state_row(restore.effect.stop)
         for move in ready:
             if move.kind == "rows" and not checkpoints:
                 state.add_loaded_rows(*move.span)
@@ -264,10 +268,10 @@ class Restorer:
                 state.add_draft_rows(*move.span)
         return None
 
-    def _import_state(self, state: SlotState, now: Restore, move: RunMove) -> StoreFailed | None:
+    def _import_state(self, state: SlotState, restore: Restore, move: RunMove) -> StoreFailed | None:
         """Import the positional state, without which the rows are of no use."""
-        slot = now.effect.slot
-        start = now.effect.start
+        slot = restore.effect.slot
+        start = restore.effect.start
         rows = state.valid + state.rows_ahead
         if move.buffer is None:
             return move.failure or ABANDONED

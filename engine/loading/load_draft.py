@@ -103,7 +103,7 @@ def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
         raise UserError(f"--draft {error}") from error
 
 
-def check_provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
+def drop_unverifiable_draft(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
     """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
     if found is not None and numerics.mode != "buckets":
         log.warning("no draft is used: proposals cannot be verified exactly, because batch sizes change the bits here")

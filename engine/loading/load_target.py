@@ -8,9 +8,9 @@ other bits than before. So the load has stages, and each gets typed results of t
 * Warm up, and measure rates for the scheduler (`Settings`).
 * Add the prompt scorer and the store, and build the executor, which is complete from then on.
 
-Begin with `load_on_lane`, which runs on the lane: it launches the work of the device. What it returns owns everything
-that was opened, and `LoadedModel.close` closes it in the order that the threads need. If a stage raises, the processes
-of remote parts are closed.
+Begin with `load_on_lane`, which runs on the lane, because loading already launches device work. What it returns owns
+everything that was opened, and `LoadedModel.close` closes it in the order that the threads need. If a stage raises,
+the processes of remote parts are closed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
-from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, check_provable, find_draft
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
@@ -258,20 +258,20 @@ def load_with_peers(
     fit = load_plan.choose_fit()
     cache = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    counting = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    reported = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counting, plan, memory, dtype) as sources:
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, step=step)
         numerics = proven.numerics
         if expected_identity not in {None, proven.identity}:
             raise IdentityMismatch(proven.identity)
-        usable_draft = peers.keep_draft(check_provable(opened_draft, numerics))
+        usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
         step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
         room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
-        shard = build_shards(counting, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+        shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     place_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)

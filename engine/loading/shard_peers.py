@@ -48,7 +48,7 @@ class RemotePeers:
     def peers(self) -> tuple[Peer, ...]:
         return tuple(peer for peer in (*self.shards, self.draft, self.scorer) if peer is not None)
 
-    def keep_draft(self, found: FoundDraft | None) -> FoundDraft | None:
+    def close_unused_draft(self, found: FoundDraft | None) -> FoundDraft | None:
         """Return the draft unchanged. If there is none after all, its process is closed."""
         if self.draft is not None and found is None:
             self.draft.close()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.device.sampling.sampler import Draw, Picking, Sampler, start_picking
+from adapters.device.sampling.sampler import Draw, LaunchedPicks, Sampler, start_picking
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
@@ -204,7 +204,7 @@ def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> Non
         one.read()
 
 
-def sample_each(device: torch.device, vocab: int) -> list[Picking]:
+def sample_each(device: torch.device, vocab: int) -> list[LaunchedPicks]:
     """Sample in every way, all of them at once, and each by itself."""
     with torch.inference_mode(), use_device(device):
         logits = torch.zeros(len(SAMPLINGS), vocab, device=device)

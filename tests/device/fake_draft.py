@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.shard import NamedTensors
-from adapters.models.drafts.cached_draft import BlockRequest, Pick
+from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
@@ -58,7 +58,7 @@ class FakeDraft:
     def at_once(self, count: int, target: object) -> None:
         return None
 
-    def propose(self, asks: Sequence[BlockRequest], pick: Pick) -> None:
+    def propose(self, asks: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         self._need("propose")
         self.asked.append(list(asks))
         vocab, generator = VOCAB, make_generator(len(self.asked))

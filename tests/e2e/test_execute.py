@@ -156,7 +156,7 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
 ) -> None:
     made = list[str]()
     monkeypatch.setattr(
-        "engine.loading.load_target.check_provable", lambda *_: made.append("a draft")
+        "engine.loading.load_target.drop_unverifiable_draft", lambda *_: made.append("a draft")
     )  # the next thing that is done
     file = tmp_path / "other.jsonl"
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"

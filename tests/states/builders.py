@@ -20,12 +20,13 @@ from states.phases import make_report
 from states.rates import Rates
 from states.request_states import (
     Done,
-    Drafted,
     Draining,
     Generated,
+    MayPropose,
     Parking,
     Prefilling,
     Prompt,
+    ProposesNothing,
     RequestRemainder,
     Restoring,
     SlotLease,
@@ -33,7 +34,6 @@ from states.request_states import (
     Speculating,
     Speculation,
     State,
-    Undrafted,
     Waiting,
 )
 from states.residency import Resolved
@@ -107,7 +107,7 @@ class Flat:
 
     @property
     def drafted(self) -> Speculation:
-        return Undrafted(self.speculation) if self.control is None else Drafted(self.control, self.speculation)
+        return ProposesNothing(self.speculation) if self.control is None else MayPropose(self.control, self.speculation)
 
     @property
     def generated(self) -> Generated:

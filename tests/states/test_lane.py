@@ -17,7 +17,7 @@ from states import speculation_control as control
 from states.events import EffectOutcome
 from states.lane import Lane
 from states.rates import Rates
-from states.request_states import Drafted, Generated, Prefilling, SlotLease, Speculating, State, Undrafted
+from states.request_states import Generated, MayPropose, Prefilling, ProposesNothing, SlotLease, Speculating, State
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 
@@ -189,7 +189,7 @@ def reading(**missing: int) -> dict[RequestId, State]:
     states = dict[RequestId, State]()
     for name, rows in missing.items():
         prompt = evolve(a(Prefilling, prefilled(DRAFT)).prompt, tokens=(7,) * (rows + 1))
-        states[RequestId(int(name[1:]))] = Prefilling(SlotLease(SlotId(0)), prompt, Undrafted(""))
+        states[RequestId(int(name[1:]))] = Prefilling(SlotLease(SlotId(0)), prompt, ProposesNothing(""))
     return states
 
 
@@ -297,7 +297,7 @@ def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId
     drafted = {
         request: state.speculation
         for request, state in known.items()
-        if isinstance(state, Speculating) and isinstance(state.speculation, Drafted)
+        if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose)
     }
     return {request: (one.control.plan, one.reason) for request, one in drafted.items()}
 

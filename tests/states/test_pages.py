@@ -14,7 +14,7 @@ from effects.prefill import OpenSlot
 from states import page_growth, pages, slot_admission, slots
 from states.events import ForRequest, Submitted
 from states.pages import Pages
-from states.request_states import Generated, Prompt, SlotLease, Speculating, State, Undrafted, Waiting
+from states.request_states import Generated, Prompt, ProposesNothing, SlotLease, Speculating, State, Waiting
 from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from states.world import make_world
@@ -35,7 +35,7 @@ def job(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: object) -
 
 def decoding(one: Job, slot: int, said: int = 0) -> State:
     slot_lease = SlotLease(slots.SlotId(slot), len(one.prompt) - 1 + said)
-    return Speculating(slot_lease, Prompt(one, one.prompt), Undrafted("declined"), Generated((1,) * said))
+    return Speculating(slot_lease, Prompt(one, one.prompt), ProposesNothing("declined"), Generated((1,) * said))
 
 
 def house(*slots_: Slot, waiting: tuple[RequestId, ...] = ()) -> Slots:

@@ -256,8 +256,8 @@ class Reached:
 def forgetful(world: World) -> World:
     """Counts and idle sequences do not matter here, and would never come back to a world that was seen."""
     draft = evolve(world.models["draft"], loads=0, parks=0, failures=0, error="")
-    slots = tuple(evolve(slot, tokens=(), last_turn=0) for slot in world.slots.slots)
-    return evolve(world, models={"draft": draft}, slots=evolve(world.slots, slots=slots, turn=0))
+    slots = tuple(evolve(slot, tokens=(), last_release=0) for slot in world.slots.slots)
+    return evolve(world, models={"draft": draft}, slots=evolve(world.slots, slots=slots, release_count=0))
 
 
 def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:

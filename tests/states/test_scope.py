@@ -16,7 +16,7 @@ from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
 from states.kept_rows import count_resumable_rows, find_own_state, get_kept_sequence
 from states.phases import make_prefill_chunk, prefill_or_decode, start_prefill
-from states.request_states import Undrafted
+from states.request_states import ProposesNothing
 from states.scope import (
     CheckpointMark,
     find_next_mark,
@@ -281,7 +281,7 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
     slot_lease, prompt = flat.early
     assert should_keep_held_state(settings, slot_lease, prompt) is expected
     if slot_lease.valid_rows < prompt.prefill_rows:
-        ask = start_prefill(settings, slot_lease, prompt, Undrafted("")).effects[0]
+        ask = start_prefill(settings, slot_lease, prompt, ProposesNothing("")).effects[0]
         assert isinstance(ask, RunPrefill)
         assert ask.keeps_state_first is expected
 
@@ -289,7 +289,7 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
 def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
     for scope, expected in ((FULL, True), (Scope("off"), False)):
         settings, flat = stateful(scope, length=97, valid=96)
-        ask = prefill_or_decode(settings, *flat.early, Undrafted("")).effects[0]
+        ask = prefill_or_decode(settings, *flat.early, ProposesNothing("")).effects[0]
         assert isinstance(ask, RunDecode)
         assert (ask.position, ask.checkpoint) == (96, expected)
 

@@ -48,7 +48,7 @@ def admitted(
     assert after.waiting == ()
     alone = policy.decide_one_off(job).go
     brief = alone and job.max_tokens <= slot_admission.BRIEF_ANSWER
-    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].last_turn, one_off=alone, is_brief=brief)
+    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].last_release, one_off=alone, is_brief=brief)
     others = [number for number in range(len(house.slots)) if number != event.slot]
     assert [after.slots[number] for number in others] == [house.slots[number] for number in others]
     return event
@@ -134,7 +134,7 @@ def test_a_decoded_answer_is_part_of_what_can_be_continued() -> None:
 
 
 def test_a_released_slot_keeps_its_sequence_and_its_turn() -> None:
-    house = a_house(Slot(), Slot((), ONE, 3), waiting=(THREE,), turn=9)
+    house = a_house(Slot(), Slot((), ONE, 3), waiting=(THREE,), release_count=9)
     hold = answering(slot=SlotId(1))
     after = slots.release_slot(house, ONE, hold.remainder, PLAIN)
     assert after == Slots((Slot(), Slot((*PROMPT, 7), None, 10)), (THREE,), 10)
@@ -215,8 +215,8 @@ def test_a_conversation_too_takes_first_what_one_offs_have_left() -> None:
 
 def test_a_conversation_that_nobody_came_back_to_is_spared_no_longer() -> None:
     left = Slot(LEFT, None, 9, one_off=True)
-    assert admitted(evolve(a_house(TURN, left), turn=slots.CONVERSATION_PATIENCE), job=TITLE).slot == 1
-    assert admitted(evolve(a_house(TURN, left), turn=slots.CONVERSATION_PATIENCE + 1), job=TITLE).slot == 0
+    assert admitted(evolve(a_house(TURN, left), release_count=slots.CONVERSATION_PATIENCE), job=TITLE).slot == 1
+    assert admitted(evolve(a_house(TURN, left), release_count=slots.CONVERSATION_PATIENCE + 1), job=TITLE).slot == 0
 
 
 def test_a_slot_knows_who_left_it() -> None:

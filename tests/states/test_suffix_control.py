@@ -14,7 +14,7 @@ from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
 from states.launch_prices import UNIT
 from states.rates import Rates
-from states.request_states import Drafted, Speculating
+from states.request_states import MayPropose, Speculating
 from states.settings import Settings
 from states.speculation_control import Plan
 from states.world import World, make_world
@@ -132,7 +132,7 @@ def decoding(settings: Settings, *requests) -> World:
     for number, request in enumerate(requests):
         flat = answering(settings, slot=SlotId(number), job=a_job(max_tokens=40))
         state = a(Speculating, flat)
-        states[request] = evolve(state, speculation=Drafted(copier(0), "no_match"))
+        states[request] = evolve(state, speculation=MayPropose(copier(0), "no_match"))
         asks.append(EffectRequest(request, RunDecode(SlotId(number), 22, 8, steps=30)))
         slots = evolve(
             slots,

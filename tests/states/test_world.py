@@ -116,14 +116,14 @@ def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> Non
         EffectRequest(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(TWO, RunPrefill(HERE, 0, 8)),
     )
-    assert world.slots.slots == (Slot(holder=TWO, last_turn=1),)
+    assert world.slots.slots == (Slot(holder=TWO, last_release=1),)
 
 
 def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     short = {"prompt": (1, 2), "max_tokens": 1}
     world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
     fresh = make_world(PLAIN)
-    kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
+    kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), release_count=1)
     assert world.lanes[MAIN].waiting == world.lanes[MAIN].running == ()
     assert world == evolve(fresh, slots=kept, lanes=world.lanes, pacing=world.pacing)
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.running_batch import RunningBatch
-from adapters.device.sampling.sampler import Draw, Pick, Picked, Picking, Sampler, start_picking
+from adapters.device.sampling.sampler import Draw, LaunchedPicks, PickedToken, PickResult, Sampler, start_picking
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import describe_failed_pick
@@ -87,7 +87,7 @@ class InFlightStep:
     step: Step
     forward: Forward
     logits: Tensor
-    picking: Picking | None
+    picking: LaunchedPicks | None
 
 
 @define(eq=False)
@@ -148,14 +148,16 @@ class OverlappedDecode:
         False also where nothing is known, because no step has been read yet. All steps before the one in flight have
         been read, so only that one counts. Copies that openings launched are not covered.
         """
-        return self._in_flight is not None and all(row.slot != slot for row in self._in_flight.members)
+        return self._in_flight is not None and all(member.slot != slot for member in self._in_flight.members)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
         started_ns = time.perf_counter_ns()
         while running is not None:
             self._commit_rows(running)
             staying = (
-                [] if batch.serve_and_check_stop() else [row for row in running.members if self._may_continue(row)]
+                []
+                if batch.serve_and_check_stop()
+                else [member for member in running.members if self._may_continue(member)]
             )
             joining = self._begin_members(batch.take_joining(), batch)
             following = self._launch_next(running, staying, joining, batch)
@@ -185,18 +187,18 @@ class OverlappedDecode:
             members.append(BatchMember(ask.request, effect.slot, state, steps_left))
         return members
 
-    def _may_continue(self, row: BatchMember) -> bool:
+    def _may_continue(self, member: BatchMember) -> bool:
         """May it have a row in the next step, as far as that is known before the step in flight has been read?"""
-        return not row.has_ended and row.steps_left > 1 and not self.is_abandoned(row.request)
+        return not member.has_ended and member.steps_left > 1 and not self.is_abandoned(member.request)
 
-    def _launch_first(self, rows: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
+    def _launch_first(self, members: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
         """Launch the first step. Return None if no request is there, or no memory, which is reported."""
         try:
-            return self._launch(rows, last_tokens(rows)) if rows else None
+            return self._launch(members, last_tokens(members)) if members else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in rows])
+            batch.report_outcomes([(member.request, out_of_memory_failure(error)) for member in members])
             return None
 
     def _launch_next(
@@ -206,7 +208,9 @@ class OverlappedDecode:
         joining: Sequence[BatchMember],
         batch: RunningBatch,
     ) -> InFlightStep | None:
-        """Launch the step after `running`: what its staying rows pick is fed, then the last tokens of those that join.
+        """Launch the step after `running`.
+
+        It is fed what the staying members pick, then the last tokens of those that join.
 
         Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`.
         """
@@ -214,8 +218,8 @@ class OverlappedDecode:
         tokens = running.picking.tokens
         try:
             if len(staying) < len(running.members):
-                places = set(staying)
-                indices = [index for index, row in enumerate(running.members) if row in places]
+                staying_members = set(staying)
+                indices = [index for index, member in enumerate(running.members) if member in staying_members]
                 tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
@@ -224,25 +228,27 @@ class OverlappedDecode:
             if not is_out_of_memory(error):
                 raise
             log.warning("a decode step could not be prepared ahead: %s", error)
-            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in joining])
+            batch.report_outcomes([(member.request, out_of_memory_failure(error)) for member in joining])
             return None
-        for row in staying:
-            row.steps_left -= 1
+        for member in staying:
+            member.steps_left -= 1
         return following
 
-    def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread_count: int = 0) -> InFlightStep:
+    def _launch(self, members: Sequence[BatchMember], tokens: Tensor, unread_count: int = 0) -> InFlightStep:
         """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
 
-        unread_count: the number of rows, from the first on, that feed a token which the host has not read yet. Such a
-        token stands one position further than the slot state knows.
+        unread_count: the number of members, from the first on, whose token the host has not read yet. Such a token
+        stands one position further than the slot state knows.
 
-        If a pace is set (`set_pace`), the step waits for its beat, so that a running prefill gets the GPU in between.
+        If a pace is set (`set_pace`), the end of the step is held back to its beat. So a running prefill gets the GPU
+        meanwhile.
         """
-        offsets = [int(index < unread_count) for index in range(len(rows))]
+        offsets = [int(index < unread_count) for index in range(len(members))]
         segments = tuple(
-            Segment(row.slot, row.state.valid + offset, 1) for row, offset in zip(rows, offsets, strict=True)
+            Segment(member.slot, member.state.valid + offset, 1)
+            for member, offset in zip(members, offsets, strict=True)
         )
-        step = Step(segments, bucket_of(self.buckets, len(rows)))
+        step = Step(segments, bucket_of(self.buckets, len(members)))
         forward = self.shard.forward(step, tokens)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
@@ -251,19 +257,21 @@ class OverlappedDecode:
         else:
             self._pacer.stop()
         picking = None
-        if all(row.state.sampler.picks_independently for row in rows[:unread_count]):
-            picking = self._start_picking(logits, rows, offsets)
-        return InFlightStep(rows, step, forward, logits, picking)
+        if all(member.state.sampler.picks_independently for member in members[:unread_count]):
+            picking = self._start_picking(logits, members, offsets)
+        return InFlightStep(members, step, forward, logits, picking)
 
-    def _start_picking(self, logits: Tensor, rows: Sequence[BatchMember], offsets: Sequence[int] = ()) -> Picking:
-        """Launch the picks of a step. offsets: per row, positions beyond what the slot state knows; default 0.
+    def _start_picking(
+        self, logits: Tensor, members: Sequence[BatchMember], offsets: Sequence[int] = ()
+    ) -> LaunchedPicks:
+        """Launch the picks of a step. offsets: per member, positions beyond what the slot state knows; default 0.
 
         A request that has ended is picked for without its own settings, which may refuse to go on behind the end.
         """
         draws = list[Draw]()
-        for row, offset in zip(rows, offsets or [0] * len(rows), strict=True):
-            state = row.state
-            sampler = self._get_default_sampler(state.sampler) if row.has_ended else state.sampler
+        for member, offset in zip(members, offsets or [0] * len(members), strict=True):
+            state = member.state
+            sampler = self._get_default_sampler(state.sampler) if member.has_ended else state.sampler
             draws.append(Draw(sampler, state.valid + offset + 1))
         return start_picking(logits, draws)
 
@@ -275,36 +283,38 @@ class OverlappedDecode:
 
     def _commit_rows(self, running: InFlightStep) -> None:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
-        kept = [int(not row.has_ended) for row in running.members]
+        kept = [int(not member.has_ended) for member in running.members]
         self.shard.commit(running.step, kept)
-        self.follow(running.step, running.forward, kept, [row.state for row in running.members])
+        self.follow(running.step, running.forward, kept, [member.state for member in running.members])
 
     def _append_picks(
-        self, running: InFlightStep, picked: Sequence[Picked], continuing: Set[BatchMember], took_ns: int
+        self, running: InFlightStep, picked: Sequence[PickResult], continuing: Set[BatchMember], took_ns: int
     ) -> list[tuple[RequestId, Outcome]]:
         """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.
 
         continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
         the wait for the device.
         """
-        answering = [(row, one) for row, one in zip(running.members, picked, strict=True) if not row.has_ended]
-        for row, one in answering:
-            if isinstance(one, Pick):
-                row.state.commit((one.token,))
-            row.has_ended = not isinstance(one, Pick) or row not in continuing or one.token in row.state.stops
-        matches = self.find_matches([(row.slot, row.state) for row, _ in answering])
+        answering = [(member, one) for member, one in zip(running.members, picked, strict=True) if not member.has_ended]
+        for member, one in answering:
+            if isinstance(one, PickedToken):
+                member.state.commit((one.token,))
+            member.has_ended = (
+                not isinstance(one, PickedToken) or member not in continuing or one.token in member.state.stops
+            )
+        matches = self.find_matches([(member.slot, member.state) for member, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
-        for (row, one), matched in zip(answering, matches, strict=True):
-            if not isinstance(one, Pick):
-                outcomes.append((row.request, describe_failed_pick(row.slot, one)))
+        for (member, one), matched in zip(answering, matches, strict=True):
+            if not isinstance(one, PickedToken):
+                outcomes.append((member.request, describe_failed_pick(member.slot, one)))
                 continue
             logprobs = () if one.logprob is None else (one.logprob,)
-            more = not row.has_ended
+            more = not member.has_ended
             done = Decoded((one.token,), 0, logprobs, took_ns, accepted=0, more=more, matched=matched)
-            outcomes.append((row.request, done))
+            outcomes.append((member.request, done))
         return outcomes
 
 
-def last_tokens(rows: Sequence[BatchMember]) -> Tensor:
+def last_tokens(members: Sequence[BatchMember]) -> Tensor:
     """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
-    return torch.tensor([row.state.tokens[-1] for row in rows], dtype=torch.int64)
+    return torch.tensor([member.state.tokens[-1] for member in members], dtype=torch.int64)

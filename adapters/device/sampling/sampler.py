@@ -86,7 +86,7 @@ class Draw:
 
 
 @frozen
-class Pick:
+class PickedToken:
     """A token that was picked."""
 
     token: int
@@ -112,13 +112,13 @@ class DeadEnd:
     detail: str
 
 
-Picked: TypeAlias = Pick | NotFinite | DeadEnd
+PickResult: TypeAlias = PickedToken | NotFinite | DeadEnd
 
 NOTHING: list[float] = []  # the weights of a row whose log-probabilities were not asked for
 TOGETHER = 4  # rows that a host picks from at once, where their tokens may be asked for one after the other
 
 
-def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
+def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], PickResult]:
     """Return a function that returns the pick of a row. every: all rows will be asked for.
 
     Otherwise a host picks when a row is asked for, and also at a few rows behind it if that is cheap. A GPU picks at
@@ -126,9 +126,9 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
     """
     if every or logits.is_cuda:
         return pick(logits, rows).__getitem__
-    found: dict[int, Picked] = {}
+    found: dict[int, PickResult] = {}
 
-    def pick_row(row: int) -> Picked:
+    def pick_row(row: int) -> PickResult:
         if row not in found:
             stop = row + 1
             most = min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
@@ -141,7 +141,7 @@ def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callabl
 
 
 @define(eq=False)
-class Picking:
+class LaunchedPicks:
     """Picks that were launched: the tokens are on the device, int64 `[R]`, and the host gets all results in one copy.
 
     ends: for rows where the grammar allows no token, why. wanted: rows whose log-probabilities are asked for, with
@@ -164,7 +164,7 @@ class Picking:
                 self._host_results = there.copy_(self._host_results, non_blocking=True)
                 self._arrived = stream.record_event()
 
-    def read(self) -> list[Picked]:
+    def read(self) -> list[PickResult]:
         """Return the picks. Waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -178,7 +178,7 @@ class Picking:
         ]
 
 
-def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
+def pick(logits: Tensor, rows: Sequence[Draw]) -> list[PickResult]:
     """Pick one token per row, and wait for the device once.
 
     On a host the compiled library picks, if there is one, with the same bits as `start_picking`.
@@ -196,7 +196,7 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     ]
 
 
-def start_picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
+def start_picking(logits: Tensor, rows: Sequence[Draw]) -> LaunchedPicks:
     """Launch the pick of one token per row. logits: float32 `[at least len(rows), V]`. The host does not wait.
 
     Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature, and among
@@ -217,11 +217,11 @@ def start_picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     draw_some(tokens, found, used, extremes, rows)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
-        return Picking(rows, tokens, ends, (), 0, found.flatten())
+        return LaunchedPicks(rows, tokens, ends, (), 0, found.flatten())
     most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
     raw = raw if out is None else raw.masked_fill(out, -math.inf)
     more = kernels.weigh_tokens(raw, wanted, tokens, most)
-    return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), more.flatten())))
+    return LaunchedPicks(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), more.flatten())))
 
 
 def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
@@ -281,7 +281,7 @@ def _logprob(weighed: list[float]) -> Logprob:
     )
 
 
-def _read(row: Draw, picked: list[float], weighed: list[float], end: str | None) -> Picked:
+def _read(row: Draw, picked: list[float], weighed: list[float], end: str | None) -> PickResult:
     """Return the pick of a row. picked: token, lowest and highest logit.
 
     weighed: what `SamplingKernels.weigh_tokens` found, if asked. end: why the grammar allows no token, if so.
@@ -292,6 +292,6 @@ def _read(row: Draw, picked: list[float], weighed: list[float], end: str | None)
     if end is not None:
         return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
     if not weighed:
-        return Pick(int(token))
+        return PickedToken(int(token))
     logprob, alternatives = _logprob(weighed)
-    return Pick(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))
+    return PickedToken(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, Pick, Picked
+from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickedToken, PickResult
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
 from effects.decode import Decoded, Logprob
@@ -45,7 +45,9 @@ class Acceptance:
     accepted: int  # how many of the tokens were proposed
 
 
-def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], first: int) -> Acceptance | DeviceFailed:
+def accept_proposals(
+    member: StepMember, picked_at: Callable[[int], PickResult], first: int
+) -> Acceptance | DeviceFailed:
     """Walk down the tree along what the target picks.
 
     The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
@@ -53,7 +55,7 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
     """
     if len(member.tree.tokens) == 1:
         picked = picked_at(first)
-        if isinstance(picked, Pick):
+        if isinstance(picked, PickedToken):
             return Acceptance((0,), (picked.token,), () if picked.logprob is None else (picked.logprob,), 0)
         return describe_failed_pick(member.slot, picked)
     node = 0
@@ -62,7 +64,7 @@ def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], fir
     logprobs: list[Logprob] = []
     while True:
         picked = picked_at(first + node)
-        if not isinstance(picked, Pick):
+        if not isinstance(picked, PickedToken):
             if not tokens:
                 return describe_failed_pick(member.slot, picked)
             return Acceptance(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))

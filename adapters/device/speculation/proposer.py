@@ -13,7 +13,7 @@ from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
 from adapters.models.decoder.shard import Kept, ReadableRows
-from adapters.models.drafts.cached_draft import BlockRequest, Pick
+from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.step import Step
@@ -70,7 +70,7 @@ class DraftModel(Protocol):
 class LocalDraft(DraftModel, Protocol):
     """A draft of this process: the caller picks the proposals from its logits."""
 
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None: ...
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None: ...
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
         """Return the part of a fused step that makes `count` proposals; None if the library cannot make them."""

@@ -50,7 +50,7 @@ class BlockRequest:
 # Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n places,
 # and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that continues
 # from the chosen token calls it once for each place. The logits may be static buffers.
-Pick: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
+ChooseTokens: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
 
 
 # The target's own head, or a function that copies it to another device.
@@ -141,7 +141,7 @@ class CachedDraft(ABC, Generic[L]):
         """Do the same with the features `[rows, D]` that a `Projection` has computed; they may be on any device."""
 
     @abstractmethod
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Compute logits for up to `count` proposals of each request. `pick` gets the logits and chooses the tokens."""
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:  # noqa: ARG002 - a default

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
-from adapters.device.sampling.sampler import Picking
+from adapters.device.sampling.sampler import LaunchedPicks
 from adapters.models.kernels.step_pacer import NoStepPacer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
@@ -91,8 +91,8 @@ async def test_steps_taken_alone_are_those_that_are_asked_for_one_by_one(driver)
 
 @pytest.mark.parametrize("driver", ["ahead"], indirect=True)
 async def test_the_time_of_a_step_has_the_wait_for_the_device_in_it(driver, monkeypatch):
-    read, waits = Picking.read, 0.005
-    monkeypatch.setattr(Picking, "read", lambda self: (time.sleep(waits), read(self))[1])
+    read, waits = LaunchedPicks.read, 0.005
+    monkeypatch.setattr(LaunchedPicks, "read", lambda self: (time.sleep(waits), read(self))[1])
     told = await went(driver, *await opened(driver), steps=4)
     assert all(outcome.ns >= waits * 1e9 for _, outcome in told)
 

@@ -35,7 +35,7 @@ from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.assistant.config import AssistantConfig
 from adapters.models.drafts.assistant.weights import LoadedAssistant, load_assistant
-from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
+from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.step import Segment, Step
@@ -135,7 +135,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         padded = torch.nn.functional.pad(features, (0, 0, 0, step.bucket - len(features)))
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Run one forward for each place. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)

@@ -33,7 +33,7 @@ from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
+from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, count_block_rows, group_requests
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
@@ -122,7 +122,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("take", buffers.batch, lambda: self._store_rows(loaded, buffers, buffers.given))
 
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Compute the logits of all proposals, and call `pick` once."""
         pick(self._compute_parts(requests))
 

@@ -34,7 +34,7 @@ from adapters.models.decoder.attention_heads import finish_attention
 from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
+from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
@@ -143,7 +143,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         padded = torch.nn.functional.pad(features, (0, 0, 0, step.bucket - len(features)))
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
-    def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Run one forward for each place. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)
