@@ -152,7 +152,7 @@ def main() -> None:
     figures = [
         Figure(
             "speculation",
-            "speed with copies of earlier text against none",
+            "copies of earlier text, over plain, processor time",
             one["what"],
             "x",
             one["median x cpu"],

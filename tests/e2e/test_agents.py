@@ -91,7 +91,7 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+@pytest.mark.parametrize("model", [pytest.param("demo", marks=pytest.mark.long), "demo-hybrid"])
 def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:
         off, known = prompts(server, 3, stabilize="off"), prompts(server, 10)

@@ -23,7 +23,7 @@ def chatted(server: Running) -> dict:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [pytest.param(Kind.F16, marks=pytest.mark.long), Kind.Q8_0])
 def test_a_file_is_served_like_a_folder(kind: Kind, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / f"demo-{kind.name}.gguf", demo.FOLDER, kind, tokenizer="smollm")
     dtype = "float16" if kind == Kind.F16 else "auto"

@@ -149,9 +149,13 @@ def test_colours_are_for_terminals_that_want_them(capsys: pytest.CaptureFixture[
     assert "\x1b" not in shown((), capsys)
 
 
+# Each start of a command takes seconds.
 ANSWERED = (
-    *("models", "models --json", "cache ls CACHE", "cache ls CACHE --json", "replay TRACE", "replay TRACE --until 5"),
-    *("doctor --json", "diagram", "--help"),
+    *("models --json", "cache ls CACHE", "replay TRACE --until 5", "--help"),
+    *(
+        pytest.param(line, marks=pytest.mark.long)
+        for line in ("models", "cache ls CACHE --json", "replay TRACE", "doctor --json", "diagram")
+    ),
 )
 
 

@@ -142,13 +142,12 @@ def test_windows_in_pages_are_those_in_one_piece(name):
     plain = whole_of(shard_of(name, ReferenceKernels()))
     paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
     assert paged.states.table is not None
-    for pieces in ([(0, 0)], [(64, 64)], [(4, 1)], [(128, 100), (0, 300), (16, 9)]):
+    for number, pieces in enumerate(([(0, 0)], [(64, 64)], [(4, 1)], [(128, 100), (0, 300), (16, 9)])):
         shard, tokens, _ = plain
-        expected = computed(shard, tokens, pieces, slot=1)
-        for slot in range(SLOTS):
-            assert torch.equal(computed(paged, tokens, pieces, slot=slot), expected)
-            first, second = shard.states.export(1), paged.states.export(slot)
-            assert all(torch.equal(first[name], second[name]) for name in first)
+        slot = number % SLOTS
+        assert torch.equal(computed(paged, tokens, pieces, slot=slot), computed(shard, tokens, pieces, slot=1))
+        first, second = shard.states.export(1), paged.states.export(slot)
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_memory_of_windows_is_counted(whole):
