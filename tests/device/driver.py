@@ -11,7 +11,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.sampling.sampler import Draw, PickedToken, Sampler, pick
+from adapters.device.sampling.sampler import Draw, Sampler, TokenPick, pick
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
@@ -145,7 +145,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
             if tokens[len(prompt) :]:
                 sampler.append(tokens[len(prompt) :])
             (found,) = pick(logits.reshape(1, -1), [Draw(sampler, len(tokens))])
-            assert isinstance(found, PickedToken)
+            assert isinstance(found, TokenPick)
             tokens.append(found.token)
     return tokens[len(prompt) :]
 

@@ -166,8 +166,8 @@ def a_restoring(flat: Flat | None = None, **changes: Any) -> Restoring:
     return evolve(loading, **changes)
 
 
-def a_house(*slots: Slot, waiting: tuple[RequestId, ...] = (), turn: int = 9) -> Slots:
-    return Slots(slots, waiting, turn)
+def a_house(*slots: Slot, waiting: tuple[RequestId, ...] = (), release_count: int = 9) -> Slots:
+    rerelease_count Slots(slots, waiting, release_count)
 
 
 def waiting_for(job: Job, request: RequestId = ONE) -> dict[RequestId, State]:

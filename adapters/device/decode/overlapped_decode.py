@@ -43,7 +43,7 @@ from torch import Tensor
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.running_batch import RunningBatch
-from adapters.device.sampling.sampler import Draw, LaunchedPicks, PickedToken, PickResult, Sampler, start_picking
+from adapters.device.sampling.sampler import Draw, LaunchedPicks, PickResult, Sampler, TokenPick, start_picking
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import describe_failed_pick
@@ -297,15 +297,15 @@ class OverlappedDecode:
         """
         answering = [(member, one) for member, one in zip(running.members, picked, strict=True) if not member.has_ended]
         for member, one in answering:
-            if isinstance(one, PickedToken):
+            if isinstance(one, TokenPick):
                 member.state.commit((one.token,))
             member.has_ended = (
-                not isinstance(one, PickedToken) or member not in continuing or one.token in member.state.stops
+                not isinstance(one, TokenPick) or member not in continuing or one.token in member.state.stops
             )
         matches = self.find_matches([(member.slot, member.state) for member, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
         for (member, one), matched in zip(answering, matches, strict=True):
-            if not isinstance(one, PickedToken):
+            if not isinstance(one, TokenPick):
                 outcomes.append((member.request, describe_failed_pick(member.slot, one)))
                 continue
             logprobs = () if one.logprob is None else (one.logprob,)

@@ -86,7 +86,7 @@ class Draw:
 
 
 @frozen
-class PickedToken:
+class TokenPick:
     """A token that was picked."""
 
     token: int
@@ -112,7 +112,7 @@ class DeadEnd:
     detail: str
 
 
-PickResult: TypeAlias = PickedToken | NotFinite | DeadEnd
+PickResult: TypeAlias = TokenPick | NotFinite | DeadEnd
 
 NOTHING: list[float] = []  # the weights of a row whose log-probabilities were not asked for
 TOGETHER = 4  # rows that a host picks from at once, where their tokens may be asked for one after the other
@@ -292,6 +292,6 @@ def _read(row: Draw, picked: list[float], weighed: list[float], end: str | None)
     if end is not None:
         return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
     if not weighed:
-        return PickedToken(int(token))
+        return TokenPick(int(token))
     logprob, alternatives = _logprob(weighed)
-    return PickedToken(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))
+    return TokenPick(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickedToken, PickResult
+from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
 from effects.decode import Decoded, Logprob
@@ -55,7 +55,7 @@ def accept_proposals(
     """
     if len(member.tree.tokens) == 1:
         picked = picked_at(first)
-        if isinstance(picked, PickedToken):
+        if isinstance(picked, TokenPick):
             return Acceptance((0,), (picked.token,), () if picked.logprob is None else (picked.logprob,), 0)
         return describe_failed_pick(member.slot, picked)
     node = 0
@@ -64,7 +64,7 @@ def accept_proposals(
     logprobs: list[Logprob] = []
     while True:
         picked = picked_at(first + node)
-        if not isinstance(picked, PickedToken):
+        if not isinstance(picked, TokenPick):
             if not tokens:
                 return describe_failed_pick(member.slot, picked)
             return Acceptance(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))

@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.sampling.grammar_mask import Mask, build_forbidden_mask, refuse_grammars
-from adapters.device.sampling.sampler import DeadEnd, Draw, PickedToken, Sampler, pick
+from adapters.device.sampling.sampler import DeadEnd, Draw, Sampler, TokenPick, pick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember, accept_proposals
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
@@ -83,7 +83,7 @@ def test_the_likeliest_of_what_may_follow_is_picked(sampling: Sampling) -> None:
         Draw(Sampler(sampling, (1,), 97), 1),
     ]
     held, free = pick(logits, rows)
-    assert isinstance(held, PickedToken)
+    assert isinstance(held, TokenPick)
     assert held.token in {7, 40}
     assert sampling.temperature or held.token == 40
     assert held.logprob is not None
@@ -100,7 +100,7 @@ def test_top_k_counts_what_may_follow() -> None:
     for more in ({"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}):
         sampler = Sampler(Sampling(temperature=1, seed=2, **more), (1,), 97, matching=Scripted(lambda _: [0, 1]))
         (found,) = pick(logits, [Draw(sampler, 1)])
-        assert isinstance(found, PickedToken)
+        assert isinstance(found, TokenPick)
         assert found.token in {0, 1}
 
 
@@ -109,7 +109,7 @@ def test_where_nothing_may_follow_nothing_is_picked_and_what_was_before_stays() 
     logits = torch.zeros(3, 97)
     rows = [Draw(sampler, 1), Draw(sampler, 2, (5,)), Draw(sampler, 3, (5, 5))]
     found = pick(logits, rows)
-    assert [type(one) for one in found] == [PickedToken, PickedToken, DeadEnd]
+    assert [type(one) for one in found] == [TokenPick, TokenPick, DeadEnd]
     assert "position 3: the script is over" in found[2].detail
     member = StepMember(0, 0, SlotState(RequestId(1), [9], 0, sampler), chain((9, 5, 5)))
     agreed = accept_proposals(member, found.__getitem__, 0)

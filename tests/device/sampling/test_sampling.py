@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adapters.device.sampling.sampler import Draw, NotFinite, PickedToken, Sampler, pick
+from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, TokenPick, pick
 from adapters.models.kernels.functions.noise import gumbel
 from adapters.models.kernels.functions.seeded import make_generator
 from effects.job import Sampling
@@ -40,9 +40,9 @@ def sampler_of(sampling: Sampling, answer: tuple[int, ...] = (), vocab: int = VO
     return sampler
 
 
-def picked(logits: Tensor, sampling: Sampling, position: int = 0, answer: tuple[int, ...] = ()) -> PickedToken:
+def picked(logits: Tensor, sampling: Sampling, position: int = 0, answer: tuple[int, ...] = ()) -> TokenPick:
     (found,) = pick(logits.reshape(1, -1), [Draw(sampler_of(sampling, answer, logits.numel()), position)])
-    assert isinstance(found, PickedToken)
+    assert isinstance(found, TokenPick)
     return found
 
 
