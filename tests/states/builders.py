@@ -167,7 +167,7 @@ def a_restoring(flat: Flat | None = None, **changes: Any) -> Restoring:
 
 
 def a_house(*slots: Slot, waiting: tuple[RequestId, ...] = (), release_count: int = 9) -> Slots:
-    rerelease_count Slots(slots, waiting, release_count)
+    return Slots(slots, waiting, release_count)
 
 
 def waiting_for(job: Job, request: RequestId = ONE) -> dict[RequestId, State]:
