@@ -39,7 +39,13 @@ FAMILIES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4, inputs of layers, rows shared",
     "gemma4_experts": "gemma4, experts",
+    "laguna": "laguna",
+    "deepseek_v2": "deepseek_v2, groups, yarn",
+    "deepseek_v3": "deepseek_v3, groups, yarn",
+    "glm4_moe_lite": "glm4_moe_lite",
 }
+# With compressed rows all heads share a row, and the sizes of heads are those of the variant.
+COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 DRAFT = DFlashConfig(
     HIDDEN, 128, 2, 4, 2, 32, Rotary(32, 1e4), (AttentionMask(), AttentionMask(causal=True)), (0, 2), 8, 5
 )
@@ -51,7 +57,8 @@ def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, 
     drafts: the kind of the draft, "dflash" or, for Gemma 4, "assistant".
     """
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
-    settings = {**told, **OWN}
+    own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
+    settings = {**told, **{key: value for key, value in own.items() if key != "head_dim" or name not in COMPRESSED}}
     settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}
     settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if told.get(own)}
     settings |= {own: 64 for own in ("global_head_dim",) if told.get(own)}
