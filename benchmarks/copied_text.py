@@ -152,10 +152,10 @@ def main() -> None:
     figures = [
         Figure(
             "speculation",
-            "copies of earlier text, over plain, processor time",
+            "copies of earlier text, over plain",
             one["what"],
             "x",
-            one["median x cpu"],
+            one["median x wall"],
             goal=goals.get(one["what"], Goal(at_least=1.0)),
         )
         for one in rows

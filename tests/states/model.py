@@ -89,6 +89,7 @@ LOSING = (
     STATEFUL[0],
 )
 SETTINGS = tuple(dict.fromkeys((*HALF, *LOSING, TIGHT, FITTING, *STATEFUL, SPANNING)))
+ALL_SETTINGS = (*BLOCKS, TIGHT, FITTING, *STATEFUL, SPANNING)
 BEHIND_THE_CLIENT = (Draining, Snapshotting, Parking, Done)
 DEVICE_FAILURES = (DeviceFailed("out_of_memory", ""), DeviceFailed("broken", ""), DeviceFailed("abandoned", ""))
 

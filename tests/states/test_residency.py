@@ -279,7 +279,11 @@ def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
 
 
-@pytest.mark.parametrize(("jobs", "failures"), [(JOBS, ()), (TWO_JOBS, FAILED)], ids=["calm", "failing"])
+@pytest.mark.parametrize(
+    ("jobs", "failures"),
+    [(JOBS, ()), (TWO_JOBS, FAILED), pytest.param(JOBS, FAILED, marks=pytest.mark.long)],
+    ids=["calm", "failing", "three failing"],
+)
 @pytest.mark.parametrize(
     ("after", "place"), [("keep", "loaded"), ("keep", "parked"), ("park", "parked"), ("release", "released")]
 )

@@ -590,10 +590,13 @@ def test_an_answer_never_takes_more_than_two_per_cent_longer_whatever_the_draft_
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("length", [LENGTH, 1500])
-def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: int) -> None:
+@pytest.mark.parametrize(
+    "patiences", [(1, 2, 3, 5, 8, 11), pytest.param((4, 6, 7, 9, 10), marks=pytest.mark.long)], ids=str
+)
+def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: int, patiences: tuple[int, ...]) -> None:
     """Right whenever it is trusted little, wrong whenever it is trusted much: it sees the estimates."""
     worst = 0
-    for patience in (1, 2, 3, 5, 8, 11):
+    for patience in patiences:
         streak = 0
 
         def malicious(proposed: int, _: int, patience: int = patience) -> int:

@@ -38,16 +38,18 @@ from states.request_states import (
 )
 from states.settings import DecisionContext, Settings
 from states.table import TABLE
-from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
+from tests.states.model import ALL_SETTINGS, BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
 
 EVERYTHING = tuple(
     one for one in SETTINGS if one.block_size == one.store == one.max_proposals == 1 and one.scorer_max_tokens
 )[:1]
 
 
-@pytest.fixture(scope="module")
-def walk() -> Walk:
-    return explore(TABLE)
+@pytest.fixture(
+    scope="module", params=[SETTINGS, pytest.param(ALL_SETTINGS, marks=pytest.mark.long)], ids=["half", "all options"]
+)
+def walk(request: pytest.FixtureRequest) -> Walk:
+    return explore(TABLE, request.param)
 
 
 def test_every_life_keeps_the_rules(walk: Walk) -> None:
