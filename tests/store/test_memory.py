@@ -84,17 +84,23 @@ def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
 
 def test_nothing_more_is_registered_once_it_is_closed() -> None:
     memory = SlabMemory(EAGER_BYTES + 8 * SLAB_BYTES, pin=True)
+    pausing = threading.Event()
+    wait_until_closed = memory._closing.wait  # noqa: SLF001
+
+    def wait(_: float) -> None:  # the first pause lasts until the memory is closed
+        pausing.set()
+        assert wait_until_closed(30)
+
+    memory._closing.wait = wait  # type: ignore[assignment] # noqa: SLF001
     filling = threading.Thread(target=memory.register_all)
     filling.start()
-    while memory.slab_bytes < EAGER_BYTES:  # from there on it takes its time
-        time.sleep(0.001)
+    assert pausing.wait(30)
     memory.close()
-    filling.join(0.1)
+    filling.join(30)
     assert not filling.is_alive()
-    there = memory.slab_bytes
-    assert there < memory.max_bytes
+    assert memory.slab_bytes == EAGER_BYTES
     memory.register_all()
-    assert memory.slab_bytes == there
+    assert memory.slab_bytes == EAGER_BYTES
 
 
 def test_slabs_are_registered_with_pauses_only_while_requests_are_served() -> None:
