@@ -1,4 +1,4 @@
-"""What a CUDA device can do, by its compute capability. Every choice that depends on the capability is made here."""
+"""The abilities of a CUDA device by its compute capability. Every choice that depends on that is made here."""
 
 from __future__ import annotations
 
