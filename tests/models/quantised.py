@@ -24,7 +24,7 @@ Parts = dict[str, Tensor]
 GROUP = 32
 # Of recurrent layers, and what chooses experts: nobody packs these
 SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
-SMALL += ("router", "router.proj", "_proj_bias", "self_attn.g_proj")  # a gate may have fewer outputs than a word of AWQ
+SMALL += ("router", "router.proj", "_proj_bias")
 
 
 def in_words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -222,7 +222,8 @@ def quantise(source: Path, target: Path, name: str, called: Callable[[str], str]
         tensors |= {called(tensor): weight for tensor, weight in load_file(file).items()}
     for tensor, weight in tensors.items():
         module = tensor.removesuffix(".weight")
-        if weight.ndim != 2 or ".layers." not in tensor or module.endswith(SMALL):
+        fills_words = name != "awq" or len(weight) % 8 == 0  # AWQ packs the outputs, eight to a word
+        if not fills_words or weight.ndim != 2 or ".layers." not in tensor or module.endswith(SMALL):
             stored[tensor] = values[tensor] = weight
             continue
         parts, values[tensor] = pack(weight)

@@ -7,8 +7,8 @@ Several families are `deepseek2`: DeepSeek-V2, DeepSeek-V3, GLM-4.7-Flash and Mi
 one it is. Queries that are scaled by position belong to Mistral. Scores by sigmoids belong to DeepSeek-V3, and
 GLM-4.7-Flash is served as that one, because both compute the same.
 
-Example: of a head with 24 rotated-free and 20 value numbers and a latent of 32, `attn_k_b` is `[heads, 32, 24]`,
-`attn_v_b` is `[heads, 20, 32]`, and `kv_b_proj` is `[heads * 44, 32]`.
+Example: a head has 24 numbers of a key that are not rotated and 20 of a value, and a latent has 32. Then `attn_k_b` is
+`[heads, 32, 24]`, `attn_v_b` is `[heads, 20, 32]`, and `kv_b_proj` is `[heads * 44, 32]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Ampere, Ada and Hopper, in tiles that fit into the shared memory there. Nothing runs."""
+"""Kernels compile for Ampere, Ada and Hopper, in tiles that fit into the shared memory there. Nothing runs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_product_with_packed_weights_compiles_with_and_without_instructions_fo
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", compiled.TARGETS)
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_every_kernel_compiles_and_fits_into_shared_memory(target, body, cache):
+def test_kernels_compile_and_fit_into_shared_memory(target, body, cache):
     check(target, body, cache)
 
 
