@@ -75,7 +75,7 @@ class Launch:
     followed by the next rows of one prompt, which go through the same forward.
     """
 
-    asks: tuple[EffectRequest, ...]
+    effect_requests: tuple[EffectRequest, ...]
     lane: LaneId = MAIN
     # These decode steps join the launch that the lane runs now, from its next step on. If that launch has ended, they
     # run by themselves.

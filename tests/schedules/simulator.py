@@ -410,25 +410,29 @@ class Simulator:
         (self.device.beside if launch.lane == PROMPTS else self.device.lane).append(launch)
 
     def load(self) -> None:
-        ask = self.loading.pop(self.rng.randrange(len(self.loading)))
-        found = self.store.find(ask.request, ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
+        effect_request = self.loading.pop(self.rng.randrange(len(self.loading)))
+        found = (
+            self.store.find(effect_request.request, effect_request.effect)
+            if isinstance(effect_request.effect, FindPrefix)
+            else self.store.load(effect_request)
+        )
         if isinstance(found, CheckedTransfer):
             self.device.lane.append(found)
         else:
-            self.answers.append((ask.request, found))
+            self.answers.append((effect_request.request, found))
 
     def takeable(self) -> list[EffectRequest]:
         """The snapshot whose turn it is, if it may be copied now: the saver takes one after the other."""
-        return [ask for ask in self.device.taking[:1] if self.may_copy[ask.request]]
+        return [effect_request for effect_request in self.device.taking[:1] if self.may_copy[effect_request.request]]
 
     def elapse(self) -> None:
         self.happen(ForEngine(self.timers.pop(self.rng.randrange(len(self.timers)))))
 
     def take(self) -> None:
-        (ask,) = self.takeable()
-        self.device.taking.remove(ask)
-        del self.may_copy[ask.request]
-        self.answers.append((ask.request, self.device.save(ask)))
+        (effect_request,) = self.takeable()
+        self.device.taking.remove(effect_request)
+        del self.may_copy[effect_request.request]
+        self.answers.append((effect_request.request, self.device.save(effect_request)))
 
     def work(self) -> None:
         self.answers += self.device.step()
@@ -448,12 +452,14 @@ class Simulator:
 
     def carry_out(self, out: Output) -> None:
         match out:
-            case Launch(asks, lane, joins):
+            case Launch(effect_requests, lane, joins):
                 assert joins or not self.launched.get(lane), "two launches at once"
-                self.launched[lane] = self.launched.get(lane, set()) | {ask.request for ask in asks}
-                prefill = asks[-1].effect  # behind decode steps, if there are any
+                self.launched[lane] = self.launched.get(lane, set()) | {
+                    effect_request.request for effect_request in effect_requests
+                }
+                prefill = effect_requests[-1].effect  # behind decode steps, if there are any
                 if isinstance(prefill, RunPrefill) and prefill.place is not None:
-                    self.places[prefill.place] = self.clients[asks[-1].request].job.salt
+                    self.places[prefill.place] = self.clients[effect_requests[-1].request].job.salt
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
@@ -513,8 +519,8 @@ class Simulator:
         """A flag for what is in flight, on each lane, and for nothing that is asked later."""
         if request in self.flying():
             self.device.abandoned.add(request)
-        moving = [one.ask for one in self.device.lane if isinstance(one, CheckedTransfer)]
-        if request in {ask.request for ask in (*self.loading, *moving)}:
+        moving = [one.effect_request for one in self.device.lane if isinstance(one, CheckedTransfer)]
+        if request in {effect_request.request for effect_request in (*self.loading, *moving)}:
             self.store.abandoned.add(request)
 
     def halt(self, request: RequestId) -> None:
@@ -556,7 +562,7 @@ class Simulator:
             self.clients[request].check_kept(self.settings, tokens, self.store.shared.get(request, 0))
 
     def replay(self) -> None:
-        """Fold what happened again: the same asks at every step, and the same world at the end."""
+        """Fold what happened again: the same effect requests at every step, and the same world at the end."""
         world = make_world(self.settings)
         for happened, outs in self.history:
             world, again = advance(world, happened)

@@ -179,5 +179,5 @@ def a_waiting(job: Job | None = None, **changes: Any) -> Waiting:
     return Waiting(Prompt(job, job.prompt, **changes))
 
 
-def asks(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
+def make_effect_requests(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
     return tuple(EffectRequest(request, effect) for effect in effects)

@@ -253,7 +253,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
         admitted=node.admitted + isinstance(event, Admitted),
     )
     for effect in then.effects:
-        after, fault = ask(after, effect)
+        after, fault = apply_effect(after, effect)
         if fault:
             walk.faults.add(f"{where}: {fault}")
     walk.faults.update(f"{where}: {fault}" for fault in at_rest(after))
@@ -279,7 +279,7 @@ def told(state: Any) -> Any:
     return evolve(state, prompt=evolve(state.prompt, compression=None)) if hasattr(state, "prompt") else state
 
 
-def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
+def apply_effect(node: Node, effect: Effect) -> tuple[Node, str | None]:
     """What an effect changes, and what is wrong with asking for it now."""
     fault = None
     if effect.outcomes and any(other.side is effect.side for other in node.flying):

@@ -162,7 +162,7 @@ def effects_of(outs: tuple[Output, ...], kind: type[Effect]) -> list[tuple[Reque
     """The effects of one type, launched or not, with their requests."""
     found = list[EffectRequest]()
     for out in outs:
-        found += [out] if isinstance(out, EffectRequest) else out.asks
+        found += [out] if isinstance(out, EffectRequest) else out.effect_requests
     return [(one.request, one.effect) for one in found if isinstance(one.effect, kind)]
 
 

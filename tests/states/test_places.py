@@ -156,9 +156,9 @@ def test_who_makes_room_saves_least_for_its_age(
 
 def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_when_it_is_computed() -> None:
     flat = some(STATEFUL, valid=16)
-    stop, ask = a(Prefilling, flat), EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
+    stop, effect_request = a(Prefilling, flat), EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
     before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 8, 1), StateCheckpoint(HERE, 4, 9)))
-    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: stop}, STATEFUL)
+    after, launched = slots.assign_checkpoint_place(before, effect_request, {ONE: stop}, STATEFUL)
     assert launched == EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, place=PlaceId(0)))
     assert after.places == (EMPTY, StateCheckpoint(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
     for state, fills in (
@@ -181,9 +181,9 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
 def test_a_chunk_keeps_the_state_that_the_slot_has_within_it() -> None:
     """The slot has the state at the end of its last block until it has another block."""
     flat = some(STATEFUL, valid=16)
-    ask = EffectRequest(ONE, RunPrefill(HERE, 16, 22, checkpoint=True))
+    effect_request = EffectRequest(ONE, RunPrefill(HERE, 16, 22, checkpoint=True))
     before = evolve(a_house(Slot((), ONE)), places=(EMPTY,))
-    after, launched = slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, flat)}, STATEFUL)
+    after, launched = slots.assign_checkpoint_place(before, effect_request, {ONE: a(Prefilling, flat)}, STATEFUL)
     now = slots.record_checkpoint(after, launched, PrefillAdvanced(22), {ONE: a(Prefilling, flat)}, STATEFUL)
     assert now.places == (StateCheckpoint(HERE, 20, 9),)
 
@@ -191,8 +191,10 @@ def test_a_chunk_keeps_the_state_that_the_slot_has_within_it() -> None:
 def test_a_state_that_is_computed_again_is_kept_once() -> None:
     """A compressed prompt may begin as the one before did, and go on from nowhere."""
     before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 20, 1), EMPTY))
-    ask = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
-    assert slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (
+    effect_request = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
+    assert slots.assign_checkpoint_place(
+        before, effect_request, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL
+    ) == (
         before,
-        ask,
+        effect_request,
     )

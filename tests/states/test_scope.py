@@ -281,17 +281,17 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
     slot_lease, prompt = flat.early
     assert should_keep_held_state(settings, slot_lease, prompt) is expected
     if slot_lease.valid_rows < prompt.prefill_rows:
-        ask = start_prefill(settings, slot_lease, prompt, ProposesNothing("")).effects[0]
-        assert isinstance(ask, RunPrefill)
-        assert ask.keeps_state_first is expected
+        effect_request = start_prefill(settings, slot_lease, prompt, ProposesNothing("")).effects[0]
+        assert isinstance(effect_request, RunPrefill)
+        assert effect_request.keeps_state_first is expected
 
 
 def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
     for scope, expected in ((FULL, True), (Scope("off"), False)):
         settings, flat = stateful(scope, length=97, valid=96)
-        ask = prefill_or_decode(settings, *flat.early, ProposesNothing("")).effects[0]
-        assert isinstance(ask, RunDecode)
-        assert (ask.position, ask.checkpoint) == (96, expected)
+        effect_request = prefill_or_decode(settings, *flat.early, ProposesNothing("")).effects[0]
+        assert isinstance(effect_request, RunDecode)
+        assert (effect_request.position, effect_request.checkpoint) == (96, expected)
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:

@@ -256,7 +256,7 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
-    assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
+    assert [effect_request.request for effect_request in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
@@ -291,7 +291,12 @@ WAYS = evolve(
 
 
 def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
-    return [(out.lane, ask.effect) for out in outs if isinstance(out, Launch) for ask in out.asks]
+    return [
+        (out.lane, effect_request.effect)
+        for out in outs
+        if isinstance(out, Launch)
+        for effect_request in out.effect_requests
+    ]
 
 
 def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebody_joins_it() -> None:
@@ -415,8 +420,14 @@ def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
 
 def decode_steps(outs: tuple[Output, ...]) -> list[int]:
     """How much those proposed that were launched."""
-    asks = [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
-    return [ask.effect.propose for ask in asks if isinstance(ask.effect, RunDecode)]
+    effect_requests = [
+        effect_request for out in outs if isinstance(out, Launch) for effect_request in out.effect_requests
+    ]
+    return [
+        effect_request.effect.propose
+        for effect_request in effect_requests
+        if isinstance(effect_request.effect, RunDecode)
+    ]
 
 
 def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -> None:
