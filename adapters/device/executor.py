@@ -63,7 +63,7 @@ from adapters.device.slots.slots import (
 from adapters.watched_thread import WatchedThread
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.pacing import PaceSteps
@@ -116,10 +116,10 @@ class DeviceExecutor:
         """The port by which its events reach the engine."""
         return self.parts.events
 
-    def place(self, _: RequestId, effect: PlaceExperts) -> None:
+    def move_experts(self, _: RequestId, effect: MoveExperts) -> None:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
         if self.parts.experts is not None and not self._lane.is_closed:
-            moving = partial(self.parts.experts.place, effect.moves)
+            moving = partial(self.parts.experts.move_experts, effect.moves)
             self._lane.post(
                 moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
             )
@@ -264,16 +264,12 @@ class DeviceExecutor:
 
         A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
         """
-        decode_steps = tuple(
-            takewhile(lambda effect_request: isinstance(effect_request.effect, RunDecode), effect_requests)
-        )
+        decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
         rest = effect_requests[len(decode_steps) :]
         outcomes = tuple[Outcome, ...]()
-        if len(rest) > 1 or (
-            decode_steps and not all(isinstance(effect_request.effect, RunPrefill) for effect_request in rest)
-        ):
+        if len(rest) > 1 or (decode_steps and not all(isinstance(one.effect, RunPrefill) for one in rest)):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them")
-        for request, count in Counter(effect_request.request for effect_request in effect_requests).items():
+        for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
         self.decoding.add_pages(decode_steps)
@@ -283,31 +279,22 @@ class DeviceExecutor:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
-            [(request, effect)] = [(effect_request.request, effect_request.effect) for effect_request in rest]
+            [(request, effect)] = [(one.request, one.effect) for one in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)
             if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
                 self._checkpoints.keep_after_chunk(request, effect, piece.state)
         # If the piece went with the decode steps, its outcome is there already.
-        outcomes = (
-            *outcomes,
-            *(self._carry_out_one(effect_request, steps) for effect_request in effect_requests[len(outcomes) :]),
-        )
+        outcomes = (*outcomes, *(self._carry_out_one(one, steps) for one in effect_requests[len(outcomes) :]))
         self._report_used_experts()
-        steps.put(
-            [
-                (effect_request.request, outcome)
-                for effect_request, outcome in zip(effect_requests, outcomes, strict=True)
-            ]
-        )
+        steps.put([(one.request, outcome) for one, outcome in zip(effect_requests, outcomes, strict=True)])
 
     def _find_piece(self, effect_request: EffectRequest) -> PromptPiece | None:
         effect: RunPrefill = effect_request.effect  # type: ignore[assignment] # `_dispatch` has checked it
         if self.is_abandoned(effect_request.request):
             return None
-        return find_prompt_piece(
-            self._shard, self._chunk, self._slots.find(effect.slot, effect_request.request), effect
-        )
+        state = self._slots.find(effect.slot, effect_request.request)
+        return find_prompt_piece(self._shard, self._chunk, state, effect)
 
     def _carry_out_one(self, effect_request: EffectRequest, steps: OutcomeQueue) -> Outcome:
         handler = self.parts.handlers.get(type(effect_request.effect))

@@ -42,7 +42,7 @@ RICH = evolve(
     rates=Rates(prefill=(100,), loads={"host": 100, "disk": 100}),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
-HYBRID = evolve(AGENT, state_places=2, state_tokens=10, slots=1)
+HYBRID = evolve(AGENT, state_checkpoints=2, state_tokens=10, slots=1)
 A, B, C, D = map(RequestId, range(1, 5))
 
 

@@ -22,7 +22,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.residency import IDLE_PLACE, WeightsPlace, get_action_after_use
+from states.residency import IDLE_LOCATION, WeightsLocation, get_action_after_use
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -138,13 +138,13 @@ class Device:
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
-    weights: dict[ModelName, WeightsPlace] = field(init=False)
-    places: list[Tokens] = field(init=False)  # what the positional state in each stands for
+    weights: dict[ModelName, WeightsLocation] = field(init=False)
+    checkpoints: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
-        self.places = [()] * self.settings.state_places
+        self.checkpoints = [()] * self.settings.state_checkpoints
         names: tuple[ModelName, ...] = ("draft", "drafter")
-        self.weights = {name: IDLE_PLACE[get_action_after_use(self.settings.residency, name)] for name in names}
+        self.weights = {name: IDLE_LOCATION[get_action_after_use(self.settings.residency, name)] for name in names}
         memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
         self.slots = [
             DeviceSlot(PooledRows(memory, page) if memory else [NOTHING] * self.settings.max_context)
@@ -267,8 +267,10 @@ class Device:
 
     def open_state(self, source: DeviceSlot, opening: OpenSlot) -> None:
         assert 0 <= opening.state <= opening.keep, "a state of rows that are not kept"
-        if opening.place is not None:
-            assert self.places[opening.place] == opening.prompt[: opening.state] != (), "a place that has another state"
+        if opening.device_checkpoint is not None:
+            assert self.checkpoints[opening.device_checkpoint] == opening.prompt[: opening.state] != (), (
+                "a place that has another state"
+            )
         elif opening.state and not source.broken:
             assert opening.state == self.live(source), "a slot that has its state elsewhere"
 
@@ -397,9 +399,9 @@ class Device:
         at = self.live(slot)
         if effect.checkpoint and stop == effect.stop:
             self.keep_state(slot, at)
-        if effect.place is not None and stop == effect.stop:
+        if effect.device_checkpoint is not None and stop == effect.stop:
             assert at, "a place for no state"
-            self.places[effect.place] = tuple(slot.tokens[:at])
+            self.checkpoints[effect.device_checkpoint] = tuple(slot.tokens[:at])
 
     def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position

@@ -20,7 +20,7 @@ from states.invariants import check_world
 from states.lane import Lane
 from states.rates import Rates
 from states.residency import (
-    IDLE_PLACE,
+    IDLE_LOCATION,
     Policy,
     Residence,
     Resolved,
@@ -134,7 +134,7 @@ def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
     failed = residency.record_move(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
     assert failed == {"draft": Residence(place, size_bytes=5, failures=1, error="out_of_memory: no room")}
     again = residency.record_move(failed, unpark(2), ModelLoaded(5))
-    assert (again["draft"].place, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
+    assert (again["draft"].location, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
@@ -267,14 +267,14 @@ def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
         for effect_request in out.effect_requests if isinstance(out, Launch) else ():
             match effect_request.effect:
                 case RunDecode(propose=propose):
-                    assert not propose or (draft.place == "loaded" and effect_request.request in draft.leases)
+                    assert not propose or (draft.location == "loaded" and effect_request.request in draft.leases)
                 case LoadModel():
-                    assert draft.place != "loaded", "what is there is asked for"
+                    assert draft.location != "loaded", "what is there is asked for"
                 case UnloadModel(_, keep):
-                    assert draft.place == "loaded"
+                    assert draft.location == "loaded"
                     assert draft.leases == (effect_request.request,), "sent away although somebody needs it"
-                    assert IDLE_PLACE[world.settings.residency.draft] == ("parked" if keep else "released")
-    if draft.place != before.models["draft"].place:
+                    assert IDLE_LOCATION[world.settings.residency.draft] == ("parked" if keep else "released")
+    if draft.location != before.models["draft"].location:
         (moved,) = before.lanes[MAIN].running
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
 
@@ -296,7 +296,7 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
         node = todo.pop()
         if not node.world.requests and len(node.come) == len(jobs):
             assert not node.world.models["draft"].leases
-            ends.add(node.world.models["draft"].place)
+            ends.add(node.world.models["draft"].location)
         for request, event in node.possible(jobs, failures):
             reached = node.after(request, event)
             if (known := repr(reached)) not in seen:

@@ -221,10 +221,10 @@ def test_prefill_stops_where_the_state_is_kept() -> None:
 
 def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_the_scope() -> None:
     for scope in (FULL, Scope("off"), Scope("fixed", 50), AUTO):
-        settings, flat = stateful(scope, 98, boundaries=(1, 95), state_places=1, min_tokens=99)
+        settings, flat = stateful(scope, 98, boundaries=(1, 95), state_checkpoints=1, min_tokens=99)
         assert find_next_mark(settings, *evolve(flat, valid=60).early) == CheckpointMark(92, beyond_device=False)
         assert make_prefill_chunk(settings, *evolve(flat, valid=88).early, 97) == RunPrefill(SlotId(0), 88, 92)
-    settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_places=1)
+    settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_checkpoints=1)
     assert find_next_mark(settings, *flat.early) == CheckpointMark(92, beyond_device=True)
     assert find_next_mark(evolve(settings, stateful=False), *flat.early) is None
 

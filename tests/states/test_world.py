@@ -398,13 +398,13 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
     world, _ = after(DRAFT, submitted(ONE), (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
     world, outs = advance(world, ForModel("draft", there=False))
     check_world(world)
-    assert (outs, world.models["draft"].place) == ((), "lost")
+    assert (outs, world.models["draft"].location) == ((), "lost")
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(20)))
     check_world(world)
     assert decode_steps(outs) == [0]
     assert make_report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
     world, _ = advance(world, ForModel("draft", there=True))
-    assert world.models["draft"].place == "loaded"
+    assert world.models["draft"].location == "loaded"
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     check_world(world)
     assert decode_steps(outs) == [3]
@@ -413,7 +413,7 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
 
 def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
     parked = make_world(SCOPED)
-    assert parked.models["draft"].place == "parked"
+    assert parked.models["draft"].location == "parked"
     for there in (False, True):
         assert advance(parked, ForModel("draft", there=there)) == (parked, ())
 

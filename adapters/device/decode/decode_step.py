@@ -138,14 +138,12 @@ class DecodeRunner:
             self._batch = None
 
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
-        """Take one step, report its outcomes, and return the effect requests of the next one, those that join included."""
+        """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
         self.row_watch.check_launch(self.slots, effect_requests)
         outcomes = self.step(effect_requests)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
         following = list(map(self._next_request, effect_requests, outcomes))
-        ends_together = self.proposer is not None or any(
-            is_proposing(effect_request) for effect_request in effect_requests
-        )
+        ends_together = self.proposer is not None or any(is_proposing(one) for one in effect_requests)
         if batch.serve_and_check_stop() or (None in following and ends_together):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
@@ -153,7 +151,7 @@ class DecodeRunner:
             goes_on = next_request is not None and isinstance(outcome, Decoded)
             reported.append((effect_request.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
         batch.report_outcomes(reported)
-        return [effect_request for effect_request in (*following, *batch.take_joining()) if effect_request is not None]
+        return [one for one in (*following, *batch.take_joining()) if one is not None]
 
     def _next_request(self, effect_request: EffectRequest, outcome: Outcome) -> EffectRequest | None:
         """Return the effect request for a request's next step; None if the engine has to decide first."""

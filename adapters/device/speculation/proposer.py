@@ -183,8 +183,8 @@ def make_members(
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
-    All proposals are asked for in one call, and what a grammar forbids is cut off. taken: by slot, the index of its effect request
-    in the launch, its state, and the most proposals.
+    All proposals are asked for in one call, and what a grammar forbids is cut off. taken: by slot, the index of its
+    effect request in the launch, its state, and the most proposals.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []

@@ -199,7 +199,7 @@ class Process:
 
     def copy_kept_states(self, chunk: RunPrefill) -> None:
         """Let the lane copy the state that a chunk leaves to where it is kept."""
-        self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
+        self.lane.enter(((chunk.device_checkpoint is not None) + chunk.checkpoint) * self.state_copy_ns)
 
     def count_undisturbed_steps(self, effect_requests: tuple[EffectRequest, ...]) -> int:
         """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
@@ -274,7 +274,7 @@ class Process:
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
-        if opening.state and (opening.source != opening.slot or opening.place is not None):
+        if opening.state and (opening.source != opening.slot or opening.device_checkpoint is not None):
             self.lane.enter(self.state_copy_ns)
         live = self.live[request]
         if live.first_slot:

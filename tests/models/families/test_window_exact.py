@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def shard_of(name: str, kernels, dtype=torch.float32, **more: object) -> DenseShard:
     own = read_config(name)
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2, **more}
+    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_checkpoints": 2, **more}
     return DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
 
 
