@@ -16,6 +16,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.drafts.draft_parts import DraftShape
 from adapters.models.kernels import factory
+from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
@@ -259,7 +260,7 @@ def build_probe_shape(
 
     Raises UserError if the device cannot keep such rows.
     """
-    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and not read_capability(device).converts_e4m3:
         raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
     return ProbeShape(
         device=device,
