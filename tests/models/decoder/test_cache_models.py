@@ -182,7 +182,7 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        how = {"slots": SLOTS, "places": self.PLACES, "dtype": torch.float32, "device": CPU}
+        how = {"slots": SLOTS, "checkpoint_count": self.PLACES, "dtype": torch.float32, "device": CPU}
         self.cache = RecurrentCache(["layers.0"], DeltaShape(1, 2, 4, 4), ReferenceDelta(), **how)
         self.slots = [(0, 0)] * SLOTS  # value, and where it stands
         self.places: dict[int, tuple[int, int]] = {}

@@ -141,7 +141,7 @@ def test_moves_that_cannot_be_are_refused() -> None:
     shard_with(offloaded)
     offloaded.move_experts([(0, 3)])
     for place, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
-        with pytest.raises(ValueError, match=f"expert {expert} of 22 to place {place} of 2"):
+        with pytest.raises(ValueError, match=f"expert {expert} of 22 to slot {place} of 2"):
             offloaded.move_experts([(place, expert)])
 
 

@@ -129,9 +129,9 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
             shard.rows.copy(0, 1, LENGTH)
         shard.states.load(place, slot)
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
-    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
-    with pytest.raises(ValueError, match="place -1 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint -1 is not one of 2"):
         shard.states.load(-1, 1)
 
 

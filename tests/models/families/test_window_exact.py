@@ -106,7 +106,7 @@ def test_windows_are_kept_in_places_taken_out_and_copied(whole):
     assert same_sequence(shard, 0, 2)
     with pytest.raises(ValueError, match="states stand at multiples of 64"):
         shard.states.import_(3, state, 200)
-    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
 
 
