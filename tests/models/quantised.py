@@ -24,7 +24,7 @@ Parts = dict[str, Tensor]
 GROUP = 32
 # Of recurrent layers, and what chooses experts: nobody packs these
 SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
-SMALL += ("router", "router.proj", "_proj_bias")
+SMALL += ("router", "router.proj", "_proj_bias", "self_attn.g_proj")  # a gate may have fewer outputs than a word of AWQ
 
 
 def in_words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

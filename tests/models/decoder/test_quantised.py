@@ -101,14 +101,22 @@ def of_all_experts(values: dict[str, Tensor], name: str, count: int) -> Tensor:
     )
 
 
+def find_laguna_name(published: str, config: object) -> str:
+    """Return the name that the oracle has for a published tensor."""
+    return published.replace(".mlp.experts.e_score", ".mlp.gate.e_score").replace(".shared_expert.", ".shared_experts.")
+
+
+NAMES_OF_ORACLE = {"minimax_m2": minimax_m2.find_name, "laguna": find_laguna_name}
+
+
 @pytest.mark.parametrize(("family", "name"), SERVED)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     family: str, name: str, models: dict[str, Any], tmp_path: Path
 ) -> None:
     folder, oracle = models[family]
     values = quantise(folder, tmp_path / "m", name)
-    if family == "minimax_m2":
-        values = {minimax_m2.find_name(tensor, oracle.config): value for tensor, value in values.items()}
+    if family in NAMES_OF_ORACLE:
+        values = {NAMES_OF_ORACLE[family](tensor, oracle.config): value for tensor, value in values.items()}
     with torch.no_grad():
         for tensor, weight in oracle.named_parameters():
             weight.copy_(values[tensor] if tensor in values else of_all_experts(values, tensor, len(weight)))
