@@ -60,8 +60,8 @@ def aged(world: World, finished: int) -> World:
         world, outs = advance(world, ForRequest(request, Submitted(job)))
         todo = deque(launches(outs))
         while todo:
-            for ask in todo.popleft().asks:
-                world, outs = advance(world, ForRequest(ask.request, answer(ask.effect)))
+            for effect_request in todo.popleft().effect_requests:
+                world, outs = advance(world, ForRequest(effect_request.request, answer(effect_request.effect)))
                 todo.extend(launches(outs))
     return world
 
@@ -75,8 +75,11 @@ def measure(world: World, case: Case, decode_steps: int) -> list[float]:
         todo.extend(launches(outs))
     took = list[float]()
     while len(took) < decode_steps:
-        for ask in todo.popleft().asks:
-            event, decoding = ForRequest(ask.request, answer(ask.effect)), isinstance(ask.effect, RunDecode)
+        for effect_request in todo.popleft().effect_requests:
+            event, decoding = (
+                ForRequest(effect_request.request, answer(effect_request.effect)),
+                isinstance(effect_request.effect, RunDecode),
+            )
             start = time.perf_counter_ns()
             world, outs = advance(world, event)
             if decoding:

@@ -34,7 +34,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
-from engine.loading.expert_placement import count_expert_weights, place_first_experts
+from engine.loading.expert_placement import assign_first_experts, count_expert_weights
 from states.experts import Residents, choose_moves, make_residents
 
 CONTEXT = 256
@@ -142,7 +142,7 @@ def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, r
             runs.decode(tokens, 8)
             counts = offloaded.report()
         residents, moves = choose_moves(residents, counts)
-        offloaded.place(moves)
+        offloaded.move_experts(moves)
     return residents
 
 
@@ -156,8 +156,8 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     assert config.experts is not None
     hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
     shard = made(setting, setting.device, hosted)
-    place_first_experts(hosted)
-    runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.places)
+    assign_first_experts(hosted)
+    runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.expert_slots)
     memory, said = shard.memory(), runs.digest()
     found["host, memory"] = {**hosted.build_figures(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.decode import Decoded, RunDecode
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
@@ -50,7 +50,7 @@ Effect: TypeAlias = (
     | CloseStream
     | Abandon
     | StopLaunch
-    | PlaceExperts
+    | MoveExperts
     | PaceSnapshot
     | PaceSteps
     | PaceMemory
@@ -75,7 +75,7 @@ class Launch:
     followed by the next rows of one prompt, which go through the same forward.
     """
 
-    asks: tuple[EffectRequest, ...]
+    effect_requests: tuple[EffectRequest, ...]
     lane: LaneId = MAIN
     # These decode steps join the launch that the lane runs now, from its next step on. If that launch has ended, they
     # run by themselves.

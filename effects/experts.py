@@ -1,4 +1,4 @@
-"""Places for experts on the device, of a model whose experts are all in host memory."""
+"""Slots for experts on the device, of a model whose experts are all in host memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from effects.ids import Side
 
 
 @frozen
-class PlaceExperts:
-    """Copy experts to places on the device. The experts that had these places have none from then on.
+class MoveExperts:
+    """Copy experts to expert slots on the device. The experts that had these slots have none from then on.
 
     The copies are made on the device lane, in order with the launches, and no outcome comes back. They change how long
-    steps take and nothing else: an expert without a place is copied when a step needs it.
+    steps take and nothing else: an expert without a slot is copied when a step needs it.
     """
 
     outcomes: ClassVar = ()
     side: ClassVar = Side.DEVICE
-    moves: tuple[tuple[int, int], ...]  # (place, expert); experts of all layers are counted through
+    moves: tuple[tuple[int, int], ...]  # (expert slot, expert); experts of all layers are counted through

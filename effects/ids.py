@@ -9,14 +9,14 @@ from attrs import frozen
 
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
-PlaceId = NewType("PlaceId", int)  # a place where a device keeps a checkpoint of positional state
+CheckpointId = NewType("CheckpointId", int)  # a checkpoint of positional state that a device keeps
 LaneId = NewType("LaneId", int)  # a queue of device work; that of the target's device is MAIN
 PageId = NewType("PageId", int)  # a page of the pool that all slots share
 LeaseId = NewType("LeaseId", int)  # a hit in the block store, which stays until its rows are restored or released
 MAIN = LaneId(0)
 PROMPTS = LaneId(2)  # a second lane of the target's device: wide forwards of prompts, while MAIN decodes
 ENGINE = RequestId(0)  # of an effect that belongs to no request; requests are counted from 1
-PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their place in memory changes no bits
+PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their position in memory changes no bits
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "drafter"]

@@ -7,7 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from effects.decode import Logprob
-from effects.ids import DeviceFailed, PageId, PlaceId, Side, SlotId, Tokens
+from effects.ids import CheckpointId, DeviceFailed, PageId, Side, SlotId, Tokens
 from effects.job import Sampling
 
 
@@ -28,7 +28,7 @@ class OpenSlot:
     sampling: Sampling
     stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
     state: int = 0  # the slot goes on from the positional state after rows [0, state), at most `keep` rows; 0: none
-    place: PlaceId | None = None  # that has this state; None: the source itself has it
+    device_checkpoint: CheckpointId | None = None  # that has this state; None: the source itself has it
     salt: str = ""  # rows that are kept of this prompt are found with the same salt only
     # Where the slot's rows are from now on, PAGE rows each. Of the first `keep` rows, those that are elsewhere are
     # copied there. Empty: every slot has memory of its own.
@@ -61,6 +61,6 @@ class RunPrefill:
     stop: int
     # Save the positional state after these rows, at the end of their last block. A failure to do so is not reported.
     checkpoint: bool = False
-    place: PlaceId | None = None  # where the device keeps that state
+    device_checkpoint: CheckpointId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
     keeps_state_first: bool = False  # before the first row is computed, save the state after rows [0, start)

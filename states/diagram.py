@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import RequestId
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.stream import StopLaunch
@@ -49,7 +49,7 @@ row is a bug, and the engine stops. `rekindle diagram` prints the same table as 
 """
 
 # Effects that no transition of a request asks for. The world puts them out itself.
-WORLD_EFFECTS = (StopLaunch, PlaceExperts, PaceSnapshot, PaceSteps, PaceMemory, TrimMemory, StartTimer)
+WORLD_EFFECTS = (StopLaunch, MoveExperts, PaceSnapshot, PaceSteps, PaceMemory, TrimMemory, StartTimer)
 QUIET = 1  # numbers of timers in the examples below
 PATIENCE = 2
 GATES: Mapping[GatePhase, SnapshotGate] = {

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from effects.all import Outcome
-from effects.ids import ModelName, PlaceId, RequestId, SlotId
+from effects.ids import CheckpointId, ModelName, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.timer import TimerName
@@ -39,7 +39,7 @@ class Admitted:
     source: SlotId  # the slot whose first rows are kept; it may be the same slot
     keep: int  # rows that are kept
     state: int = 0  # rows behind which there is positional state to go on from, where the model has any
-    place: PlaceId | None = None  # that has this state; None: the source itself
+    device_checkpoint: CheckpointId | None = None  # that has this state; None: the source itself
     followed: Followed | None = None  # kept rows that another request computed while this one waited for them
 
 

@@ -142,7 +142,7 @@ def find_state_rows(
 
     A running chunk cannot be shortened; a state can only be kept after a row where a later chunk ends.
     """
-    if not settings.state_places:
+    if not settings.state_checkpoints:
         return 0
     begins = state.slot_lease.valid_rows
     if isinstance(state, Restoring):

@@ -42,15 +42,15 @@ def check_world(world: World) -> None:
     """Raise AssertionError, with what does not hold."""
     held = {request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, Held)}
     check_slots(world, held)
-    check_places(world)
+    check_checkpoints(world)
     check_pages(world)
     check_queue(world)
     check_follows(world)
     check_lanes(world, held)
     check_models(world, held)
     check_pacing(world)
-    experts = world.experts.places
-    assert len(set(experts)) == len(experts) == world.settings.expert_places, "an expert has two places"
+    experts = world.experts.expert_slots
+    assert len(set(experts)) == len(experts) == world.settings.expert_slots, "an expert has two places"
     assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
 
 
@@ -119,7 +119,7 @@ def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> No
     for name, model in world.models.items():
         leases = model.leases
         assert len(set(leases)) == len(leases), f"a request leases the {name} twice"
-        assert not leases or model.place in PRESENT, f"the {name} is leased and not loaded"
+        assert not leases or model.location in PRESENT, f"the {name} is leased and not loaded"
         leasing = {request for request, left in held.items() if left.leased_model == name}
         assert set(leases) == leasing, "leases and states disagree"
 
@@ -150,11 +150,11 @@ def check_pacing(world: World) -> None:
     assert trimming.phase != "rested" or not world.requests, "memory is never trimmed"
 
 
-def check_places(world: World) -> None:
+def check_checkpoints(world: World) -> None:
     """Check that every checkpoint on the device belongs to a row that its slot keeps."""
-    filled = [(place.slot, place.at) for place in world.slots.places if place.at]
+    filled = [(place.slot, place.at) for place in world.slots.checkpoints if place.at]
     assert len(set(filled)) == len(filled), "two places have the same state"
-    assert len(world.slots.places) == world.settings.state_places, "a place appeared or went"
+    assert len(world.slots.checkpoints) == world.settings.state_checkpoints, "a place appeared or went"
     for number, at in filled:
         slot = world.slots.slots[number]
         assert at % world.settings.block_size == 0, "a checkpoint that is at no cache position"

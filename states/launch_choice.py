@@ -83,7 +83,7 @@ def choose_launch(
             batch = (*single_steps, prompt_chunk)
             return start_mixed_launch(lane_after_other, batch), models, Launch(batch)
     if decode_steps and (other is None or not lane.last_was_decode):
-        draft_is_lost = models["draft"].place == "lost"
+        draft_is_lost = models["draft"].location == "lost"
         batch, plan, step_count = plan_decode_launch(
             lane, decode_steps, settings, requests, rates, draft_is_lost=draft_is_lost
         )

@@ -73,7 +73,7 @@ def admit_request(state: Waiting, event: Admitted, context: DecisionContext) -> 
     slot_lease = SlotLease(event.slot, valid_rows, valid_rows, tier, event.keep - valid_rows)
     miss_reason = "" if valid_rows else "nothing_shared_on_device"
     prompt = evolve(state.prompt, miss_reason=miss_reason, followed=event.followed)
-    opening = make_open_slot(context.settings, slot_lease, prompt, event.source, event.place)
+    opening = make_open_slot(context.settings, slot_lease, prompt, event.source, event.device_checkpoint)
     return prepend_effect(opening, look_up_or_continue(context, slot_lease, prompt))
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, ModelName, PlaceId, SlotId, StoreFailed
+from effects.ids import CheckpointId, DeviceFailed, ModelName, SlotId, StoreFailed
 from effects.lookup import FindPrefix
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
@@ -77,7 +77,7 @@ def make_open_slot(
     slot_lease: SlotLease,
     prompt: Prompt,
     source: SlotId | None = None,
-    place: PlaceId | None = None,
+    device_checkpoint: CheckpointId | None = None,
 ) -> OpenSlot:
     """Return the effect that makes the slot serve this prompt. source: whose rows it keeps; None: its own."""
     job = prompt.job
@@ -90,7 +90,7 @@ def make_open_slot(
         job.sampling,
         job.stop_tokens,
         slot_lease.valid_rows if settings.stateful else 0,
-        place,
+        device_checkpoint,
         job.salt,
     )
 

@@ -20,10 +20,10 @@ Use: TypeAlias = Literal["draft", "drafter"]
 After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when no request needs them
 # lost: it was loaded, and its process is gone. Requests that need it go on without it, and have it again when its
 # process is there again.
-WeightsPlace: TypeAlias = Literal["loaded", "parked", "released", "lost"]
-PRESENT: frozenset[WeightsPlace] = frozenset(("loaded", "lost"))  # nothing has to be moved for a request
+WeightsLocation: TypeAlias = Literal["loaded", "parked", "released", "lost"]
+PRESENT: frozenset[WeightsLocation] = frozenset(("loaded", "lost"))  # nothing has to be moved for a request
 
-IDLE_PLACE: Mapping[After, WeightsPlace] = {"keep": "loaded", "park": "parked", "release": "released"}
+IDLE_LOCATION: Mapping[After, WeightsLocation] = {"keep": "loaded", "park": "parked", "release": "released"}
 
 
 def resolve_policy(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> After:
@@ -77,9 +77,9 @@ def resolve_residency(
 
 @frozen
 class Residence:
-    """The place of one model's weights, and the requests that have leased it."""
+    """The location of one model's weights, and the requests that have leased it."""
 
-    place: WeightsPlace = "loaded"
+    location: WeightsLocation = "loaded"
     leases: tuple[RequestId, ...] = ()  # in order of arrival
     size_bytes: int = 0  # of its weights, as the last move reported; 0: not known
     moved_bytes: int = 0  # in all, both ways
@@ -89,13 +89,13 @@ class Residence:
     error: str = ""  # of the last failure
 
 
-Models: TypeAlias = Mapping[ModelName, Residence]  # those whose place is decided here
+Models: TypeAlias = Mapping[ModelName, Residence]  # those whose location is decided here
 
 
 def make_models(settings: ResidencySettings) -> Models:
     """Return where the models are at the start: where they go when no request needs them."""
     names: tuple[ModelName, ...] = ("draft", "drafter") if settings.scorer_max_tokens else ("draft",)
-    return {name: Residence(IDLE_PLACE[get_action_after_use(settings.residency, name)]) for name in names}
+    return {name: Residence(IDLE_LOCATION[get_action_after_use(settings.residency, name)]) for name in names}
 
 
 def get_action_after_use(residency: Resolved, name: ModelName) -> After:
@@ -123,7 +123,7 @@ def answer_without_move(
     the policy keeps it between requests.
     """
     match effect_request.effect:
-        case LoadModel(name) if models[name].place in PRESENT:
+        case LoadModel(name) if models[name].location in PRESENT:
             return {**models, name: add_lease(models[name], effect_request.request)}, ModelLoaded(name=name)
         case UnloadModel(name):
             without = remove_lease(models[name], effect_request.request)
@@ -157,25 +157,25 @@ def record_process_change(models: Models, name: ModelName, *, is_there: bool) ->
     A model that is parked has nothing to lose. What it is asked next fails until its process is there again.
     """
     model = models[name]
-    before: WeightsPlace = "lost" if is_there else "loaded"
-    after: WeightsPlace = "loaded" if is_there else "lost"
-    return {**models, name: evolve(model, place=after)} if model.place == before else models
+    before: WeightsLocation = "lost" if is_there else "loaded"
+    after: WeightsLocation = "loaded" if is_there else "lost"
+    return {**models, name: evolve(model, location=after)} if model.location == before else models
 
 
 def record_load(model: Residence, size: int) -> Residence:
     return evolve(
         model,
-        place="loaded",
+        location="loaded",
         loads=model.loads + 1,
         size_bytes=size or model.size_bytes,
         moved_bytes=model.moved_bytes + size,
     )
 
 
-def record_unload(model: Residence, size: int, place: WeightsPlace) -> Residence:
+def record_unload(model: Residence, size: int, location: WeightsLocation) -> Residence:
     return evolve(
         model,
-        place=place,
+        location=location,
         parks=model.parks + 1,
         size_bytes=size or model.size_bytes,
         moved_bytes=model.moved_bytes + size,
@@ -219,12 +219,12 @@ def describe_residency(
 
 
 def describe_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
-    device = model.size_bytes * (model.place == "loaded")
-    host = model.size_bytes * (model.place == "parked")
+    device = model.size_bytes * (model.location == "loaded")
+    host = model.size_bytes * (model.location == "parked")
     if held:
         device, host = held
     return {
-        "state": model.place,
+        "state": model.location,
         "after_use": after,
         "device_bytes": device,
         "host_bytes": host,

@@ -114,7 +114,7 @@ def find_next_mark(settings: Settings, slot_lease: SlotLease, prompt: Prompt) ->
         if at >= settings.min_tokens
     }
     on_device = set[int]()
-    if settings.state_places:
+    if settings.state_checkpoints:
         on_device = {round_down_to_block(settings, find_return_position(settings, prompt)), *prompt.awaited_rows}
     last = round_down_to_block(settings, prompt.prefill_rows)
     at = min((at for at in beyond_device | on_device if slot_lease.valid_rows < at <= last), default=None)

@@ -32,7 +32,7 @@ class Settings:
     min_tokens: int = 0  # shorter sequences are not kept beyond the device
     stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well
     commits_per_segment: bool = False  # a forward with decode steps may commit any number of a prompt's rows
-    state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
+    state_checkpoints: int = 0  # checkpoints that the device keeps, besides the state of each slot
     state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
     checkpoint_interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: only where it ends
     shared_checkpoint_limit: int = (
@@ -52,7 +52,7 @@ class Settings:
         1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
     )
     experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
-    expert_places: int = 0  # experts that the device has at once
+    expert_slots: int = 0  # experts that the device has at once
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
@@ -82,13 +82,13 @@ class Settings:
                 self.pages,
                 self.scorer_max_tokens,
                 self.scorer_lane,
-                self.state_places,
+                self.state_checkpoints,
                 self.state_tokens,
                 self.latency_target_ns,
             ),
-            *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
+            *(self.expert_slots, self.experts - self.expert_slots, MOST_EXPERTS - self.experts),
         )
-        limit = MOST_SLOTS - max(self.slots, self.state_places)
+        limit = MOST_SLOTS - max(self.slots, self.state_checkpoints)
         if self.shares_pages and self.stateful:
             raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
         if self.prompt_lane_min_rows and (self.stateful or self.max_proposals):

@@ -24,9 +24,10 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.ids import PlaceId, RequestId, SlotId, Tokens
+from effects.ids import CheckpointId, RequestId, SlotId, Tokens
 from effects.job import Job
-from states import checkpoints, followers, pages, policy
+from states import followers, pages, policy
+from states.checkpoints import hand_over, mark_used
 from states.events import Admitted
 from states.pages import Pages
 from states.request_states import Followed, State, Waiting
@@ -83,9 +84,11 @@ class BestStart:
     free: list[int]  # slots without a holder
     source: int  # the slot that has most in common with its prompt
     shared: list[int]  # by slot, rows in common with the prompt
-    free_in_place: list[int]  # free slots that can serve the prompt, without overwriting rows worth keeping
+    overwritable: list[int]  # free slots that can serve the prompt, without overwriting rows worth keeping
     state_rows: int  # rows from which the request can go on
-    place: PlaceId | None  # that has the state after them; None: the source itself, or the model has none
+    device_checkpoint: (
+        CheckpointId | None
+    )  # that has the state after them; None: the source itself, or the model has none
 
 
 def find_best_start(
@@ -102,7 +105,7 @@ def find_best_start(
     ]
     shared = [count_continuable_rows(settings, row, state.prompt.tokens) for row in rows]
     starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
-    free_in_place = [
+    overwritable = [
         number
         for number in free
         if not would_lose_tail(settings, rows[number], shared[number])
@@ -110,9 +113,9 @@ def find_best_start(
     ]
     source = max(
         range(len(rows)),
-        key=lambda number: (starts[number][0], shared[number], number in free_in_place, number in free, -number),
+        key=lambda number: (starts[number][0], shared[number], number in overwritable, number in free, -number),
     )
-    return BestStart(request, free, source, shared, free_in_place, *starts[source])
+    return BestStart(request, free, source, shared, overwritable, *starts[source])
 
 
 def give_slot(
@@ -131,13 +134,13 @@ def give_slot(
     source = start.source
     shared = start.shared
     state_rows = start.state_rows
-    place = start.place
+    device_checkpoint = start.device_checkpoint
     # With a store, rows beyond the state stay as well: the lookup may find the state after them.
     keep = shared[source] if settings.store else state_rows
-    target = source if keep and source in start.free_in_place else find_oldest(slots, free, source if keep else None)
+    target = source if keep and source in start.overwritable else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
-        checkpoint_owner = None if place is None else slots.places[place].slot
+        checkpoint_owner = None if device_checkpoint is None else slots.checkpoints[device_checkpoint].slot
         wanted = (target, source if keep else target, keep, checkpoint_owner)
         placement = find_pages_for(slots, job, wanted, requests, settings)
         if placement is None:
@@ -145,7 +148,7 @@ def give_slot(
         slots, (target, source, keep, _), held = placement
         if not keep:
             state_rows = 0
-            place = None
+            device_checkpoint = None
     is_brief = one_off and job.max_tokens <= BRIEF_ANSWER
     taken = Slot(
         tokens=(),
@@ -155,19 +158,21 @@ def give_slot(
         is_brief=is_brief,
         pages=held,
     )
-    places = checkpoints.mark_used(slots.places, place, slots.release_count)
-    if places:
+    checkpoints = mark_used(slots.checkpoints, device_checkpoint, slots.release_count)
+    if checkpoints:
         # Checkpoints within the common rows are right for the new prompt, wherever its rows come from.
         inheritable = list_inheritable_tokens(slots, target, requests, settings)
-        places = checkpoints.hand_over(places, SlotId(target), shared[target], inheritable)
+        checkpoints = hand_over(checkpoints, SlotId(target), shared[target], inheritable)
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
     followed: Followed | None = None
     if keep and follow is not None and slots.slots[source].holder == follow.leader:
         followed = Followed(min(keep, follow.awaited_rows), follow.waiting_ns, follow.computing_ns)
-    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place, followed)
+    admitted = Admitted(
+        SlotId(target), SlotId(source if keep else target), keep, state_rows, device_checkpoint, followed
+    )
     slots = replace_slot(leave_queue(slots, request), target, taken)
-    return evolve(slots, places=places), (request, admitted)
+    return evolve(slots, checkpoints=checkpoints), (request, admitted)
 
 
 def next_to_admit(
@@ -202,18 +207,19 @@ def is_one_off(state: State) -> bool:
     return isinstance(state, Waiting) and policy.decide_one_off(state.prompt.job).go
 
 
-def find_start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, PlaceId | None]:
-    """Return how many rows a prompt keeps that goes on from `source`, and the place that has the state after them.
+def find_start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, CheckpointId | None]:
+    """Return how many rows a prompt keeps that goes on from `source`, and the checkpoint that has the state after them.
 
-    No place: the source itself has the state, or the model has none. shared: by slot, rows in common with the prompt.
+    No checkpoint: the source itself has the state, or the model has none. shared: by slot, rows in common with the
+    prompt.
     """
     if not settings.stateful:
         return shared[source], None
     own = slots.slots[source].state_position
-    best: tuple[int, PlaceId | None] = (own if own <= shared[source] else 0, None)
-    for number, checkpoint in enumerate(slots.places):
+    best: tuple[int, CheckpointId | None] = (own if own <= shared[source] else 0, None)
+    for number, checkpoint in enumerate(slots.checkpoints):
         if checkpoint.slot is not None and best[0] < checkpoint.at <= min(shared[source], shared[checkpoint.slot]):
-            best = (checkpoint.at, PlaceId(number))
+            best = (checkpoint.at, CheckpointId(number))
     return best
 
 

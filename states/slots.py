@@ -1,6 +1,6 @@
 """Device slots: which request holds each, which requests wait, and which sequences the idle slots still keep.
 
-A slot is the place on the device for the rows of one sequence. A request holds one slot from its admission to its end.
+A slot is the memory on the device for the rows of one sequence. A request holds one slot from its admission to its end.
 Afterwards the slot is idle and keeps the sequence, so that a later prompt that begins in the same way need not be
 computed again. `states/slot_admission.py` decides who gets which slot; this module has the data and everything else
 that changes it.
@@ -12,7 +12,7 @@ Invariants, asserted in `states/invariants.py`:
 * Where slots share a pool of pages (`states/pages.py`), an idle slot has exactly the pages of the rows that it keeps.
 
 Where the model has positional state, a slot itself has the state behind the last row that it keeps. States behind a few
-earlier rows are in places that all slots share (`states/checkpoints.py`).
+earlier rows are in checkpoints that all slots share (`states/checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from effects.all import EffectRequest, Outcome
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, explain_no_compression, freezes_messages
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from states import checkpoints, pages, scope
-from states.checkpoints import StateCheckpoint
+from states import pages, scope
+from states.checkpoints import EMPTY, StateCheckpoint, choose_checkpoint, drop_beyond, replace_checkpoint
 from states.kept_rows import find_own_state, get_kept_sequence
 from states.pages import Pages
 from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, get_remainder
@@ -64,7 +64,7 @@ class Slots:
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # for a slot, in order of arrival
     release_count: int = 0  # counts releases
-    places: tuple[StateCheckpoint, ...] = ()
+    checkpoints: tuple[StateCheckpoint, ...] = ()
     # Requests for which there were too few pages when last looked for.
     short_of_pages: frozenset[RequestId] = frozenset()
     follows: Mapping[RequestId, Follow] = field(factory=dict[RequestId, Follow])  # by waiting request
@@ -109,14 +109,14 @@ def forget_rows(slots: Slots, number: int) -> Slots:
     """
     slot = slots.slots[number]
     slot = evolve(slot, tokens=(), state_position=0, pages=() if slot.holder is None else slot.pages)
-    places = checkpoints.drop_beyond(slots.places, SlotId(number), 0)
-    return evolve(replace_slot(slots, number, slot), places=places)
+    checkpoints = drop_beyond(slots.checkpoints, SlotId(number), 0)
+    return evolve(replace_slot(slots, number, slot), checkpoints=checkpoints)
 
 
 def get_resident_tokens(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> Tokens:
     """Return the tokens whose rows are in this slot, and may be continued or copied.
 
-    The own positional state of a slot that is held moves on, so only its checkpoints in places can be continued from.
+    The own positional state of a slot that is held moves on, so only its checkpoints can be continued from.
     """
     if slot.holder is None:
         return slot.tokens
@@ -174,21 +174,21 @@ def is_served_verbatim(job: Job, settings: Settings) -> bool:
 
 def complete_open_slot(slots: Slots, opening: OpenSlot) -> tuple[Slots, OpenSlot]:
     """Add the slot's pages to the effect, and drop checkpoints of rows that the new prompt does not share."""
-    left = evolve(slots, places=checkpoints.drop_beyond(slots.places, opening.slot, opening.keep))
+    left = evolve(slots, checkpoints=drop_beyond(slots.checkpoints, opening.slot, opening.keep))
     return left, evolve(opening, pages=slots.slots[opening.slot].pages)
 
 
-def assign_checkpoint_place(
+def assign_checkpoint(
     slots: Slots,
     effect_request: EffectRequest,
     requests: Mapping[RequestId, State],
     settings: Settings,
 ) -> tuple[Slots, EffectRequest]:
-    """Choose a place for the positional state that a chunk leaves which is about to be launched.
+    """Choose the checkpoint that keeps the positional state after a chunk which is about to be launched.
 
-    The place stays empty until the chunk is computed. None is assigned where that state is not one that is kept, or
-    where every checkpoint that is kept is worth more. None is assigned either where a place has that state already,
-    which happens when rows are computed again because another prompt is served than before.
+    It stays empty until the chunk is computed. None is assigned where that state is not one that is kept, or
+    where every checkpoint that is kept is worth more. None is assigned either where a checkpoint has that state
+    already, which happens when rows are computed again because another prompt is served than before.
     """
     effect = effect_request.effect
     state = requests[effect_request.request]
@@ -196,13 +196,13 @@ def assign_checkpoint_place(
     mark = scope.find_next_mark(settings, state.slot_lease, state.prompt) if isinstance(state, Prefilling) else None
     if mark is None or mark.at != scope.find_state_row(settings, effect.stop):
         return slots, effect_request
-    if any((place.slot, place.at) == (effect.slot, mark.at) for place in slots.places):
+    if any((checkpoint.slot, checkpoint.at) == (effect.slot, mark.at) for checkpoint in slots.checkpoints):
         return slots, effect_request
-    place = checkpoints.choose_place(slots.places, effect.slot, mark.at, slots.release_count)
-    if place is None:
+    number = choose_checkpoint(slots.checkpoints, effect.slot, mark.at, slots.release_count)
+    if number is None:
         return slots, effect_request
-    emptied = checkpoints.replace_place(slots.places, place, checkpoints.EMPTY)
-    return evolve(slots, places=emptied), evolve(effect_request, effect=evolve(effect, place=place))
+    emptied = replace_checkpoint(slots.checkpoints, number, EMPTY)
+    return evolve(slots, checkpoints=emptied), evolve(effect_request, effect=evolve(effect, device_checkpoint=number))
 
 
 def record_checkpoint(
@@ -212,20 +212,22 @@ def record_checkpoint(
     requests: Mapping[RequestId, State],
     settings: Settings,
 ) -> Slots:
-    """Note that a place has the state behind the rows of a chunk, once they are computed.
+    """Note that a checkpoint has the state after the rows of a chunk, once they are computed.
 
     It has not if the chunk was given up before its end, or if the slot's rows were lost meanwhile.
     """
     effect = effect_request.effect
     state = requests.get(effect_request.request)
-    if not (isinstance(effect, RunPrefill) and effect.place is not None and isinstance(outcome, PrefillAdvanced)):
+    if not (
+        isinstance(effect, RunPrefill) and effect.device_checkpoint is not None and isinstance(outcome, PrefillAdvanced)
+    ):
         return slots
     if outcome.stop != effect.stop:
         return slots
     if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.rows_lost)):
         return slots
     checkpoint = StateCheckpoint(effect.slot, scope.find_state_row(settings, outcome.stop), slots.release_count)
-    return evolve(slots, places=checkpoints.replace_place(slots.places, effect.place, checkpoint))
+    return evolve(slots, checkpoints=replace_checkpoint(slots.checkpoints, effect.device_checkpoint, checkpoint))
 
 
 def release_slot(slots: Slots, request: RequestId, left: RequestRemainder, settings: Settings) -> Slots:
@@ -244,10 +246,10 @@ def release_slot(slots: Slots, request: RequestId, left: RequestRemainder, setti
         state_position = find_own_state(settings, left)
     held = slot.pages[: pages.count_pages(len(kept), settings.page)]
     idle = Slot(kept, None, slots.release_count + 1, job.salt, state_position, slot.one_off, pages=held)
-    places = checkpoints.drop_beyond(slots.places, number, len(kept))
+    checkpoints = drop_beyond(slots.checkpoints, number, len(kept))
     return evolve(
         replace_slot(slots, number, idle),
         release_count=slots.release_count + 1,
-        places=places,
+        checkpoints=checkpoints,
         short_of_pages=frozenset(),
     )

@@ -281,8 +281,8 @@ def list_options(
     bucket_count = (round_up_to_bucket(row_limit) // SMALLEST_BUCKET).bit_length()
     forward_rows = [min(SMALLEST_BUCKET << step, row_limit) for step in range(bucket_count)]
     for width in widths:
-        bounded = [(min(most, width), control, place) for place, (most, control) in enumerate(wanted) if most]
-        gains = ((estimate_gain(control, propose), propose, place) for propose, control, place in bounded)
+        bounded = [(min(most, width), control, index) for index, (most, control) in enumerate(wanted) if most]
+        gains = ((estimate_gain(control, propose), propose, index) for propose, control, index in bounded)
         members = sorted(gains, key=lambda member: -member[0])
         rows = list(accumulate((propose for _, propose, _ in members), initial=member_count))
         tokens = list(accumulate((gain for gain, _, _ in members), initial=UNIT * member_count))

@@ -37,7 +37,7 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from effects.all import Effect, EffectRequest, Launch
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, RunPrefill
@@ -103,11 +103,11 @@ def make_world(settings: Settings) -> World:
     """Return the world before the first event."""
     return World(
         settings,
-        Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places),
+        Slots((Slot(),) * settings.slots, checkpoints=(EMPTY,) * settings.state_checkpoints),
         lanes=lane_queue.make_lanes(settings),
         models=residency.make_models(settings),
         rates=settings.rates,
-        experts=experts.make_residents(settings.experts, settings.expert_places),
+        experts=experts.make_residents(settings.experts, settings.expert_slots),
     )
 
 
@@ -134,7 +134,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
         case ForEngine(SlotsLost(slot_ids)):
             fold.lose_slots(slot_ids)
         case ForEngine(ExpertsUsed(counts)):
-            fold.place_experts(counts)
+            fold.move_experts(counts)
         case ForEngine(TimerElapsed() as elapsed):
             pass
         case ForModel(name, there):
@@ -218,12 +218,12 @@ class Fold:
                 self.pending.append((holder, SlotEmptied()))
         self.process_pending()
 
-    def place_experts(self, counts: tuple[int, ...]) -> None:
+    def move_experts(self, counts: tuple[int, ...]) -> None:
         if len(counts) != self.settings.experts or min(counts, default=0) < 0:
             raise IllegalEvent(f"{len(counts)} counts of {self.settings.experts} experts, or some below none")
         self.experts, moves = experts.choose_moves(self.experts, counts)
         if moves:
-            self.outputs.append(EffectRequest(ENGINE, PlaceExperts(moves)))
+            self.outputs.append(EffectRequest(ENGINE, MoveExperts(moves)))
 
     def play_event(self, request: RequestId, event: Event) -> None:
         self.pending.append((request, event))
@@ -307,9 +307,9 @@ class Fold:
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(launched):
-                if self.settings.state_places and isinstance(launched[-1].effect, RunPrefill):
+                if self.settings.state_checkpoints and isinstance(launched[-1].effect, RunPrefill):
                     given = self.slots, launched[-1], self.requests, self.settings
-                    self.slots, prefill = slots.assign_checkpoint_place(*given)
+                    self.slots, prefill = slots.assign_checkpoint(*given)
                     lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
                 if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
                     self.rates = suffix_control.record_step(self.rates, lane.plan)

@@ -63,7 +63,7 @@ from adapters.device.slots.slots import (
 from adapters.watched_thread import WatchedThread
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.pacing import PaceSteps
@@ -116,10 +116,10 @@ class DeviceExecutor:
         """The port by which its events reach the engine."""
         return self.parts.events
 
-    def place(self, _: RequestId, effect: PlaceExperts) -> None:
+    def move_experts(self, _: RequestId, effect: MoveExperts) -> None:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
         if self.parts.experts is not None and not self._lane.is_closed:
-            moving = partial(self.parts.experts.place, effect.moves)
+            moving = partial(self.parts.experts.move_experts, effect.moves)
             self._lane.post(
                 moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
             )
@@ -147,7 +147,7 @@ class DeviceExecutor:
         the exception that is a bug: an effect without a handler, or a batch that cannot be.
         """
         steps, failed = self._in_flight.begin(launch, self._lanes.lane_of(launch), done, make_loop_caller())
-        self._lanes.launch(launch, partial(self._carry_out, launch.asks, steps), failed)
+        self._lanes.launch(launch, partial(self._carry_out, launch.effect_requests, steps), failed)
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """Submit a launch and return the combined outcome of each request. A cancelled caller waits for it as well."""
@@ -188,17 +188,17 @@ class DeviceExecutor:
         self.events.report(SlotRowsLost(lost))
 
     def rehearse(
-        self, opening: OpenSlot, next_ask: Callable[[Sequence[Outcome]], EffectRequest | None]
+        self, opening: OpenSlot, next_request: Callable[[Sequence[Outcome]], EffectRequest | None]
     ) -> list[Outcome]:
-        """Open a slot and carry out the effects that `next_ask` chooses, one by one, until it returns None.
+        """Open a slot and carry out the effects that `next_request` chooses, one by one, until it returns None.
 
-        Used for measurements while no request is served. `next_ask` gets all outcomes so far.
+        Used for measurements while no request is served. `next_request` gets all outcomes so far.
         """
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
-        while (ask := next_ask(outcomes)) is not None:
-            steps = OutcomeQueue(lambda _: None, {ask.request: None})
-            self._carry_out((ask,), steps)
+        while (effect_request := next_request(outcomes)) is not None:
+            steps = OutcomeQueue(lambda _: None, {effect_request.request: None})
+            self._carry_out((effect_request,), steps)
             outcomes += [outcome for _, outcome in steps.take()]
         self._slots.remove(opening.slot)
         return outcomes
@@ -250,61 +250,62 @@ class DeviceExecutor:
 
     # --- carrying out a launch ---
 
-    def _carry_out(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+    def _carry_out(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
         """Carry out a launch. An exception makes the slots of its requests refuse all work until they are opened."""
         try:
-            self._dispatch(asks, steps)
-            self.row_watch.learn_new_rows(self._slots, asks)
+            self._dispatch(effect_requests, steps)
+            self.row_watch.learn_new_rows(self._slots, effect_requests)
         except BaseException as error:
             self._slots.break_requests(steps.members, error)
             raise
 
-    def _dispatch(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+    def _dispatch(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
         """Carry out decode steps, and behind them one other effect.
 
         A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
         """
-        decode_steps = tuple(takewhile(lambda ask: isinstance(ask.effect, RunDecode), asks))
-        rest = asks[len(decode_steps) :]
+        decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
+        rest = effect_requests[len(decode_steps) :]
         outcomes = tuple[Outcome, ...]()
-        if len(rest) > 1 or (decode_steps and not all(isinstance(ask.effect, RunPrefill) for ask in rest)):
+        if len(rest) > 1 or (decode_steps and not all(isinstance(one.effect, RunPrefill) for one in rest)):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them")
-        for request, count in Counter(ask.request for ask in asks).items():
+        for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
         self.decoding.add_pages(decode_steps)
         # Behind that: pages that one slot is given may be what another one has lost.
-        self.row_watch.check_launch(self._slots, asks)
+        self.row_watch.check_launch(self._slots, effect_requests)
         if decode_steps:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
-            [(request, effect)] = [(ask.request, ask.effect) for ask in rest]
+            [(request, effect)] = [(one.request, one.effect) for one in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)
             if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
                 self._checkpoints.keep_after_chunk(request, effect, piece.state)
         # If the piece went with the decode steps, its outcome is there already.
-        outcomes = (*outcomes, *(self._carry_out_one(ask, steps) for ask in asks[len(outcomes) :]))
+        outcomes = (*outcomes, *(self._carry_out_one(one, steps) for one in effect_requests[len(outcomes) :]))
         self._report_used_experts()
-        steps.put([(ask.request, outcome) for ask, outcome in zip(asks, outcomes, strict=True)])
+        steps.put([(one.request, outcome) for one, outcome in zip(effect_requests, outcomes, strict=True)])
 
-    def _find_piece(self, ask: EffectRequest) -> PromptPiece | None:
-        effect: RunPrefill = ask.effect  # type: ignore[assignment] # `_dispatch` has checked it
-        if self.is_abandoned(ask.request):
+    def _find_piece(self, effect_request: EffectRequest) -> PromptPiece | None:
+        effect: RunPrefill = effect_request.effect  # type: ignore[assignment] # `_dispatch` has checked it
+        if self.is_abandoned(effect_request.request):
             return None
-        return find_prompt_piece(self._shard, self._chunk, self._slots.find(effect.slot, ask.request), effect)
+        state = self._slots.find(effect.slot, effect_request.request)
+        return find_prompt_piece(self._shard, self._chunk, state, effect)
 
-    def _carry_out_one(self, ask: EffectRequest, steps: OutcomeQueue) -> Outcome:
-        handler = self.parts.handlers.get(type(ask.effect))
-        if isinstance(ask.effect, RunPrefill):
+    def _carry_out_one(self, effect_request: EffectRequest, steps: OutcomeQueue) -> Outcome:
+        handler = self.parts.handlers.get(type(effect_request.effect))
+        if isinstance(effect_request.effect, RunPrefill):
             handler = partial(self._prefill, steps=steps)
         if handler is None:
-            raise LookupError(f"{type(ask.effect).__name__} has no handler on the device")
-        if self.is_abandoned(ask.request):
-            return abandoned_failure(ask.request)
+            raise LookupError(f"{type(effect_request.effect).__name__} has no handler on the device")
+        if self.is_abandoned(effect_request.request):
+            return abandoned_failure(effect_request.request)
         try:
-            return handler(ask.request, ask.effect)
+            return handler(effect_request.request, effect_request.effect)
         except Exception as error:
             if is_out_of_memory(error):
                 return out_of_memory_failure(error)

@@ -42,7 +42,7 @@ RECENT_SHARE = 16  # recent prompts may take a 16th of the disk's budget
 
 
 @frozen
-class SharedPlace:
+class SharedStoreSettings:
     """The URL of the shared tier, and its limits. budget: bytes for one identity, 0 for no limit."""
 
     url: str
@@ -58,7 +58,7 @@ def open_store(
     disk_bytes: int = 0,
     codec: Codec = "auto",
     memory: SlabMemory | None = None,
-    shared: SharedPlace | None = None,
+    shared: SharedStoreSettings | None = None,
 ) -> Store[ReadableTier] | None:
     """Open a store. Return None if there is no tier to keep rows in. Raises FolderUnusable or StoreUnusable.
 
@@ -151,7 +151,9 @@ def open_disk(
     return disk
 
 
-def open_shared(layout: Layout, place: SharedPlace, lock: threading.RLock, *, codec: Codec = "zstd") -> SharedTier:
+def open_shared(
+    layout: Layout, place: SharedStoreSettings, lock: threading.RLock, *, codec: Codec = "zstd"
+) -> SharedTier:
     """Open the shared tier. Raises StoreUnusable. `auto` writes zstd: a network is slower than decoding."""
     waiting = max(MAX_QUEUED_BYTES // 4, get_physical_memory() // SHARED_QUEUE_SHARE)
     limits = SharedLimits(waiting, place.budget, place.max_age_s)

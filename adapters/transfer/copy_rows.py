@@ -104,14 +104,14 @@ class RowMover:
         They are there when this returns. Raises ValueError for a wrong shape, RuntimeError where the device fails.
         """
         own = self._view_part(data)
-        places = self._view_slot(slot, span)
-        device = places[0][1].device
+        views = self._view_slot(slot, span)
+        device = views[0][1].device
         if device.type == "cuda":
             with borrow_stream(device, after):
-                for (first, last), target in places:
+                for (first, last), target in views:
                     copy_box(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
         else:
-            for (first, last), target in places:
+            for (first, last), target in views:
                 map_host_rows(target)
                 copy(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
 
@@ -127,14 +127,14 @@ class RowMover:
             for name, view in zip(self.part.spec.names, own, strict=True):
                 view.copy_(source[name])
             return
-        places = self._view_slot(slot, span)
-        device = places[0][1].device
+        views = self._view_slot(slot, span)
+        device = views[0][1].device
         if device.type == "cuda":
             with borrow_stream(device, after):
-                for (first, last), rows in places:
+                for (first, last), rows in views:
                     copy_box(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
         else:
-            for (first, last), rows in places:
+            for (first, last), rows in views:
                 copy(view_by_layer(own, rows)[..., first - span[0] : last - span[0], :], rows)
 
     def _view_slot(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:

@@ -190,11 +190,11 @@ class EventLoop:
             return
         self.post_if_open(ForEngine(TimerElapsed(timer.name, timer.number)))
 
-    async def await_outcome(self, ask: EffectRequest, answer: Awaitable[Outcome]) -> None:
+    async def await_outcome(self, effect_request: EffectRequest, answer: Awaitable[Outcome]) -> None:
         """Await the answer of an executor and post it."""
         with self.collect_outcome() as found:
             found.append(await answer)
-        self.post_outcomes(ask, found)
+        self.post_outcomes(effect_request, found)
 
     @contextmanager
     def collect_outcome(self) -> Iterator[list[Outcome]]:
@@ -214,9 +214,9 @@ class EventLoop:
             self.post_if_open(lost)
         return StoreFailed(failure_kind(error), describe_error(error))
 
-    def post_outcomes(self, ask: EffectRequest, found: list[Outcome]) -> None:
+    def post_outcomes(self, effect_request: EffectRequest, found: list[Outcome]) -> None:
         for outcome in found:
-            self.post_if_open(ForRequest(ask.request, outcome))
+            self.post_if_open(ForRequest(effect_request.request, outcome))
 
     def post_if_open(self, happened: Happened) -> None:
         """Post an event. After the engine has closed, log and drop it."""

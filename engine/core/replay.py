@@ -55,7 +55,7 @@ class Replay:
         if isinstance(record, Digest):
             self.compare_digest(number, record)
         elif not self.expected or self.expected[0] != record:
-            raise self.build_difference(number, self.expected[0] if self.expected else "no (further) ask", record)
+            raise self.build_difference(number, self.expected[0] if self.expected else "no (further) effect", record)
         else:
             self.expected.pop(0)
         return ()
@@ -63,7 +63,7 @@ class Replay:
     def fold_event(self, number: int, envelope: Envelope) -> tuple[Output, ...]:
         """Fold a recorded event and return what it asks for now, which the next records must be equal to."""
         if self.expected:
-            raise self.build_difference(number, self.expected[0], "no (further) ask")
+            raise self.build_difference(number, self.expected[0], "no (further) effect")
         if envelope.seq != self.events:
             raise ReplayDiffers(
                 f"line {number}: event {envelope.seq} where event {self.events} was due: a line is missing"
@@ -80,7 +80,7 @@ class Replay:
     def compare_digest(self, number: int, recorded: Digest) -> None:
         """Compare the digest of the world with a recorded one."""
         if self.expected:
-            raise self.build_difference(number, self.expected[0], "no (further) ask")
+            raise self.build_difference(number, self.expected[0], "no (further) effect")
         now = digest(self.world)
         if recorded.seq != self.events - 1 or recorded.world != now:
             raise self.build_difference(number, Digest(self.events - 1, now, recorded.last), recorded)

@@ -48,7 +48,7 @@ def stage_of(state: request_states.State, world: World) -> Stage:
     if type(state) not in BEHIND:
         return STAGES[type(state)]
     move, behind = BEHIND[type(state)]
-    running = [ask.effect for lane in world.lanes.values() for ask in lane.running]
+    running = [effect_request.effect for lane in world.lanes.values() for effect_request in lane.running]
     if any(type(one) is type(move) and one.name == move.name for one in running):
         return STAGES[type(state)]
     if isinstance(state, request_states.Unparking) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:

@@ -100,9 +100,9 @@ def build_replica_words(options: Options, host: str, folder: Path | None, replic
 
 def read_gpus(options: Options, *, has_gpu: bool) -> int:
     """Return the GPUs that each replica needs. has_gpu: this machine has one, for options that leave the choice."""
-    places = [location.device for location in options.placement.locations]
-    named = {place for place in places if place.startswith("cuda")}
-    return len(named) or int(has_gpu and "auto" in places)
+    devices = [location.device for location in options.placement.locations]
+    named = {device for device in devices if device.startswith("cuda")}
+    return len(named) or int(has_gpu and "auto" in devices)
 
 
 def list_arguments(options: Options, fleet: FleetOptions) -> dict[str, Any]:

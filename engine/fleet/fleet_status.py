@@ -41,8 +41,8 @@ class FleetStatus:
             props = msgspec.json.decode(body) if status == 200 else {"state": "unreachable"}
             facts = replicas[name].facts
             about = {"id": name, "in_flight": self.picker.in_flight[name], "identity": facts.identity}
-            place = {"url": facts.url, "pid": facts.pid}
-            shown.append({**about, **place, **{key: props[key] for key in SHOWN if key in props}})
+            identity = {"url": facts.url, "pid": facts.pid}
+            shown.append({**about, **identity, **{key: props[key] for key in SHOWN if key in props}})
         return JSONResponse({"object": "list", "data": shown})
 
     async def show_health(self, headers: RawHeaders, retry_after_s: int) -> Response:

@@ -107,7 +107,7 @@ def choose_settings(
         rates=load_or_measure_rates(kept, times, DeviceExecutor(parts), shard, shape),
         min_tokens=options.cache.kv_cache_min_tokens,
         stateful=stateful,
-        state_places=shard.states.places,
+        state_checkpoints=shard.states.checkpoint_count,
         state_tokens=count_state_tokens(shard),
         checkpoint_interval=options.cache.kv_cache_interval,
         shared_checkpoint_limit=options.cache.kv_cache_cold_max,

@@ -113,12 +113,12 @@ def plan_placement(
     """
     devices = choose_devices(placement)
     peers = peers or [None] * len(devices)
-    places = [Placement(range(0), device, peer).memory for device, peer in zip(devices, peers, strict=True)]
+    memories = [Placement(range(0), device, peer).memory for device, peer in zip(devices, peers, strict=True)]
     free = {
-        place: free_memory(device) if peer is None else known_facts(peer).free
-        for place, device, peer in zip(places, devices, peers, strict=True)
+        memory: free_memory(device) if peer is None else known_facts(peer).free
+        for memory, device, peer in zip(memories, devices, peers, strict=True)
     }
-    weights = placement.layer_weights or [free[place] / places.count(place) for place in places]
+    weights = placement.layer_weights or [free[memory] / memories.count(memory) for memory in memories]
     try:
         ranges = layer_ranges(config.num_layers, weights)
     except ValueError as error:
@@ -155,7 +155,7 @@ class SlotMemory:
 
     token: int
     state: int = 0
-    place: int = 0
+    checkpoint: int = 0
 
 
 def measure_host_slots(
@@ -170,7 +170,7 @@ def measure_host_slots(
     if draft is not None:
         token += draft.kv_bytes_per_token(dtype)
     states = [config.state_bytes(dtype, "cpu", layers) for layers in here]
-    return SlotMemory(token, sum(held for held, _ in states), sum(place for _, place in states))
+    return SlotMemory(token, sum(held for held, _ in states), sum(memory for _, memory in states))
 
 
 def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
@@ -179,7 +179,7 @@ def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
     A GPU refuses such an allocation; on a host the process would be killed instead.
     """
     rows = fit.rows * slot.token + fit.slots * slot.state
-    states = state_checkpoints * slot.place
+    states = state_checkpoints * slot.checkpoint
     there = host_memory()
     if rows + states > there:
         size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"

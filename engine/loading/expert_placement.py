@@ -57,22 +57,22 @@ def choose_expert_bytes(
     return min(given, whole + RING * one)
 
 
-def place_first_experts(hosted: HostExperts | None) -> None:
+def assign_first_experts(hosted: HostExperts | None) -> None:
     """Copy the experts to the device that the world has there at its beginning. Called on the lane."""
     if hosted is not None:
-        hosted.place(enumerate(experts.make_residents(hosted.experts, hosted.places).places))
+        hosted.move_experts(enumerate(experts.make_residents(hosted.experts, hosted.expert_slots).expert_slots))
 
 
 def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settings:
     """Return the settings with the numbers of experts and of places for them."""
     if hosted is None:
         return settings
-    return evolve(settings, experts=hosted.experts, expert_places=hosted.places)
+    return evolve(settings, experts=hosted.experts, expert_slots=hosted.expert_slots)
 
 
 def describe_expert_placement(hosted: HostExperts | None) -> str:
     """Return what the start line says about experts in host memory."""
     if hosted is None:
         return ""
-    there = f"{hosted.places:,} of {hosted.experts:,} on the device"
+    there = f"{hosted.expert_slots:,} of {hosted.experts:,} on the device"
     return f"  experts=host ({format_bytes(hosted.host_bytes)}; {there}, {format_bytes(hosted.device_bytes)})"

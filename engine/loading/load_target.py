@@ -47,7 +47,7 @@ from engine.loading.attach_draft import add_draft, build_text_proposer, get_last
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
-from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.loading.expert_placement import assign_first_experts, with_expert_counts
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
@@ -272,7 +272,7 @@ def load_with_peers(
         fast = options.runtime.numerics == "fast"
         room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
         shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
-    place_first_experts(host_experts)
+    assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
     proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
@@ -335,7 +335,7 @@ def plan_shard_room(
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
-        state_places=options.cache.state_checkpoints,
+        state_checkpoints=options.cache.state_checkpoints,
         pages=proven.fit.pages,
         offload_embedding=offload_embedding,
     )

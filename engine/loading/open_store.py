@@ -18,7 +18,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.files.private_folder import FolderUnusable
-from adapters.store.open_store import SharedPlace, create_memory, open_store
+from adapters.store.open_store import SharedStoreSettings, create_memory, open_store
 from adapters.store.shared.object_client import StoreUnusable
 from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
@@ -49,11 +49,11 @@ def disk_folder(cache: CacheOptions) -> Path | None:
     return cache.kv_cache_dir or find_cache_folder()
 
 
-def shared_place(cache: CacheOptions) -> SharedPlace | None:
+def find_shared_store(cache: CacheOptions) -> SharedStoreSettings | None:
     """Return where the shared tier is, or None if there is none."""
     if not cache.kv_shared_tier:
         return None
-    return SharedPlace(cache.kv_shared_tier, cache.kv_shared_budget << 20, cache.kv_shared_max_age * 3600)
+    return SharedStoreSettings(cache.kv_shared_tier, cache.kv_shared_budget << 20, cache.kv_shared_max_age * 3600)
 
 
 def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
@@ -71,7 +71,7 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
     A shared store that cannot be used always stops it: it was named, and a server without it would seem to work.
     """
     folder = disk_folder(cache)
-    place = shared_place(cache)
+    place = find_shared_store(cache)
 
     def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
         return open_store(

@@ -25,7 +25,7 @@ from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedM
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
 from engine.loading.load_scorer import LoadedScorer, find_scorer_folder
-from engine.settings.live_figures import ModelPlace, ShardPlace
+from engine.settings.live_figures import ModelMemory, ShardMemory
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
@@ -145,10 +145,10 @@ def describe_placement(parts: Sequence[Shard]) -> str:
     return ",".join(f"{part.spec.layers.start}-{part.spec.layers.stop - 1}@{name_device(part)}" for part in parts)
 
 
-def describe_shard(part: Shard) -> ShardPlace:
+def describe_shard(part: Shard) -> ShardMemory:
     """Return what /props shows of a shard. error: why it is gone, while it is gone."""
     remote = find_peer(part)
-    return ShardPlace(
+    return ShardMemory(
         layers=(part.spec.layers.start, part.spec.layers.stop),
         device=name_device(part),
         remote=remote is not None,
@@ -159,19 +159,19 @@ def describe_shard(part: Shard) -> ShardPlace:
     )
 
 
-def describe_draft(draft: DraftModel) -> ModelPlace:
+def describe_draft(draft: DraftModel) -> ModelMemory:
     """Return what /props shows of a draft."""
     return describe_model(draft.place, draft.memory(), find_peer(draft))
 
 
-def describe_scorer(scorer: LoadedScorer) -> ModelPlace:
+def describe_scorer(scorer: LoadedScorer) -> ModelMemory:
     """Return what /props shows of a prompt scorer."""
     return describe_model(scorer.found.place, scorer.memory(), scorer.found.peer)
 
 
-def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelPlace:
+def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelMemory:
     """Return what /props shows of a model that is not the target."""
-    return ModelPlace(
+    return ModelMemory(
         device=place,
         process=find_process(remote),
         bytes=held,

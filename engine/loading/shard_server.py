@@ -132,7 +132,7 @@ class ServedModel:
                     capacity=asked.capacity,
                     buckets=asked.buckets,
                     aux_layers=asked.aux_layers,
-                    state_places=asked.state_places,
+                    state_checkpoints=asked.state_checkpoints,
                 ),
             )
         given = config.find_crossing(asked.layers[0], dtype, rows)

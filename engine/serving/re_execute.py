@@ -76,7 +76,11 @@ class LineLookahead:
 
         Raises BadTrace if its outcomes are too far ahead.
         """
-        missing = {ask.request for ask in launch.asks if isinstance(ask.effect, RunDecode)}
+        missing = {
+            effect_request.request
+            for effect_request in launch.effect_requests
+            if isinstance(effect_request.effect, RunDecode)
+        }
         found = dict[RequestId, Tokens]()
         seen = 0
         size = 0
@@ -147,16 +151,23 @@ class TraceExecution:
 
     async def carry_out(self, number: int, out: Output) -> None:
         match out:
-            case Launch(asks) if any(isinstance(ask.effect, RunDecode) and ask.effect.steps > 1 for ask in asks):
-                self.pending_steps |= {ask.request: ask.effect for ask in asks if isinstance(ask.effect, RunDecode)}
-            case Launch(asks) if isinstance(asks[0].effect, EXECUTED):
-                if isinstance(asks[0].effect, RunDecode):
+            case Launch(effect_requests) if any(
+                isinstance(effect_request.effect, RunDecode) and effect_request.effect.steps > 1
+                for effect_request in effect_requests
+            ):
+                self.pending_steps |= {
+                    effect_request.request: effect_request.effect
+                    for effect_request in effect_requests
+                    if isinstance(effect_request.effect, RunDecode)
+                }
+            case Launch(effect_requests) if isinstance(effect_requests[0].effect, EXECUTED):
+                if isinstance(effect_requests[0].effect, RunDecode):
                     self.proposer.recorded = self.lookahead.collect_recorded_tokens(out)
-                for ask, outcome in zip(asks, await self.executor.perform(out), strict=True):
-                    self.outcomes[ask.request] = outcome
+                for effect_request, outcome in zip(effect_requests, await self.executor.perform(out), strict=True):
+                    self.outcomes[effect_request.request] = outcome
                     if isinstance(outcome, PrefillAdvanced):
-                        self.computed_rows[ask.request] = outcome.stop
-                        await self.compute_loaded(number, ask.request)
+                        self.computed_rows[effect_request.request] = outcome.stop
+                        await self.compute_loaded(number, effect_request.request)
             case EffectRequest(request, OpenSlot() as opening):
                 self.computed_rows[request] = opening.state if self.stateful else opening.keep
                 self.executor.open(request, opening)

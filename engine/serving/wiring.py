@@ -19,7 +19,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
@@ -202,7 +202,7 @@ def list_notify_handlers(
         Abandon: list_abandon_handlers(executor, None if compression is None else compression.scorer, transfer),
         StopLaunch: (executor.halt,),
         KeepFrozen: () if compression is None else (compression.freeze,),
-        PlaceExperts: (executor.place,),
+        MoveExperts: (executor.move_experts,),
         PaceSteps: (executor.pace_steps,),
         PaceMemory: (),
         TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),

@@ -21,7 +21,7 @@ class ModelBytes:
 
 
 @frozen
-class ModelPlace:
+class ModelMemory:
     """The place of a draft or a prompt scorer, and of the process that has it.
 
     bytes: what it holds, by kind. error: why its process is gone, while it is gone.
@@ -35,7 +35,7 @@ class ModelPlace:
 
 
 @frozen
-class ShardPlace(ModelPlace):
+class ShardMemory(ModelMemory):
     """The place of a shard. layers: the first, and the one behind the last. remote: another process has it."""
 
     layers: tuple[int, int] = (0, 0)
@@ -52,9 +52,9 @@ class MemoryLedger:
 
     models: Mapping[str, ModelBytes]
     experts: Mapping[str, int] | None
-    shards: tuple[ShardPlace, ...]
-    draft: ModelPlace | None
-    drafter: ModelPlace | None
+    shards: tuple[ShardMemory, ...]
+    draft: ModelMemory | None
+    drafter: ModelMemory | None
     slots: Mapping[str, int]
     buffers: Mapping[str, int]
     blocks: Mapping[str, int]

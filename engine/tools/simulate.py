@@ -106,7 +106,7 @@ def build_served_settings(recorded: Settings | None) -> Settings:
             min_tokens=512,
             checkpoint_interval=10240,
             shared_checkpoint_limit=10240,
-            state_places=8,
+            state_checkpoints=8,
         )
     plain = Settings()
     kept = (
@@ -119,16 +119,16 @@ def build_served_settings(recorded: Settings | None) -> Settings:
         "min_tokens",
         "latency_target_ns",
     )
-    state = ("checkpoint_interval", "shared_checkpoint_limit", "state_places", "commits_per_segment")
+    state = ("checkpoint_interval", "shared_checkpoint_limit", "state_checkpoints", "commits_per_segment")
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 
 def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> Settings:
     """Return the settings with recurrent state if the costs have any, or else without anything that belongs to it."""
     if not costs.state_bytes:
-        return evolve(settings, state_places=0)
-    places = settings.state_places if wanted.state_checkpoints is None else wanted.state_checkpoints
-    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_places=places)
+        return evolve(settings, state_checkpoints=0)
+    places = settings.state_checkpoints if wanted.state_checkpoints is None else wanted.state_checkpoints
+    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_checkpoints=places)
 
 
 def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[FinishedRun]:
@@ -163,7 +163,7 @@ def build_json(wanted: SimulationOptions, logs: Logs, setup: Setup, runs: Sequen
             "chunk": setup.settings.chunk,
             "block_size": setup.settings.block_size,
             "min_tokens": setup.settings.min_tokens,
-            "state_checkpoints": setup.settings.state_places,
+            "state_checkpoints": setup.settings.state_checkpoints,
             "budget_bytes": setup.disk_budget,
             "host_budget_bytes": setup.host_budget,
             "restart_every": setup.restart_every,

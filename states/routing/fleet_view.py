@@ -128,8 +128,8 @@ class FleetView:
     def _change_tier(
         self, replica: KnownReplica, tier: Tier, added: frozenset[bytes], removed: frozenset[bytes]
     ) -> None:
-        place = TIER_NUMBERS.get(tier)
-        if place is None:
+        tier_number = TIER_NUMBERS.get(tier)
+        if tier_number is None:
             return
         bit = 1 << replica.number
         index = self._index
@@ -137,19 +137,19 @@ class FleetView:
             masks = index.get(key)
             if masks is None:
                 masks = index[key] = [0, 0, 0, 0]
-            masks[place] |= bit
+            masks[tier_number] |= bit
         for key in removed:
             masks = index.get(key)
             if masks is not None:
-                masks[place] &= ~bit
+                masks[tier_number] &= ~bit
                 if not any(masks):
                     del index[key]
-        replica.held[place].difference_update(removed)
-        replica.held[place].update(added)
+        replica.held[tier_number].difference_update(removed)
+        replica.held[tier_number].update(added)
 
     def _forget_blocks(self, replica: KnownReplica) -> None:
-        for tier, place in TIER_NUMBERS.items():
-            self._change_tier(replica, tier, frozenset(), frozenset(replica.held[place]))
+        for tier, tier_number in TIER_NUMBERS.items():
+            self._change_tier(replica, tier, frozenset(), frozenset(replica.held[tier_number]))
 
     def find_groups(self, keys: Sequence[bytes]) -> list[ReplicaGroup]:
         """Return groups of all replicas, by the prefix of `keys` that each holds. keys: those that may be reused."""
@@ -174,8 +174,8 @@ class FleetView:
         """
         index = self._index
 
-        def read_mask(place: int) -> int:
-            masks = index.get(keys[place])
+        def read_mask(block_index: int) -> int:
+            masks = index.get(keys[block_index])
             if masks is None:
                 return 0
             if tier == DEVICE:

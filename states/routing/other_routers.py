@@ -116,8 +116,8 @@ class ConsistentHash(CountingRouter):
         return decision
 
     def choose(self, query: RouteQuery) -> str:
-        place = bisect_right(self.ring, (draw_number(query.session or f"request {query.number}"), ""))
-        return self.ring[place % len(self.ring)][1]
+        index = bisect_right(self.ring, (draw_number(query.session or f"request {query.number}"), ""))
+        return self.ring[index % len(self.ring)][1]
 
 
 @define(eq=False)

@@ -62,9 +62,9 @@ class Driver:
         self.executor.open(client.request, opening)
         return client
 
-    async def perform(self, *asks: EffectRequest):
+    async def perform(self, *effect_requests: EffectRequest):
         """The outcomes, without the time that they took."""
-        self.launched.append(Launch(asks))
+        self.launched.append(Launch(effect_requests))
         outcomes = await self.executor.perform(self.launched[-1])
         return tuple(evolve(outcome, ns=0) if getattr(outcome, "ns", 0) else outcome for outcome in outcomes)
 

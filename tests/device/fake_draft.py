@@ -58,21 +58,21 @@ class FakeDraft:
     def at_once(self, count: int, target: object) -> None:
         return None
 
-    def propose(self, asks: Sequence[BlockRequest], pick: ChooseTokens) -> None:
+    def propose(self, block_requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         self._need("propose")
-        self.asked.append(list(asks))
+        self.asked.append(list(block_requests))
         vocab, generator = VOCAB, make_generator(len(self.asked))
         found = list[Tensor]()
-        for ask in asks:
-            assert 0 < ask.count < self.block
-            total = self.cache[ask.slot, ask.first : ask.position].sum()
-            token = ask.token
-            for place in range(ask.position, ask.position + ask.count):
+        for block_request in block_requests:
+            assert 0 < block_request.count < self.block
+            total = self.cache[block_request.slot, block_request.first : block_request.position].sum()
+            token = block_request.token
+            for place in range(block_request.position, block_request.position + block_request.count):
                 total = total + row_of(torch.tensor(token), torch.tensor(place))
                 logits = logits_of(mix(total).reshape(1, 1), vocab)
                 found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
                 token = int(logits.argmax())
-        pick(torch.split(torch.cat(found), [ask.count for ask in asks]))
+        pick(torch.split(torch.cat(found), [block_request.count for block_request in block_requests]))
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         self.cache[target, start:stop] = self.cache[source, start:stop]

@@ -81,7 +81,7 @@ class NoStates:
 
     specs: tuple[TensorSpec, ...] = ()
     block: int = 64
-    places: int = 0
+    checkpoint_count: int = 0
     commits_per_segment: bool = True
 
 

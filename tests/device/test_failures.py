@@ -39,9 +39,9 @@ async def test_a_decode_step_out_of_step_with_its_slot_fails_alone(driver, kind)
     expected = [await driver.answer(prompt_of(20 + slot, 10 + slot), count=3, slot=slot) for slot in range(3)]
     driver.requests = 0
     clients = await ready(driver)
-    asks = [client.round() for client in clients]
-    asks[1] = evolve(asks[1], effect=spoil(asks[1].effect))
-    first, wrong, last = await driver.perform(*asks)
+    effect_requests = [client.round() for client in clients]
+    effect_requests[1] = evolve(effect_requests[1], effect=spoil(effect_requests[1].effect))
+    first, wrong, last = await driver.perform(*effect_requests)
     assert isinstance(wrong, DeviceFailed)
     assert wrong.kind == "broken"
     assert message in wrong.detail

@@ -62,21 +62,21 @@ class ScriptedDevice:
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         self.launches.append(launch)
-        self.flying = {ask.request for ask in launch.asks}
+        self.flying = {effect_request.request for effect_request in launch.effect_requests}
         try:
             await checkpoint()
             if self.before is not None:
                 await self.before(launch)
-            return tuple(self.answer(ask) for ask in launch.asks)
+            return tuple(self.answer(effect_request) for effect_request in launch.effect_requests)
         finally:
             self.flying, self.abandoned = set(), set()
 
-    def answer(self, ask: EffectRequest) -> Outcome:
-        if error := self.fails(ask):
+    def answer(self, effect_request: EffectRequest) -> Outcome:
+        if error := self.fails(effect_request):
             raise error
-        if ask.request in self.abandoned:
+        if effect_request.request in self.abandoned:
             return DeviceFailed("abandoned", "asked to stop")
-        match ask.effect:
+        match effect_request.effect:
             case RunPrefill(slot, start, stop):
                 assert len(self.rows[slot]) >= start
                 self.rows[slot] = self.rows[slot][:start] + self.prompts[slot][start:stop]
@@ -85,7 +85,7 @@ class ScriptedDevice:
                 assert len(self.rows[slot]) >= position
                 self.rows[slot] = (*self.rows[slot][:position], token)
                 return Decoded((next_token(self.rows[slot]),))
-        raise AssertionError(ask)
+        raise AssertionError(effect_request)
 
 
 @define
@@ -130,7 +130,7 @@ async def engine(
 
     def submit(launch: Launch, settle: DeliverOutcomes) -> None:
         async def carry_out() -> None:
-            requests = tuple(ask.request for ask in launch.asks)
+            requests = tuple(effect_request.request for effect_request in launch.effect_requests)
             try:
                 told = tuple(zip(requests, await device.perform(launch), strict=True))
             except Exception as error:  # noqa: BLE001 - as the lane tells it

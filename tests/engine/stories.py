@@ -42,7 +42,7 @@ RICH = evolve(
     rates=Rates(prefill=(100,), loads={"host": 100, "disk": 100}),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
-HYBRID = evolve(AGENT, state_places=2, state_tokens=10, slots=1)
+HYBRID = evolve(AGENT, state_checkpoints=2, state_tokens=10, slots=1)
 A, B, C, D = map(RequestId, range(1, 5))
 
 
@@ -83,7 +83,7 @@ class Teller:
 
 
 def launched(outs: tuple[Output, ...]) -> list[EffectRequest]:
-    return [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
+    return [effect_request for out in outs if isinstance(out, Launch) for effect_request in out.effect_requests]
 
 
 def a_turn_and_its_continuation() -> str:
@@ -148,7 +148,7 @@ def a_prompt_beside_its_neighbour() -> str:
     outs = story.tell(A, Decoded((53,)))
     assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 64, 89))]
     outs = story.tell(B, PrefillAdvanced(89))
-    assert [ask.request for ask in launched(outs)] == [A, B]
+    assert [effect_request.request for effect_request in launched(outs)] == [A, B]
     story.tell(A, Decoded((54,)))
     story.tell(B, Decoded((60,)))
     story.tell(A, Decoded((55,)))

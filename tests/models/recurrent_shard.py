@@ -99,7 +99,7 @@ class RecurrentStates:
 
     def __init__(self, slots: int, block: int, places: int) -> None:
         self.block = block
-        self.places = places
+        self.checkpoint_count = places
         self.standing: list[Behind | None] = [None] * slots
         self.kept: list[Behind | None] = [None] * places
 
@@ -136,7 +136,7 @@ class RecurrentShard:
         buckets: Sequence[int] = (4, 8, 16, 32),
         *,
         state_block: int = 1,
-        state_places: int = 0,
+        state_checkpoints: int = 0,
     ) -> None:
         self.spec = ShardSpec(
             layers=range(2),
@@ -148,7 +148,7 @@ class RecurrentShard:
             dtype=torch.float32,
         )
         self.rows = RecurrentRows(slots, capacity)
-        self.states = RecurrentStates(slots, state_block, state_places)
+        self.states = RecurrentStates(slots, state_block, state_checkpoints)
         draw = make_generator(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
@@ -259,7 +259,7 @@ class RecurrentShard:
         """Nothing runs ahead here."""
 
     def memory(self) -> Mapping[str, int]:
-        kept = sum(spec.nbytes for spec in self.states.specs) * (self.spec.slots + self.states.places)
+        kept = sum(spec.nbytes for spec in self.states.specs) * (self.spec.slots + self.states.checkpoint_count)
         return {"weights": 0, "host": 0, "kv": self.rows.cache.nbytes + kept, "buffers": 0}
 
     def close(self) -> None:

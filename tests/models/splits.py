@@ -38,7 +38,7 @@ def pipeline(kind: str, cuts: Sequence[int], dtype: torch.dtype = torch.bfloat16
     kernels = proven(own, dtype, 512)
     for end in cuts:
         weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-        how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_places": 2, "layers": range(begin, end)}
+        how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_checkpoints": 2, "layers": range(begin, end)}
         parts.append(DenseShard(own, weights, kernels.copy_for_shard(), ShardPlacement(dtype=dtype, **how)))
         begin = end
     return Pipeline(parts)
@@ -104,5 +104,5 @@ def assert_alike(split, whole) -> None:
     """All that a pipeline says of itself is what one shard says."""
     assert split.spec == whole.spec
     assert (split.rows.spec, split.states.specs) == (whole.rows.spec, whole.states.specs)
-    assert (split.states.block, split.states.places) == (whole.states.block, whole.states.places)
+    assert (split.states.block, split.states.checkpoint_count) == (whole.states.block, whole.states.checkpoint_count)
     assert split.memory()["kv"] == whole.memory()["kv"]

@@ -42,7 +42,7 @@ class Speaking(ScriptedDevice):
     go: anyio.Event = field(factory=anyio.Event)
 
     async def halt(self, launch: Launch) -> None:
-        for ask in launch.asks:
+        for ask in launch.effect_requests:
             if self.halts_prefill and isinstance(ask.effect, RunPrefill):
                 await self.go.wait()
             if isinstance(ask.effect, RunDecode) and self.place(ask.effect) == self.halts:

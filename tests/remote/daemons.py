@@ -63,7 +63,7 @@ class RandomModel:
     def load(self, asked: LoadLayers) -> ServedLayers:
         first, last = asked.layers
         how = {"slots": asked.slots, "capacity": asked.capacity, "buckets": asked.buckets}
-        how |= {"aux_layers": asked.aux_layers, "state_places": asked.state_places}
+        how |= {"aux_layers": asked.aux_layers, "state_checkpoints": asked.state_checkpoints}
         shard = part(self.config, range(first, last), self.dtype, **how)
         self.built.append(shard)
         given = self.config.find_crossing(first, self.dtype, self.dtype)
@@ -260,7 +260,7 @@ def remote(
     peer = peer or peer_of(dial)
     peer.connect()
     given = {"slots": 3, "capacity": 512, "buckets": shards.BUCKETS, "aux_layers": (0, 2, 4)}
-    given |= {"state_places": 2, "fast": False, "limit": LIMIT, "shared": (1 << 20, 1 << 20)} | how
+    given |= {"state_checkpoints": 2, "fast": False, "limit": LIMIT, "shared": (1 << 20, 1 << 20)} | how
     asked = LoadLayers(layers=(layers.start, layers.stop), **given)
     left = config.find_crossing(layers.stop, torch.bfloat16, torch.bfloat16).width
     return RemoteShard(peer, asked, NoEnds(), config.hidden_size, config.num_layers, left)
@@ -270,7 +270,7 @@ def split(config: DenseConfig, cuts: Sequence[int], dial: Callable[[], Threads])
     """The first part is here, the others on threads."""
     parts, begin = list[Shard](), 0
     for number, end in enumerate(cuts):
-        how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
+        how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_checkpoints": 2}
         here = number == 0 and len(cuts) > 1
         own = range(begin, end)
         parts.append(part(config, own, torch.bfloat16, **how) if here else remote(dial(), own))

@@ -22,7 +22,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.residency import IDLE_PLACE, WeightsPlace, get_action_after_use
+from states.residency import IDLE_LOCATION, WeightsLocation, get_action_after_use
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -117,7 +117,7 @@ class DeviceSlot:
 class CheckedTransfer:
     """Rows on their way into a slot. Written on the lane, like everything else that touches one."""
 
-    ask: EffectRequest
+    effect_request: EffectRequest
     rows: tuple[int, ...]
 
 
@@ -138,13 +138,13 @@ class Device:
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
-    weights: dict[ModelName, WeightsPlace] = field(init=False)
-    places: list[Tokens] = field(init=False)  # what the positional state in each stands for
+    weights: dict[ModelName, WeightsLocation] = field(init=False)
+    checkpoints: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
-        self.places = [()] * self.settings.state_places
+        self.checkpoints = [()] * self.settings.state_checkpoints
         names: tuple[ModelName, ...] = ("draft", "drafter")
-        self.weights = {name: IDLE_PLACE[get_action_after_use(self.settings.residency, name)] for name in names}
+        self.weights = {name: IDLE_LOCATION[get_action_after_use(self.settings.residency, name)] for name in names}
         memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
         self.slots = [
             DeviceSlot(PooledRows(memory, page) if memory else [NOTHING] * self.settings.max_context)
@@ -163,20 +163,20 @@ class Device:
                 self.taking.append(saving)
                 return []
             case CheckedTransfer() as transfer:
-                return [(transfer.ask.request, self.write(transfer))]
+                return [(transfer.effect_request.request, self.write(transfer))]
             case other:
                 raise AssertionError(other)
 
     @property
     def opened(self) -> bool:
         """Of the next launch beside the lane: is its slot open? It may have been for the same request before."""
-        (ask,) = self.beside[0].asks
-        assert isinstance(ask.effect, RunPrefill), "only prefills go beside the lane"
+        (effect_request,) = self.beside[0].effect_requests
+        assert isinstance(effect_request.effect, RunPrefill), "only prefills go beside the lane"
         waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
-        return not any(isinstance(one, OpenSlot) and one.slot == ask.effect.slot for one in waiting)
+        return not any(isinstance(one, OpenSlot) and one.slot == effect_request.effect.slot for one in waiting)
 
     def step_beside(self) -> list[Answer]:
-        effect, chunk = self.beside[0].asks[0].effect, self.settings.chunk
+        effect, chunk = self.beside[0].effect_requests[0].effect, self.settings.chunk
         assert isinstance(effect, RunPrefill)
         last = (effect.stop - effect.start - 1) % chunk + 1
         assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
@@ -184,51 +184,58 @@ class Device:
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
-        asks = launch.asks
-        decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
-        assert len(asks) == 1 or len(decode_steps) == len(asks) or self.mixes(asks), "that is no batch"
-        assert len({ask.request for ask in asks}) == len(asks)
-        outcomes = [self.perform(ask) for ask in asks]
-        onward = tuple(map(self.onward, asks, outcomes))
+        effect_requests = launch.effect_requests
+        decode_steps = [
+            effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
+        ]
+        assert len(effect_requests) == 1 or len(decode_steps) == len(effect_requests) or self.mixes(effect_requests), (
+            "that is no batch"
+        )
+        assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
+        outcomes = [self.perform(effect_request) for effect_request in effect_requests]
+        onward = tuple(map(self.onward, effect_requests, outcomes))
         if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
-            onward = (None,) * len(asks)
-        staying = tuple(ask for ask in onward if ask is not None)
-        leaving = {ask.request for ask, then in zip(asks, onward, strict=True) if then is None}
+            onward = (None,) * len(effect_requests)
+        staying = tuple(effect_request for effect_request in onward if effect_request is not None)
+        leaving = {
+            effect_request.request for effect_request, then in zip(effect_requests, onward, strict=True) if then is None
+        }
         self.abandoned, self.halted = self.abandoned - leaving, self.halted - leaving
         if staying:
-            queue.appendleft(evolve(launch, asks=(*staying, *self.joining(queue))))
+            queue.appendleft(evolve(launch, effect_requests=(*staying, *self.joining(queue))))
         return [
-            (ask.request, one if then is None else evolve(one, more=True))
-            for ask, one, then in zip(asks, outcomes, onward, strict=True)
+            (effect_request.request, one if then is None else evolve(one, more=True))
+            for effect_request, one, then in zip(effect_requests, outcomes, onward, strict=True)
         ]
 
     def joining(self, queue: deque[Any]) -> tuple[EffectRequest, ...]:
         """Those whose turn comes between two steps; what is in front of them has its own then, or has had it."""
         if self.rng.random() < 0.3 or not queue or not isinstance(queue[0], Launch) or not queue[0].joins:
             return ()
-        return queue.popleft().asks
+        return queue.popleft().effect_requests
 
-    def mixes(self, asks: tuple[EffectRequest, ...]) -> bool:
+    def mixes(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
         """Decode steps of one token, and then rows of a prompt, in a forward that there is."""
-        *decode_steps, last = (ask.effect for ask in asks)
+        *decode_steps, last = (effect_request.effect for effect_request in effect_requests)
         plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
         prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
         return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
 
-    def onward(self, ask: EffectRequest, outcome: Any) -> EffectRequest | None:
+    def onward(self, effect_request: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
-        one = ask.effect
+        one = effect_request.effect
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
-            goes_on = outcome.stop < one.stop and ask.request not in self.abandoned | self.halted
-            return EffectRequest(ask.request, evolve(one, start=outcome.stop)) if goes_on else None
+            goes_on = outcome.stop < one.stop and effect_request.request not in self.abandoned | self.halted
+            return EffectRequest(effect_request.request, evolve(one, start=outcome.stop)) if goes_on else None
         if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
             return None
         slot = self.slots[one.slot]
-        if ask.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
+        if effect_request.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
             return None
         at = len(slot.tokens) - 1
         return EffectRequest(
-            ask.request, evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1)
+            effect_request.request,
+            evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1),
         )
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
@@ -260,8 +267,10 @@ class Device:
 
     def open_state(self, source: DeviceSlot, opening: OpenSlot) -> None:
         assert 0 <= opening.state <= opening.keep, "a state of rows that are not kept"
-        if opening.place is not None:
-            assert self.places[opening.place] == opening.prompt[: opening.state] != (), "a place that has another state"
+        if opening.device_checkpoint is not None:
+            assert self.checkpoints[opening.device_checkpoint] == opening.prompt[: opening.state] != (), (
+                "a place that has another state"
+            )
         elif opening.state and not source.broken:
             assert opening.state == self.live(source), "a slot that has its state elsewhere"
 
@@ -270,20 +279,22 @@ class Device:
         block_size = self.settings.block_size if self.settings.keep_decoded else 1
         return slot.done // block_size * block_size
 
-    def perform(self, ask: EffectRequest) -> Any:
-        failed = self.failure(ask.request)
-        match ask.effect:
+    def perform(self, effect_request: EffectRequest) -> Any:
+        failed = self.failure(effect_request.request)
+        match effect_request.effect:
             case RunPrefill(number) | RunDecode(number):
                 slot = self.slots[number]
-                assert slot.owner == ask.request, "work in a slot that was opened for somebody else"
-                if isinstance(ask.effect, RunDecode) and self.settings.pages:  # once, however many steps it goes on
-                    new = (page for page in ask.effect.pages if page not in slot.rows.table)
+                assert slot.owner == effect_request.request, "work in a slot that was opened for somebody else"
+                if (
+                    isinstance(effect_request.effect, RunDecode) and self.settings.pages
+                ):  # once, however many steps it goes on
+                    new = (page for page in effect_request.effect.pages if page not in slot.rows.table)
                     slot.rows.table = (*slot.rows.table, *new)
                 if slot.broken:
                     return DeviceFailed(slot.broken, "the slot went out of step")
-                return self.perform_in(slot, ask.effect, failed)
+                return self.perform_in(slot, effect_request.effect, failed)
             case CompressPrompt(start) as scoring:
-                return self.score(ask.request, scoring, start, failed)
+                return self.score(effect_request.request, scoring, start, failed)
             case LoadModel(name):
                 assert self.weights[name] != "loaded", f"the {name} is here already"
                 if failed is None:
@@ -324,18 +335,18 @@ class Device:
                     self.keep_state(slot, whole(self.settings, at))
                 return self.round(slot, effect, failed)
 
-    def save(self, ask: EffectRequest) -> SnapshotSaved | StoreFailed:
+    def save(self, effect_request: EffectRequest) -> SnapshotSaved | StoreFailed:
         """Beside the lane, whatever is done there meanwhile."""
-        saving = ask.effect
+        saving = effect_request.effect
         assert isinstance(saving, SaveSnapshot)
         slot, tokens = self.slots[saving.slot], saving.tokens
-        assert slot.owner == ask.request, "a snapshot of a slot that was opened for somebody else"
+        assert slot.owner == effect_request.request, "a snapshot of a slot that was opened for somebody else"
         if slot.broken:
             return StoreFailed(slot.broken, "the slot went out of step")
         assert tokens
         assert len(tokens) % self.settings.block_size == 0
         assert slot.rows[: len(tokens)] == rows_of(tokens), "a snapshot of something else"
-        self.store.asked.append((ask.request, tokens))
+        self.store.asked.append((effect_request.request, tokens))
         if self.rng.random() < self.failures:
             return StoreFailed(self.rng.choice(DEVICE_FAILURES), "simulated")
         length = self.rng.choice(
@@ -388,9 +399,9 @@ class Device:
         at = self.live(slot)
         if effect.checkpoint and stop == effect.stop:
             self.keep_state(slot, at)
-        if effect.place is not None and stop == effect.stop:
+        if effect.device_checkpoint is not None and stop == effect.stop:
             assert at, "a place for no state"
-            self.places[effect.place] = tuple(slot.tokens[:at])
+            self.checkpoints[effect.device_checkpoint] = tuple(slot.tokens[:at])
 
     def round(self, slot: DeviceSlot, one: RunDecode, failed: DeviceFailed | None) -> Any:
         at = one.position
@@ -424,14 +435,14 @@ class Device:
 
     def write(self, transfer: CheckedTransfer) -> Any:
         answer = self.written(transfer)
-        self.store.abandoned.discard(transfer.ask.request)
+        self.store.abandoned.discard(transfer.effect_request.request)
         return answer
 
     def written(self, transfer: CheckedTransfer) -> Any:
-        restore = transfer.ask.effect
+        restore = transfer.effect_request.effect
         assert isinstance(restore, RestoreBlocks)
         slot = self.slots[restore.slot]
-        assert slot.owner == transfer.ask.request, "rows for a slot that was opened for somebody else"
+        assert slot.owner == transfer.effect_request.request, "rows for a slot that was opened for somebody else"
         if slot.broken:
             self.store.let_go(restore.lease)
             return StoreFailed(slot.broken, "the slot went out of step")
@@ -442,7 +453,7 @@ class Device:
         whole = roll >= 0.1 or self.settings.stateful
         stop = restore.stop - self.settings.block_size * (not whole)
         slot.rows[restore.start : stop] = transfer.rows[: stop - restore.start]
-        if transfer.ask.request in self.store.abandoned and roll > 0.5:
+        if transfer.effect_request.request in self.store.abandoned and roll > 0.5:
             return StoreFailed("abandoned", "the flag was seen")
         if roll > 1 - self.failures:
             if self.settings.stateful and self.rng.random() < 0.5:
@@ -542,9 +553,9 @@ class CheckedStore:
         tier = self.rng.choice(("host", "disk"))
         return PrefixFound(LeaseId(self.given), longest, tier, shared, tuple(checkpoints))
 
-    def load(self, ask: EffectRequest) -> CheckedTransfer | StoreFailed:
+    def load(self, effect_request: EffectRequest) -> CheckedTransfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""
-        restore = ask.effect
+        restore = effect_request.effect
         assert isinstance(restore, RestoreBlocks)
         assert restore.lease in self.leases, "a restore without a lease"
         tokens, find = self.leases[restore.lease]
@@ -557,7 +568,7 @@ class CheckedStore:
         if self.rng.random() < self.failures:
             self.let_go(restore.lease)
             return StoreFailed("io", "simulated")
-        return CheckedTransfer(ask, tuple(rows_of(tokens)[restore.start : restore.stop]))
+        return CheckedTransfer(effect_request, tuple(rows_of(tokens)[restore.start : restore.stop]))
 
     def release(self, release: ReleasePrefix) -> None:
         self.let_go(release.lease)

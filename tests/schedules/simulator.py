@@ -39,7 +39,7 @@ from states.invariants import check_world
 from states.kept_rows import make_prompt
 from states.rates import Rates
 from states.request_states import Speculating
-from states.residency import IDLE_PLACE, Resolved, get_action_after_use
+from states.residency import IDLE_LOCATION, Resolved, get_action_after_use
 from states.settings import Settings
 from states.world import Output, advance, make_world
 from tests.schedules.device import (
@@ -200,7 +200,7 @@ class Simulator:
         self.world = make_world(self.settings)
         self.clients: dict[RequestId, Client] = {}
         self.salts: dict[int, str] = {}  # of whom the rows in a slot are
-        self.places: dict[int, str] = {}  # and the state in a place
+        self.checkpoints: dict[int, str] = {}  # and the state in a place
         self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
         self.launched: dict[LaneId, set[RequestId]] = {}  # members of each lane's launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
@@ -247,7 +247,7 @@ class Simulator:
             scorer_max_tokens=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),
             stateful=stateful,
-            state_places=rng.choice((0, 1, 2, 5)),
+            state_checkpoints=rng.choice((0, 1, 2, 5)),
             state_tokens=rng.choice((0, 3)),
             checkpoint_interval=rng.choice((0, 3, 8)),
             shared_checkpoint_limit=rng.choice((0, 12)),
@@ -410,25 +410,29 @@ class Simulator:
         (self.device.beside if launch.lane == PROMPTS else self.device.lane).append(launch)
 
     def load(self) -> None:
-        ask = self.loading.pop(self.rng.randrange(len(self.loading)))
-        found = self.store.find(ask.request, ask.effect) if isinstance(ask.effect, FindPrefix) else self.store.load(ask)
+        effect_request = self.loading.pop(self.rng.randrange(len(self.loading)))
+        found = (
+            self.store.find(effect_request.request, effect_request.effect)
+            if isinstance(effect_request.effect, FindPrefix)
+            else self.store.load(effect_request)
+        )
         if isinstance(found, CheckedTransfer):
             self.device.lane.append(found)
         else:
-            self.answers.append((ask.request, found))
+            self.answers.append((effect_request.request, found))
 
     def takeable(self) -> list[EffectRequest]:
         """The snapshot whose turn it is, if it may be copied now: the saver takes one after the other."""
-        return [ask for ask in self.device.taking[:1] if self.may_copy[ask.request]]
+        return [effect_request for effect_request in self.device.taking[:1] if self.may_copy[effect_request.request]]
 
     def elapse(self) -> None:
         self.happen(ForEngine(self.timers.pop(self.rng.randrange(len(self.timers)))))
 
     def take(self) -> None:
-        (ask,) = self.takeable()
-        self.device.taking.remove(ask)
-        del self.may_copy[ask.request]
-        self.answers.append((ask.request, self.device.save(ask)))
+        (effect_request,) = self.takeable()
+        self.device.taking.remove(effect_request)
+        del self.may_copy[effect_request.request]
+        self.answers.append((effect_request.request, self.device.save(effect_request)))
 
     def work(self) -> None:
         self.answers += self.device.step()
@@ -448,12 +452,14 @@ class Simulator:
 
     def carry_out(self, out: Output) -> None:
         match out:
-            case Launch(asks, lane, joins):
+            case Launch(effect_requests, lane, joins):
                 assert joins or not self.launched.get(lane), "two launches at once"
-                self.launched[lane] = self.launched.get(lane, set()) | {ask.request for ask in asks}
-                prefill = asks[-1].effect  # behind decode steps, if there are any
-                if isinstance(prefill, RunPrefill) and prefill.place is not None:
-                    self.places[prefill.place] = self.clients[asks[-1].request].job.salt
+                self.launched[lane] = self.launched.get(lane, set()) | {
+                    effect_request.request for effect_request in effect_requests
+                }
+                prefill = effect_requests[-1].effect  # behind decode steps, if there are any
+                if isinstance(prefill, RunPrefill) and prefill.device_checkpoint is not None:
+                    self.checkpoints[prefill.device_checkpoint] = self.clients[effect_requests[-1].request].job.salt
                 self.entering.append(out)
             case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
@@ -506,15 +512,17 @@ class Simulator:
         """Nobody goes on from what jobs of another salt have left."""
         assert opening.salt == salt, "what is kept of it would be somebody else's"
         assert not opening.keep or self.salts[opening.source] == salt, "rows of another salt"
-        assert opening.place is None or self.places[opening.place] == salt, "a state of another salt"
+        assert opening.device_checkpoint is None or self.checkpoints[opening.device_checkpoint] == salt, (
+            "a state of another salt"
+        )
         self.salts[opening.slot] = salt
 
     def abandon(self, request: RequestId) -> None:
         """A flag for what is in flight, on each lane, and for nothing that is asked later."""
         if request in self.flying():
             self.device.abandoned.add(request)
-        moving = [one.ask for one in self.device.lane if isinstance(one, CheckedTransfer)]
-        if request in {ask.request for ask in (*self.loading, *moving)}:
+        moving = [one.effect_request for one in self.device.lane if isinstance(one, CheckedTransfer)]
+        if request in {effect_request.request for effect_request in (*self.loading, *moving)}:
             self.store.abandoned.add(request)
 
     def halt(self, request: RequestId) -> None:
@@ -536,8 +544,8 @@ class Simulator:
         assert not self.store.leases, "a lease was never released"
         for name, model in world.models.items():
             assert not model.leases
-            assert device.weights[name] == model.place
-            idle = IDLE_PLACE[get_action_after_use(self.settings.residency, name)]
+            assert device.weights[name] == model.location
+            idle = IDLE_LOCATION[get_action_after_use(self.settings.residency, name)]
             assert self.failures or device.weights[name] == idle, f"the {name} was never sent away"
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)
@@ -547,7 +555,7 @@ class Simulator:
             assert real.broken or not slot.state_position or slot.state_position == device.live(real), (
                 "a slot has its state elsewhere"
             )
-        for place, tokens in zip(world.slots.places, device.places, strict=True):
+        for place, tokens in zip(world.slots.checkpoints, device.checkpoints, strict=True):
             kept = world.slots.slots[place.slot]
             assert tokens == kept.tokens[: place.at] or not place.at, "a place has another state than it is said to"
         for client in self.clients.values():
@@ -556,7 +564,7 @@ class Simulator:
             self.clients[request].check_kept(self.settings, tokens, self.store.shared.get(request, 0))
 
     def replay(self) -> None:
-        """Fold what happened again: the same asks at every step, and the same world at the end."""
+        """Fold what happened again: the same effect requests at every step, and the same world at the end."""
         world = make_world(self.settings)
         for happened, outs in self.history:
             world, again = advance(world, happened)

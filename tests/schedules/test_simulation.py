@@ -139,7 +139,7 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
         assert not simulator.world.requests
         for out in (out for _, outs in simulator.history for out in outs):
             if isinstance(out, Launch):
-                halted -= {ask.request for ask in out.asks}
+                halted -= {effect_request.request for effect_request in out.effect_requests}
             elif isinstance(out.effect, StopLaunch):
                 assert out.request not in halted
                 halted.add(out.request)
@@ -221,10 +221,10 @@ def test_titles_between_the_turns_of_a_conversation_leave_it_on_the_device(slots
 class NoRoom(Device):
     """The draft never comes back."""
 
-    def perform(self, ask: EffectRequest) -> Any:
-        if isinstance(ask.effect, LoadModel):
+    def perform(self, effect_request: EffectRequest) -> Any:
+        if isinstance(effect_request.effect, LoadModel):
             return DeviceFailed("out_of_memory", "no room for the draft")
-        return super().perform(ask)
+        return super().perform(effect_request)
 
 
 SPECULATING = Settings(slots=2, max_context=80, chunk=4, block_size=2, max_proposals=7)
@@ -260,7 +260,7 @@ def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_h
 
 
 def changed(pair: tuple[type, type], transition: Any) -> Table:
-    arms = {(target, *asks) for row in TABLE.values() for target, *asks in row.arms}
+    arms = {(target, *effect_requests) for row in TABLE.values() for target, *effect_requests in row.arms}
     return {**TABLE, pair: evolve(TABLE[pair], transition=transition, arms=tuple(arms))}
 
 
@@ -283,11 +283,11 @@ def early(slot: Any, requests: Any, _: Settings) -> Any:
     return get_remainder(state).prompt.tokens if isinstance(state, Held) else slot.tokens
 
 
-def alone(models: Any, ask: EffectRequest, settings: Settings) -> Any:
+def alone(models: Any, effect_request: EffectRequest, settings: Settings) -> Any:
     """Parks the draft although others need it."""
-    if isinstance(ask.effect, UnloadModel):
+    if isinstance(effect_request.effect, UnloadModel):
         return models, None
-    return residency_at_once(models, ask, settings)
+    return residency_at_once(models, effect_request, settings)
 
 
 residency_at_once = residency.answer_without_move
@@ -399,14 +399,18 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
         todo += [out for out in outs if isinstance(out, Launch)]
     while todo:
         launch = todo.pop(0)
-        launches.append(tuple(ask.request for ask in launch.asks))
-        for ask in launch.asks:
-            done = Decoded((5,)) if isinstance(ask.effect, RunDecode) else PrefillAdvanced(ask.effect.stop)
-            assert isinstance(ask.effect, RunPrefill | RunDecode)
-            world, outs = advance(world, ForRequest(ask.request, done))
+        launches.append(tuple(effect_request.request for effect_request in launch.effect_requests))
+        for effect_request in launch.effect_requests:
+            done = (
+                Decoded((5,))
+                if isinstance(effect_request.effect, RunDecode)
+                else PrefillAdvanced(effect_request.effect.stop)
+            )
+            assert isinstance(effect_request.effect, RunPrefill | RunDecode)
+            world, outs = advance(world, ForRequest(effect_request.request, done))
             for out in outs:
                 if isinstance(out, Launch) and out.joins and todo and todo[-1].joins:
-                    todo[-1] = evolve(todo[-1], asks=(*todo[-1].asks, *out.asks))
+                    todo[-1] = evolve(todo[-1], effect_requests=(*todo[-1].effect_requests, *out.effect_requests))
                 elif isinstance(out, Launch):
                     todo.append(out)
     return launches
@@ -427,16 +431,16 @@ def test_scoring_delays_a_decoding_neighbour_by_one_chunk() -> None:
     )
     kinds, todo = list[type](), [out for out in (*outs, *more) if isinstance(out, Launch)]
     while len(kinds) < 21:
-        (ask,) = todo.pop(0).asks
-        kinds.append(type(ask.effect))
-        match ask.effect:
+        (effect_request,) = todo.pop(0).effect_requests
+        kinds.append(type(effect_request.effect))
+        match effect_request.effect:
             case LoadModel(name):
                 done: Any = ModelLoaded(name=name)
             case CompressPrompt(start):
                 done = PromptScored(start + 4) if start < 36 else PromptCompressed((1, 2), ((0, 2),))
             case _:
                 done = Decoded((5,))
-        world, outs = advance(world, ForRequest(ask.request, done))
+        world, outs = advance(world, ForRequest(effect_request.request, done))
         todo += [out for out in outs if isinstance(out, Launch)]
     assert kinds == [RunDecode, LoadModel, RunDecode, *(CompressPrompt, RunDecode) * 9]
 

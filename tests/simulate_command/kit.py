@@ -49,7 +49,7 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
         block_size=BLOCK_SIZE,
         store=True,
         stateful=costs.state_bytes > 0,
-        state_places=how.pop("places", 0),
+        state_checkpoints=how.pop("places", 0),
         state_tokens=costs.state_tokens,
         scorer_max_tokens=how.pop("drafter", 0),
         rates=costs.build_rates(),

@@ -49,7 +49,7 @@ PLAIN = Settings(slots=2, max_context=64, max_queue=3, chunk=8, block_size=4, ba
 STORE = evolve(PLAIN, store=True)
 DRAFT = evolve(PLAIN, max_proposals=3)
 SCOPED = evolve(DRAFT, residency=Resolved("request-scoped", "park"))
-STATEFUL = evolve(STORE, stateful=True, state_places=3)
+STATEFUL = evolve(STORE, stateful=True, state_checkpoints=3)
 PFLASH = evolve(PLAIN, scorer_max_tokens=1000)  # and jobs say from when on
 EVERYTHING = evolve(STORE, max_proposals=3, scorer_max_tokens=1000)
 
@@ -179,5 +179,5 @@ def a_waiting(job: Job | None = None, **changes: Any) -> Waiting:
     return Waiting(Prompt(job, job.prompt, **changes))
 
 
-def asks(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
+def make_effect_requests(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
     return tuple(EffectRequest(request, effect) for effect in effects)

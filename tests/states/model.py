@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 from effects.all import Effect
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, LeaseId, PlaceId, Side, SlotId, StoreFailed
+from effects.ids import CheckpointId, DeviceFailed, LeaseId, Side, SlotId, StoreFailed
 from effects.job import Job, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -72,9 +72,9 @@ STATEFUL = tuple(
         shared_checkpoint_limit=2,
         checkpoint_interval=interval,
         keep_decoded=keep_decoded,
-        state_places=places,
+        state_checkpoints=checkpoint_count,
     )
-    for interval, keep_decoded, places in ((0, True, 2), (1, True, 0), (1, False, 1))
+    for interval, keep_decoded, checkpoint_count in ((0, True, 2), (1, True, 0), (1, False, 1))
 )
 TIGHT = evolve(BLOCKS[0], scorer_max_tokens=9, max_context=5)  # the prompt fits once it is compressed
 FITTING = evolve(TIGHT, max_context=6)  # and here as it is, too
@@ -198,8 +198,10 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
         case Waiting():
             for keep, source in product(range(0, len(JOB.prompt), settings.block_size), (0, 1)):
                 for state in range(keep + 1) if settings.stateful else (0,):
-                    for place in (None, PlaceId(0)) if state and settings.state_places else (None,):
-                        yield Admitted(SlotId(0), SlotId(source), keep, state, place), None
+                    for device_checkpoint in (
+                        (None, CheckpointId(0)) if state and settings.state_checkpoints else (None,)
+                    ):
+                        yield Admitted(SlotId(0), SlotId(source), keep, state, device_checkpoint), None
     yield Cancelled("client_gone"), None
     if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
         yield from ((SlotEmptied(), None),) if get_remainder(node.state).prompt.job == JOB else ()
@@ -253,7 +255,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
         admitted=node.admitted + isinstance(event, Admitted),
     )
     for effect in then.effects:
-        after, fault = ask(after, effect)
+        after, fault = apply_effect(after, effect)
         if fault:
             walk.faults.add(f"{where}: {fault}")
     walk.faults.update(f"{where}: {fault}" for fault in at_rest(after))
@@ -279,7 +281,7 @@ def told(state: Any) -> Any:
     return evolve(state, prompt=evolve(state.prompt, compression=None)) if hasattr(state, "prompt") else state
 
 
-def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
+def apply_effect(node: Node, effect: Effect) -> tuple[Node, str | None]:
     """What an effect changes, and what is wrong with asking for it now."""
     fault = None
     if effect.outcomes and any(other.side is effect.side for other in node.flying):
@@ -311,7 +313,9 @@ def misplaced(node: Node, effect: Effect) -> str | None:
     """What is wrong with the rows that it is about."""
     slot_lease = get_remainder(node.state).slot_lease if isinstance(node.state, Held) else None
     match effect:
-        case OpenSlot(keep=keep, state=state, place=place) if not state <= keep or (place is not None and not state):
+        case OpenSlot(keep=keep, state=state, device_checkpoint=device_checkpoint) if not state <= keep or (
+            device_checkpoint is not None and not state
+        ):
             return "goes on from a state of rows that are not there"
         case RestoreBlocks(start=start) if slot_lease and start > slot_lease.rows and not node.state.computing:
             return "loads rows behind some that are missing"

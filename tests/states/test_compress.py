@@ -206,7 +206,7 @@ def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> Non
     assert world.rates.scoring == 100
     assert world.models["drafter"].leases == (ONE,)
     world, _ = advance(world, ForRequest(ONE, ModelUnloaded(9)))
-    assert world.models["drafter"].place == "released"
+    assert world.models["drafter"].location == "released"
     slow = DecisionContext(world.settings, world.rates)
     assert policy.decide_compression(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
     world, _ = advance(make_world(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))

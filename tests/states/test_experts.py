@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effects.all import EffectRequest
-from effects.experts import PlaceExperts
+from effects.experts import MoveExperts
 from effects.ids import ENGINE
 from states.events import ExpertsUsed, ForEngine
 from states.experts import MAX_MOVES, USE_UNIT, Residents, choose_moves, make_residents
@@ -18,14 +18,14 @@ from tests.states.builders import advance
 
 def test_before_anything_is_known_every_layer_has_as_many() -> None:
     assert make_residents(12, 4) == Residents((0,) * 12, (0, 3, 6, 9))
-    assert make_residents(3, 3).places == (0, 1, 2)
+    assert make_residents(3, 3).expert_slots == (0, 1, 2)
     assert make_residents(0, 0) == Residents()
 
 
 def test_the_most_used_take_the_places_of_the_least_used() -> None:
     residents, moves = choose_moves(Residents((0,) * 6, (0, 1)), (1, 9, 0, 30, 20, 0))
     assert moves == ((0, 3), (1, 4))
-    assert residents.places == (3, 4)
+    assert residents.expert_slots == (3, 4)
     assert residents.uses == tuple(USE_UNIT * count for count in (1, 9, 0, 30, 20, 0))
 
 
@@ -50,7 +50,7 @@ def test_of_equals_the_lower_number_comes_and_the_lower_place_is_left() -> None:
 
 def test_uses_fade_so_those_of_another_subject_come_in() -> None:
     residents, reports = Residents((USE_UNIT * 256, 0), (0,)), 0
-    while residents.places == (0,):
+    while residents.expert_slots == (0,):
         residents, _ = choose_moves(residents, (0, 32))
         reports += 1
     assert reports == 7
@@ -59,14 +59,14 @@ def test_uses_fade_so_those_of_another_subject_come_in() -> None:
 def test_one_report_moves_so_many_at_most() -> None:
     residents, moves = choose_moves(make_residents(400, 200), tuple(9 * (number % 2) for number in range(400)))
     assert len(moves) == MAX_MOVES
-    assert len({*residents.places}) == 200
+    assert len({*residents.expert_slots}) == 200
 
 
 def test_the_world_tells_the_device_who_moves_and_only_that() -> None:
-    world = world_of(Settings(experts=4, expert_places=1))
+    world = world_of(Settings(experts=4, expert_slots=1))
     check_world(world)
     world, outs = advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))
-    assert outs == (EffectRequest(ENGINE, PlaceExperts(((0, 2),))),)
+    assert outs == (EffectRequest(ENGINE, MoveExperts(((0, 2),))),)
     check_world(world)
     assert advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))[1] == ()
     for counts in ((1, 2), (), (1, 1, 1, -1)):
@@ -74,7 +74,7 @@ def test_the_world_tells_the_device_who_moves_and_only_that() -> None:
             advance(world, ForEngine(ExpertsUsed(counts)))
 
 
-@pytest.mark.parametrize("told", [{"experts": 4, "expert_places": 5}, {"experts": -1}, {"experts": (1 << 16) + 1}])
+@pytest.mark.parametrize("told", [{"experts": 4, "expert_slots": 5}, {"experts": -1}, {"experts": (1 << 16) + 1}])
 def test_more_places_than_experts_or_more_than_any_model_has_cannot_be(told: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="impossible settings"):
         Settings(**told)

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from effects.all import Effect, EffectRequest
 from effects.compression import Compression
-from effects.ids import DeviceFailed, PlaceId, RequestId, SlotId, Tokens
+from effects.ids import CheckpointId, DeviceFailed, RequestId, SlotId, Tokens
 from effects.lookup import PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import CloseStream
@@ -135,7 +135,7 @@ def test_positional_state_is_followed_only_where_the_leader_can_still_keep_it() 
     assert rows_of(follow(a(Prefilling, leader), settings=STATEFUL)) == 16
     # The chunk of 8 rows that is being computed was launched without a place for the state behind it.
     assert follow(a(Prefilling, leader), prompt=(*HEAD[:8], 3, 3, 3), settings=STATEFUL) is None
-    assert follow(a(Prefilling, leader), settings=evolve(STATEFUL, state_places=0)) is None
+    assert follow(a(Prefilling, leader), settings=evolve(STATEFUL, state_checkpoints=0)) is None
     restoring = a_restoring(leader, front=0, stop=12)
     assert isinstance(restoring, Restoring)
     assert rows_of(follow(restoring, settings=STATEFUL)) == 16
@@ -162,7 +162,7 @@ def effects_of(outs: tuple[Output, ...], kind: type[Effect]) -> list[tuple[Reque
     """The effects of one type, launched or not, with their requests."""
     found = list[EffectRequest]()
     for out in outs:
-        found += [out] if isinstance(out, EffectRequest) else out.asks
+        found += [out] if isinstance(out, EffectRequest) else out.effect_requests
     return [(one.request, one.effect) for one in found if isinstance(one.effect, kind)]
 
 
@@ -290,12 +290,14 @@ def test_a_leader_stops_where_its_follower_needs_the_positional_state() -> None:
     long = evolve(STATEFUL, slots=4, chunk=8, store=False)
     prompt = (*PROMPT[:12], *range(900, 912))
     world, outs = after(long, submitted(ONE, PROMPT), submitted(TWO, prompt), (ONE, PrefillAdvanced(8)))
-    assert [effect for _, effect in effects_of(outs, RunPrefill)] == [RunPrefill(SlotId(0), 8, 12, place=PlaceId(0))]
+    assert [effect for _, effect in effects_of(outs, RunPrefill)] == [
+        RunPrefill(SlotId(0), 8, 12, device_checkpoint=CheckpointId(0))
+    ]
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(12)))
     check_world(world)
     ((request, opening),) = effects_of(outs, OpenSlot)
     assert isinstance(opening, OpenSlot)
-    assert (request, opening.source, opening.keep, opening.place) == (TWO, SlotId(0), 12, PlaceId(0))
+    assert (request, opening.source, opening.keep, opening.device_checkpoint) == (TWO, SlotId(0), 12, CheckpointId(0))
 
 
 def test_a_prompt_with_followers_goes_before_one_that_is_shorter_than_it_but_not_than_their_head() -> None:

@@ -51,10 +51,10 @@ def choose(*waiting: EffectRequest, decode_last: bool = False, models: Models = 
 def launched(*waiting: EffectRequest, **changes: Any) -> tuple[EffectRequest, ...]:
     after, _, chosen = choose(*waiting, **changes)
     assert isinstance(chosen, Launch)
-    assert after.running == chosen.asks
+    assert after.running == chosen.effect_requests
     assert sorted((*after.waiting, *after.running), key=waiting.index) == list(waiting)
-    assert after.last_was_decode == isinstance(chosen.asks[0].effect, RunDecode)
-    return chosen.asks
+    assert after.last_was_decode == isinstance(chosen.effect_requests[0].effect, RunDecode)
+    return chosen.effect_requests
 
 
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
@@ -78,7 +78,9 @@ def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> Non
     many = EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
     assert launched(many) == (many,)
     assert launched(many, chunk(2)) == (many,)
-    (one,) = launch_choice.choose_launch(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
+    (one,) = launch_choice.choose_launch(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[
+        2
+    ].effect_requests  # type: ignore[union-attr]
     assert one == EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
 
 
@@ -119,7 +121,7 @@ def test_decode_steps_take_the_next_rows_of_a_prompt_with_them_and_propose_nothi
     waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), last_was_decode=True, proposing_steps=5)
     after, _, chosen = launch_choice.choose_launch(waiting, NOBODY, MIXED, {}, Rates())
     assert chosen == Launch((a_decode(2), a_decode(3), a_prompt(1, 4, 18))), "as many as fill the forward"
-    assert after == Lane((), chosen.asks, True, 3, 5, control.Plan((0, 0)))
+    assert after == Lane((), chosen.effect_requests, True, 3, 5, control.Plan((0, 0)))
 
 
 def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
@@ -129,7 +131,7 @@ def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
     )
     plain = control.Plan((0, 0))
     known = launch_choice.with_launch_plan(after, requests | reading(r1=64))
-    controls = [launch_choice.find_control(known, ask) for ask in after.running]
+    controls = [launch_choice.find_control(known, effect_request) for effect_request in after.running]
     assert [each and each.plan for each in controls] == [plain, plain, None]
 
 
@@ -181,7 +183,9 @@ def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectReq
     for decode_last in (False, True):
         chosen = choose(asked, *company, decode_last=decode_last, models=away, settings=settings)[2]
         assert isinstance(chosen, Launch)
-        assert {type(ask.effect) for ask in chosen.asks} == {type(asked.effect) if decode_last else RunDecode}
+        assert {type(effect_request.effect) for effect_request in chosen.effect_requests} == {
+            type(asked.effect) if decode_last else RunDecode
+        }
 
 
 def reading(**missing: int) -> dict[RequestId, State]:
@@ -198,8 +202,8 @@ def test_of_prompts_the_one_that_is_done_soonest_goes_first_and_now_and_then_the
     for _ in range(9):
         waiting, _, chosen = launch_choice.choose_launch(waiting, NOBODY, DRAFT, requests, Rates())
         assert isinstance(chosen, Launch)
-        found.append(chosen.asks[0].request)
-        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.asks), running=())
+        found.append(chosen.effect_requests[0].request)
+        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.effect_requests), running=())
     assert found == [2, 2, 1, 2, 2, 3, 2, 2, 1]
 
 
@@ -208,8 +212,8 @@ def test_however_many_shorter_prompts_wait_two_of_their_turns_overtake_the_longe
     for _ in range(3):
         waiting, _, chosen = launch_choice.choose_launch(waiting, NOBODY, DRAFT, requests, Rates())
         assert isinstance(chosen, Launch)
-        found.append(chosen.asks[0].request)
-        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.asks), running=())
+        found.append(chosen.effect_requests[0].request)
+        waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.effect_requests), running=())
     assert found == [2, 2, 1]
 
 
@@ -249,13 +253,17 @@ def proposed(
     requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: launch_prices.DecodeTimes = CHEAP
 ) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
-    asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
+    effect_requests = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
     rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000, 0) for members in (2, 3, 4))))
     _, _, chosen = launch_choice.choose_launch(
-        Lane(asks), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates
+        Lane(effect_requests), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates
     )
     assert isinstance(chosen, Launch)
-    return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
+    return [
+        effect_request.effect.propose
+        for effect_request in chosen.effect_requests
+        if isinstance(effect_request.effect, RunDecode)
+    ]
 
 
 SURE = {"gains": (2900, 6500, 13000)}
@@ -283,16 +291,18 @@ def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     for _ in range(2 * launch_choice.PLAIN_LAUNCH_INTERVAL + 2):
         after, _, chosen = launch_choice.choose_launch(waiting, {"draft": Residence()}, settings, requests, rates)
         assert isinstance(chosen, Launch)
-        found.append(chosen.asks[0].effect.propose)  # type: ignore[union-attr]
+        found.append(chosen.effect_requests[0].effect.propose)  # type: ignore[union-attr]
         waiting = evolve(after, waiting=waiting.waiting, running=())
     assert found == ([15] * launch_choice.PLAIN_LAUNCH_INTERVAL + [0]) * 2
 
 
 def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
     """What the launch costs those who have a draft, and why they do not propose."""
-    asks = tuple(a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True))
+    effect_requests = tuple(
+        a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True)
+    )
     known = launch_choice.with_launch_plan(
-        Lane((), asks, last_was_decode=True, member_count=len(asks), plan=plan), requests
+        Lane((), effect_requests, last_was_decode=True, member_count=len(effect_requests), plan=plan), requests
     )
     drafted = {
         request: state.speculation
@@ -380,7 +390,11 @@ def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(
 ) -> None:
     after, _, chosen = choose(*waiting)
     assert isinstance(chosen, Launch)
-    assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {steps}
+    assert {
+        effect_request.effect.steps
+        for effect_request in chosen.effect_requests
+        if isinstance(effect_request.effect, RunDecode)
+    } == {steps}
     assert after.runs_unattended == (steps > 1)
 
 
@@ -396,7 +410,11 @@ def test_more_members_than_fit_a_launch_take_turns() -> None:
     full = tuple(alone(number, 30) for number in range(DRAFT.batch_rows + 1))
     chosen = choose(*full)[2]
     assert isinstance(chosen, Launch)
-    assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {1}
+    assert {
+        effect_request.effect.steps
+        for effect_request in chosen.effect_requests
+        if isinstance(effect_request.effect, RunDecode)
+    } == {1}
 
 
 def test_a_launch_that_goes_on_keeps_the_lane_and_counts_its_steps() -> None:

@@ -26,10 +26,18 @@ def decoding() -> World:
     world = make_world(SETTINGS)
     for request in (ONE, TWO, THREE):
         world, _ = advance(world, ForRequest(request, Submitted(a_job(salt=str(request)))))
-    while [ask.request for ask in world.lanes[MAIN].running if isinstance(ask.effect, RunDecode)] != [ONE, TWO]:
-        ask = world.lanes[MAIN].running[0]
-        done = PrefillAdvanced(ask.effect.stop) if isinstance(ask.effect, RunPrefill) else Decoded((5,))
-        world, _ = advance(world, ForRequest(ask.request, done))
+    while [
+        effect_request.request
+        for effect_request in world.lanes[MAIN].running
+        if isinstance(effect_request.effect, RunDecode)
+    ] != [ONE, TWO]:
+        effect_request = world.lanes[MAIN].running[0]
+        done = (
+            PrefillAdvanced(effect_request.effect.stop)
+            if isinstance(effect_request.effect, RunPrefill)
+            else Decoded((5,))
+        )
+        world, _ = advance(world, ForRequest(effect_request.request, done))
     return world
 
 
@@ -81,7 +89,10 @@ def test_slots_are_given_once_every_outcome_is_taken() -> None:
 def test_the_next_launch_has_everybody() -> None:
     _, outs = advance(decoding(), both(Decoded((7,)), Decoded((8,))))
     (launch,) = [out for out in outs if isinstance(out, Launch)]
-    assert [(ask.request, type(ask.effect)) for ask in launch.asks] == [(ONE, RunDecode), (TWO, RunDecode)]
+    assert [(effect_request.request, type(effect_request.effect)) for effect_request in launch.effect_requests] == [
+        (ONE, RunDecode),
+        (TWO, RunDecode),
+    ]
 
 
 def test_an_outcome_that_nothing_awaits_is_a_bug() -> None:

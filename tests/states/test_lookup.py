@@ -7,7 +7,7 @@ from attrs import evolve
 
 from effects.compression import Compression
 from effects.decode import RunDecode
-from effects.ids import LeaseId, PlaceId, SlotId, StoreFailed
+from effects.ids import CheckpointId, LeaseId, SlotId, StoreFailed
 from effects.job import Report, Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, RunPrefill
@@ -204,9 +204,9 @@ def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
 
 
 def test_a_slot_with_positional_state_keeps_its_rows_and_asks_for_the_state_behind_them() -> None:
-    then = lookup.admit_request(a_waiting(), Admitted(HERE, THERE, 16, 8, PlaceId(2)), knowing(STATEFUL))
+    then = lookup.admit_request(a_waiting(), Admitted(HERE, THERE, 16, 8, CheckpointId(2)), knowing(STATEFUL))
     hold = some(STATEFUL, valid=8, restored=8, tier="device", ahead=8, miss="")
-    opened = evolve(opening(16), source=THERE, state=8, place=PlaceId(2))
+    opened = evolve(opening(16), source=THERE, state=8, device_checkpoint=CheckpointId(2))
     assert then == Transition(a(LookingUp, hold), opened, FindPrefix(PROMPT, 8, rows=16))
     then = lookup.use_found_prefix(a(LookingUp, hold), found(16, checkpoints=(12, 16)), knowing(STATEFUL))
     restoring = a(Restoring, evolve(hold, stored=16), 16, 16, "disk")

@@ -139,10 +139,10 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4), THREE: decoding(job(PROMPT[::-1], 10), 1)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(3, 4, 5)))
     first = EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1))
-    after, ask = page_growth.grow_for_decode_step(before, first, requests, POOL)
-    assert ask is not None
-    assert isinstance(ask.effect, RunDecode)
-    assert (ask.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
+    after, effect_request = page_growth.grow_for_decode_step(before, first, requests, POOL)
+    assert effect_request is not None
+    assert isinstance(effect_request.effect, RunDecode)
+    assert (effect_request.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
     stuck, none = page_growth.grow_for_decode_step(
         after, EffectRequest(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL
     )
@@ -164,17 +164,21 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
 def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(tuple(range(40)), None, 1, pages=ids(3, 4, 5, 6, 7)))
-    after, ask = page_growth.grow_for_decode_step(
+    after, effect_request = page_growth.grow_for_decode_step(
         before, EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL
     )
-    assert ask is not None
+    assert effect_request is not None
     assert [slot.pages for slot in after.slots[:2]] == [ids(0, 1, 2, 3), ()]
     assert after.slots[1].tokens == ()
 
 
 def test_a_slot_is_opened_with_its_pages() -> None:
     world, out = advance(make_world(POOL), ForRequest(ONE, Submitted(job())))
-    opened = [ask.effect for ask in out if isinstance(ask, EffectRequest) and isinstance(ask.effect, OpenSlot)]
+    opened = [
+        effect_request.effect
+        for effect_request in out
+        if isinstance(effect_request, EffectRequest) and isinstance(effect_request.effect, OpenSlot)
+    ]
     assert [one.pages for one in opened] == [ids(0, 1, 2)]
     assert world.slots.slots[0].pages == ids(0, 1, 2)
 

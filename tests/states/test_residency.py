@@ -20,7 +20,7 @@ from states.invariants import check_world
 from states.lane import Lane
 from states.rates import Rates
 from states.residency import (
-    IDLE_PLACE,
+    IDLE_LOCATION,
     Policy,
     Residence,
     Resolved,
@@ -32,7 +32,7 @@ from states.residency import (
 )
 from states.settings import Settings
 from states.world import Output, World, make_world
-from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, advance, asks
+from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, advance, make_effect_requests
 
 NO, YES = False, True
 
@@ -134,7 +134,7 @@ def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
     failed = residency.record_move(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
     assert failed == {"draft": Residence(place, size_bytes=5, failures=1, error="out_of_memory: no room")}
     again = residency.record_move(failed, unpark(2), ModelLoaded(5))
-    assert (again["draft"].place, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
+    assert (again["draft"].location, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
@@ -182,7 +182,7 @@ def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
 
 def test_other_outcomes_leave_the_residency_alone() -> None:
     models = {"draft": Residence("loaded", (ONE, THREE))}
-    (a_decode,) = asks(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
+    (a_decode,) = make_effect_requests(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
     assert residency.record_move(models, a_decode, Decoded((7,))) is models
     assert residency.record_move(models, a_decode, DeviceFailed("broken", "")) is models
 
@@ -243,8 +243,8 @@ class Reached:
     ) -> Iterator[tuple[RequestId, Event]]:
         yield from ((request, Submitted(job)) for request, job in jobs.items() if request not in self.come)
         yield from ((request, Cancelled("client_gone")) for request in self.world.requests.keys() - self.cancelled)
-        for ask in self.world.lanes[MAIN].running:
-            yield from ((ask.request, outcome) for outcome in answers(ask.effect, failures))
+        for effect_request in self.world.lanes[MAIN].running:
+            yield from ((effect_request.request, outcome) for outcome in answers(effect_request.effect, failures))
 
     def after(self, request: RequestId, event: Event) -> Reached:
         world, outs = advance(self.world, ForRequest(request, event))
@@ -264,17 +264,17 @@ def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
     check_world(world)
     draft = world.models["draft"]
     for out in outs:
-        for ask in out.asks if isinstance(out, Launch) else ():
-            match ask.effect:
+        for effect_request in out.effect_requests if isinstance(out, Launch) else ():
+            match effect_request.effect:
                 case RunDecode(propose=propose):
-                    assert not propose or (draft.place == "loaded" and ask.request in draft.leases)
+                    assert not propose or (draft.location == "loaded" and effect_request.request in draft.leases)
                 case LoadModel():
-                    assert draft.place != "loaded", "what is there is asked for"
+                    assert draft.location != "loaded", "what is there is asked for"
                 case UnloadModel(_, keep):
-                    assert draft.place == "loaded"
-                    assert draft.leases == (ask.request,), "sent away although somebody needs it"
-                    assert IDLE_PLACE[world.settings.residency.draft] == ("parked" if keep else "released")
-    if draft.place != before.models["draft"].place:
+                    assert draft.location == "loaded"
+                    assert draft.leases == (effect_request.request,), "sent away although somebody needs it"
+                    assert IDLE_LOCATION[world.settings.residency.draft] == ("parked" if keep else "released")
+    if draft.location != before.models["draft"].location:
         (moved,) = before.lanes[MAIN].running
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
 
@@ -296,7 +296,7 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
         node = todo.pop()
         if not node.world.requests and len(node.come) == len(jobs):
             assert not node.world.models["draft"].leases
-            ends.add(node.world.models["draft"].place)
+            ends.add(node.world.models["draft"].location)
         for request, event in node.possible(jobs, failures):
             reached = node.after(request, event)
             if (known := repr(reached)) not in seen:

@@ -221,10 +221,10 @@ def test_prefill_stops_where_the_state_is_kept() -> None:
 
 def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_the_scope() -> None:
     for scope in (FULL, Scope("off"), Scope("fixed", 50), AUTO):
-        settings, flat = stateful(scope, 98, boundaries=(1, 95), state_places=1, min_tokens=99)
+        settings, flat = stateful(scope, 98, boundaries=(1, 95), state_checkpoints=1, min_tokens=99)
         assert find_next_mark(settings, *evolve(flat, valid=60).early) == CheckpointMark(92, beyond_device=False)
         assert make_prefill_chunk(settings, *evolve(flat, valid=88).early, 97) == RunPrefill(SlotId(0), 88, 92)
-    settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_places=1)
+    settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_checkpoints=1)
     assert find_next_mark(settings, *flat.early) == CheckpointMark(92, beyond_device=True)
     assert find_next_mark(evolve(settings, stateful=False), *flat.early) is None
 
@@ -281,17 +281,17 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
     slot_lease, prompt = flat.early
     assert should_keep_held_state(settings, slot_lease, prompt) is expected
     if slot_lease.valid_rows < prompt.prefill_rows:
-        ask = start_prefill(settings, slot_lease, prompt, ProposesNothing("")).effects[0]
-        assert isinstance(ask, RunPrefill)
-        assert ask.keeps_state_first is expected
+        effect_request = start_prefill(settings, slot_lease, prompt, ProposesNothing("")).effects[0]
+        assert isinstance(effect_request, RunPrefill)
+        assert effect_request.keeps_state_first is expected
 
 
 def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
     for scope, expected in ((FULL, True), (Scope("off"), False)):
         settings, flat = stateful(scope, length=97, valid=96)
-        ask = prefill_or_decode(settings, *flat.early, ProposesNothing("")).effects[0]
-        assert isinstance(ask, RunDecode)
-        assert (ask.position, ask.checkpoint) == (96, expected)
+        effect_request = prefill_or_decode(settings, *flat.early, ProposesNothing("")).effects[0]
+        assert isinstance(effect_request, RunDecode)
+        assert (effect_request.position, effect_request.checkpoint) == (96, expected)
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:

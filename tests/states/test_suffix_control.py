@@ -128,18 +128,18 @@ def decoding(settings: Settings, *requests) -> World:
     """These requests decode in one launch that continues alone."""
     world = evolve(make_world(settings), rates=CHEAP)
     slots = world.slots
-    states, asks = {}, []
+    states, effect_requests = {}, []
     for number, request in enumerate(requests):
         flat = answering(settings, slot=SlotId(number), job=a_job(max_tokens=40))
         state = a(Speculating, flat)
         states[request] = evolve(state, speculation=MayPropose(copier(0), "no_match"))
-        asks.append(EffectRequest(request, RunDecode(SlotId(number), 22, 8, steps=30)))
+        effect_requests.append(EffectRequest(request, RunDecode(SlotId(number), 22, 8, steps=30)))
         slots = evolve(
             slots,
             slots=tuple(evolve(one, holder=request) if at == number else one for at, one in enumerate(slots.slots)),
         )
-    plan = Plan((0,) * len(asks))
-    lane = launch_choice.start_launch(world.lanes[MAIN], tuple(asks), plan, step_count=30)
+    plan = Plan((0,) * len(effect_requests))
+    lane = launch_choice.start_launch(world.lanes[MAIN], tuple(effect_requests), plan, step_count=30)
     return evolve(world, slots=slots, requests=states, lanes={**world.lanes, MAIN: lane})
 
 
@@ -157,9 +157,9 @@ def test_a_launch_without_proposals_ends_when_a_copy_would_pay() -> None:
     assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForLaunch((EffectOutcome(ONE, evolve(outcome(42), more=False)),)))
     (launch,) = [out for out in outs if isinstance(out, Launch)]
-    (ask,) = launch.asks
-    assert isinstance(ask.effect, RunDecode)
-    assert (ask.effect.propose, ask.effect.source) == (7, "suffix")
+    (effect_request,) = launch.effect_requests
+    assert isinstance(effect_request.effect, RunDecode)
+    assert (effect_request.effect.propose, effect_request.effect.source) == (7, "suffix")
 
 
 def test_a_request_with_a_match_joins_a_plain_launch_without_proposals() -> None:

@@ -68,28 +68,33 @@ def test_every_row_and_every_arm_of_it_can_happen(walk: Walk) -> None:
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: f"{row.state.__name__}-{row.event.__name__}")
 def test_the_stream_closes_where_the_work_for_the_client_ends_and_nowhere_else(row: Row) -> None:
-    for target, *asks in row.arms:
+    for target, *effect_requests in row.arms:
         leaves = row.state not in BEHIND_THE_CLIENT and target in BEHIND_THE_CLIENT
-        assert asks.count(CloseStream) == leaves
+        assert effect_requests.count(CloseStream) == leaves
         if leaves:
-            said = asks[asks.index(CloseStream) :]
+            said = effect_requests[effect_requests.index(CloseStream) :]
             assert EmitTokens not in said
             assert ReportProgress not in said
         elif row.state in BEHIND_THE_CLIENT:
-            assert not {EmitTokens, ReportProgress, CloseStream} & set(asks)
+            assert not {EmitTokens, ReportProgress, CloseStream} & set(effect_requests)
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: f"{row.state.__name__}-{row.event.__name__}")
 def test_an_arm_asks_for_one_awaited_effect_on_a_lane_at_most_and_the_end_for_none(row: Row) -> None:
-    for target, *asks in row.arms:
-        lanes = [ask.side for ask in asks if ask.outcomes]
+    for target, *effect_requests in row.arms:
+        lanes = [effect_request.side for effect_request in effect_requests if effect_request.outcomes]
         assert len(lanes) == len(set(lanes))
         assert not (target is Done and lanes)
 
 
 def test_all_states_events_and_effects_are_in_the_table() -> None:
     states = {row.state for row in TABLE.values()} | {arm[0] for row in TABLE.values() for arm in row.arms}
-    asked = {ask for row in TABLE.values() for _, *asks in row.arms for ask in asks}
+    asked = {
+        effect_request
+        for row in TABLE.values()
+        for _, *effect_requests in row.arms
+        for effect_request in effect_requests
+    }
     assert {(each,) for each in states} == set(arms_of_union(State))
     assert {row.event for row in TABLE.values()} >= {each for (each,) in arms_of_union(Outcome)}
     assert {(each,) for each in asked | {*WORLD_EFFECTS}} == set(arms_of_union(Effect))

@@ -256,7 +256,7 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
-    assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
+    assert [effect_request.request for effect_request in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
@@ -291,7 +291,12 @@ WAYS = evolve(
 
 
 def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
-    return [(out.lane, ask.effect) for out in outs if isinstance(out, Launch) for ask in out.asks]
+    return [
+        (out.lane, effect_request.effect)
+        for out in outs
+        if isinstance(out, Launch)
+        for effect_request in out.effect_requests
+    ]
 
 
 def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebody_joins_it() -> None:
@@ -393,13 +398,13 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
     world, _ = after(DRAFT, submitted(ONE), (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
     world, outs = advance(world, ForModel("draft", there=False))
     check_world(world)
-    assert (outs, world.models["draft"].place) == ((), "lost")
+    assert (outs, world.models["draft"].location) == ((), "lost")
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(20)))
     check_world(world)
     assert decode_steps(outs) == [0]
     assert make_report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
     world, _ = advance(world, ForModel("draft", there=True))
-    assert world.models["draft"].place == "loaded"
+    assert world.models["draft"].location == "loaded"
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     check_world(world)
     assert decode_steps(outs) == [3]
@@ -408,15 +413,21 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
 
 def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
     parked = make_world(SCOPED)
-    assert parked.models["draft"].place == "parked"
+    assert parked.models["draft"].location == "parked"
     for there in (False, True):
         assert advance(parked, ForModel("draft", there=there)) == (parked, ())
 
 
 def decode_steps(outs: tuple[Output, ...]) -> list[int]:
     """How much those proposed that were launched."""
-    asks = [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
-    return [ask.effect.propose for ask in asks if isinstance(ask.effect, RunDecode)]
+    effect_requests = [
+        effect_request for out in outs if isinstance(out, Launch) for effect_request in out.effect_requests
+    ]
+    return [
+        effect_request.effect.propose
+        for effect_request in effect_requests
+        if isinstance(effect_request.effect, RunDecode)
+    ]
 
 
 def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -> None:

@@ -14,7 +14,7 @@ from adapters.store.disk_publisher import DiskPublisher
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
-from adapters.store.open_store import SharedPlace, create_index, open_shared, open_store
+from adapters.store.open_store import SharedStoreSettings, create_index, open_shared, open_store
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.store import Store
 from tests.store.kit import (
@@ -50,7 +50,7 @@ def fill_disk(path: Path, layout: Layout) -> None:
 
 def publish_disk(path: Path, url: str, layout: Layout) -> DiskPublisher:
     """Start a server with both tiers, and wait until it has published everything."""
-    store = open_store(layout, path, disk_bytes=BIG, shared=SharedPlace(url))
+    store = open_store(layout, path, disk_bytes=BIG, shared=SharedStoreSettings(url))
     assert store is not None
     publisher = store.upkeep
     assert isinstance(publisher, DiskPublisher)
@@ -65,7 +65,7 @@ def publish_disk(path: Path, url: str, layout: Layout) -> DiskPublisher:
 def restore(url: str, layout: Layout) -> tuple[int, bool]:
     """Return the tokens that a server without a disk restores and compares, and whether a draft's rows are there."""
     lock = threading.RLock()
-    tier: SharedTier = open_shared(layout, SharedPlace(url), lock)
+    tier: SharedTier = open_shared(layout, SharedStoreSettings(url), lock)
     store = Store(layout, (HostTier(create_index(layout, 0)), tier), lock)
     wait_for(lambda: tier.is_complete)
     found = store.find_prefix((*TOKENS, 1, 2), 0)
@@ -98,7 +98,7 @@ def test_rows_of_another_draft_stay_on_disk_unharmed(tmp_path: Path) -> None:
 
 def test_a_server_that_closes_does_not_wait_for_all_runs(tmp_path: Path) -> None:
     fill_disk(tmp_path / "kv", LAYOUT)
-    store = open_store(LAYOUT, tmp_path / "kv", disk_bytes=BIG, shared=SharedPlace(f"file://{tmp_path}/shared"))
+    store = open_store(LAYOUT, tmp_path / "kv", disk_bytes=BIG, shared=SharedStoreSettings(f"file://{tmp_path}/shared"))
     assert store is not None
     assert store.upkeep is not None
     store.upkeep.start()

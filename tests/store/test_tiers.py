@@ -16,7 +16,7 @@ from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Run
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
-from adapters.store.open_store import SharedPlace, create_index, open_disk, open_shared
+from adapters.store.open_store import SharedStoreSettings, create_index, open_disk, open_shared
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
@@ -50,7 +50,7 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
             return Lower(disk, lambda: settled(store))
         if request.param == "shared":
             pytest.importorskip("obstore")
-            shared = open_shared(LAYOUT, SharedPlace(f"file://{tmp_path}/shared", budget), lock)
+            shared = open_shared(LAYOUT, SharedStoreSettings(f"file://{tmp_path}/shared", budget), lock)
             opened.append(shared)
             return Lower(shared, lambda: wait_until(lambda: shared.is_complete))
         clock = Clock()

@@ -133,11 +133,13 @@ async def test_launches_are_on_their_lane_one_after_the_other(tmp_path: Path) ->
     launches, (_, records) = spans(data, "launches"), read_trace(path)
     recorded = [record for _, record in records if isinstance(record, Launch)]
     assert len(launches) == len(recorded)
-    assert data["launches"]["size"] == [len(launch.asks) for launch in recorded]
+    assert data["launches"]["size"] == [len(launch.effect_requests) for launch in recorded]
     assert max(data["launches"]["together"]) == 2, "two decoded together"
     assert all(one[3] <= other[2] for one, other in pairwise(launches)), "two at once on one lane"
     kinds = names(data["asks"])
-    assert [kinds[first] for _, first, _, _ in launches] == [type(one.asks[0].effect).__name__ for one in recorded]
+    assert [kinds[first] for _, first, _, _ in launches] == [
+        type(one.effect_requests[0].effect).__name__ for one in recorded
+    ]
 
 
 def test_a_step_that_joins_a_launch_is_shown_with_its_other_members(tmp_path: Path) -> None:
@@ -352,7 +354,7 @@ def test_times_that_cannot_be_are_shown_in_order() -> None:
 def test_prefill_of_a_neighbour_is_in_the_launch_that_it_was_in(tmp_path: Path) -> None:
     teller = Teller(Settings(slots=2, max_context=256, chunk=32, block_size=16))
     outs = teller.tell(RequestId(1), Submitted(Job(tuple(range(40)), 4)))
-    assert any(isinstance(out, Launch) and isinstance(out.asks[0].effect, RunPrefill) for out in outs)
+    assert any(isinstance(out, Launch) and isinstance(out.effect_requests[0].effect, RunPrefill) for out in outs)
     teller.tell(RequestId(2), Submitted(Job((1, 2), 2)))
     path = tmp_path / "open.jsonl"
     path.write_text("\n".join(teller.lines) + "\n")

@@ -30,7 +30,7 @@ from adapters.transfer.saver import UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, LeaseId, PlaceId, RequestId, SlotId, StoreFailed, Tokens
+from effects.ids import CheckpointId, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -123,13 +123,13 @@ class StatefulBench:
         source: int | None = None,
         keep: int = 0,
         state: int | None = None,
-        place: int | None = None,
+        device_checkpoint: int | None = None,
     ) -> None:
         """state: where it goes on from, at `keep` unless it is told."""
         start, at = SlotId(slot if source is None else source), keep if state is None else state
         self.executor.open(
             RequestId(request),
-            OpenSlot(SlotId(slot), start, keep, prompt, Sampling(logprobs=2), (), at, place),  # type: ignore[arg-type]
+            OpenSlot(SlotId(slot), start, keep, prompt, Sampling(logprobs=2), (), at, device_checkpoint),  # type: ignore[arg-type]
         )
 
     async def prefill(
@@ -145,7 +145,9 @@ class StatefulBench:
         """places: position -> the place that keeps the state there."""
         while start < stop:
             end = min([start + max(BUCKETS), stop, *(at for at in (*checkpoints, *places) if at > start)])
-            effect = RunPrefill(SlotId(slot), start, end, checkpoint=end in checkpoints, place=places.get(end))  # type: ignore[arg-type]
+            effect = RunPrefill(
+                SlotId(slot), start, end, checkpoint=end in checkpoints, device_checkpoint=places.get(end)
+            )  # type: ignore[arg-type]
             assert await self.one(request, effect) == PrefillAdvanced(end)
             start = end
 
@@ -200,7 +202,7 @@ def made(folder: Path, host: int) -> StatefulBench:
     lane, lock, shard, draft = (
         DeviceLane(),
         threading.RLock(),
-        RecurrentShard(SLOTS, CAPACITY, BUCKETS, state_block=BLOCK_SIZE, state_places=2),
+        RecurrentShard(SLOTS, CAPACITY, BUCKETS, state_block=BLOCK_SIZE, state_checkpoints=2),
         Caches(DRAFT.rows),
     )
     disk = open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 30)
@@ -284,7 +286,7 @@ async def test_a_place_has_the_state_of_rows_that_were_gone_past(bench: Stateful
     await bench.decode(1, 0, PROMPT, 3)
     other = (*PROMPT[:70], *PROMPT[:20])
     for request, (keep, state, place) in enumerate(((40, 40, 1), (64, 40, 1), (64, 64, 0)), 2):
-        bench.open(request, slot, other, source=0, keep=keep, state=state, place=place)
+        bench.open(request, slot, other, source=0, keep=keep, state=state, device_checkpoint=place)
         assert await bench.goes_on(request, slot, state, other) == await bench.cold(other)
         bench.open(7, 0)
         await bench.prefill(7, 0)
@@ -294,10 +296,10 @@ async def test_a_place_with_another_state_is_refused(bench: StatefulBench) -> No
     bench.open(1, 0)
     await bench.prefill(1, 0, places={40: 1})
     for place, at in ((0, 40), (1, 32), (2, 40), (1, 0)):
-        bench.open(2, 1, source=0, keep=64, state=at, place=place)
+        bench.open(2, 1, source=0, keep=64, state=at, device_checkpoint=place)
         outcome = await bench.one(2, RunPrefill(SlotId(1), at, at + 8))
         assert isinstance(outcome, DeviceFailed)
-        assert f"place {place} does not have the state behind {at} tokens" in outcome.detail
+        assert f"checkpoint {place} does not have the state behind {at} tokens" in outcome.detail
 
 
 async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: StatefulBench) -> None:
@@ -464,7 +466,9 @@ async def test_a_prompt_beside_decode_steps_has_the_answer_and_the_checkpoints_o
     for start in range(0, END, BLOCK_SIZE):
         stop = min(start + BLOCK_SIZE, END)
         step = EffectRequest(RequestId(1), RunDecode(SlotId(0), position, last))
-        piece = RunPrefill(SlotId(1), start, stop, checkpoint=stop == 32, place=PlaceId(0) if stop == 40 else None)
+        piece = RunPrefill(
+            SlotId(1), start, stop, checkpoint=stop == 32, device_checkpoint=CheckpointId(0) if stop == 40 else None
+        )
         decoded, advanced = await bench.executor.perform(Launch((step, EffectRequest(RequestId(2), piece))))
         assert isinstance(decoded, Decoded)
         assert advanced == PrefillAdvanced(stop)

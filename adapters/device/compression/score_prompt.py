@@ -211,18 +211,18 @@ class PromptScorerLane:
 
     def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
         """Carry out a launch of one request, as `DeviceExecutor.submit` does."""
-        [ask] = launch.asks
-        self._in_flight.add(ask.request)
+        [effect_request] = launch.effect_requests
+        self._in_flight.add(effect_request.request)
 
         def on_done(outcome: Outcome | None, error: BaseException | None) -> None:
-            self._in_flight.discard(ask.request)
-            self._abandoned.discard(ask.request)
+            self._in_flight.discard(effect_request.request)
+            self._abandoned.discard(effect_request.request)
             if outcome is not None:
-                done(((ask.request, outcome),))
+                done(((effect_request.request, outcome),))
             else:
-                done(LaunchFailed((ask.request,), error or LookupError("no outcome")))
+                done(LaunchFailed((effect_request.request,), error or LookupError("no outcome")))
 
-        self.lane.submit(partial(self._carry_out, ask), on_done)
+        self.lane.submit(partial(self._carry_out, effect_request), on_done)
 
     def abandon(self, request: RequestId) -> None:
         """Give the request up, and drop what was scored for it."""
@@ -236,24 +236,24 @@ class PromptScorerLane:
             self.lane.post(self.compressor.scorer.weights.release, log_drop_failure)
         return self.lane.close()
 
-    def _carry_out(self, ask: EffectRequest) -> Outcome:
-        if ask.request in self._abandoned:
-            return DeviceFailed("abandoned", f"request {ask.request} was abandoned before this started")
+    def _carry_out(self, effect_request: EffectRequest) -> Outcome:
+        if effect_request.request in self._abandoned:
+            return DeviceFailed("abandoned", f"request {effect_request.request} was abandoned before this started")
         try:
-            return self._dispatch(ask)
+            return self._dispatch(effect_request)
         except Exception as error:
             if is_out_of_memory(error):
                 return out_of_memory_failure(error)
             raise
 
-    def _dispatch(self, ask: EffectRequest) -> Outcome:
-        match ask.effect:
+    def _dispatch(self, effect_request: EffectRequest) -> Outcome:
+        match effect_request.effect:
             case CompressPrompt():
-                return self.compressor.compress(ask.request, ask.effect)
+                return self.compressor.compress(effect_request.request, effect_request.effect)
             case LoadModel():
-                return self.compressor.load(ask.request, ask.effect)
+                return self.compressor.load(effect_request.request, effect_request.effect)
             case UnloadModel():
-                return self.compressor.unload(ask.request, ask.effect)
+                return self.compressor.unload(effect_request.request, effect_request.effect)
             case other:
                 raise LookupError(f"{type(other).__name__} is nothing for a drafter")
 

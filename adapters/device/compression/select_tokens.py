@@ -161,15 +161,15 @@ def anchor_pieces(prompt: Tokens, cuts: Sequence[Span], marks: TokenMarks) -> It
     body = max(0, len(prompt) - POOL)
     grams = {prompt[at : at + GRAM] for at in range(body, len(prompt) - GRAM + 1)}
     grams = {gram for gram in grams if not marks.controls.intersection(gram)}
-    places: dict[Tokens, list[int]] = {}
+    pieces_of: dict[Tokens, list[int]] = {}
     piece = 0
     for at in range(body - GRAM + 1):
         while cuts[piece][1] <= at:
             piece += 1
         gram = prompt[at : at + GRAM]
         if gram in grams:
-            places.setdefault(gram, []).append(piece)
-    rare = sorted((found for found in places.values() if len(found) <= limit), key=lambda one: (len(one), one))
+            pieces_of.setdefault(gram, []).append(piece)
+    rare = sorted((found for found in pieces_of.values() if len(found) <= limit), key=lambda one: (len(one), one))
     middles = list(dict.fromkeys(chain.from_iterable(rare)))
     yield from middles
     for away, middle in product(range(1, radius + 1), middles):

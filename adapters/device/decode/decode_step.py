@@ -117,72 +117,74 @@ class DecodeRunner:
         self.native = None
         self.shard.close()
 
-    def run(self, asks: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
+    def run(self, effect_requests: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
         """Take step after step, until each member has its last outcome or other work needs the lane.
 
         Where it is called between two steps of a running launch, the requests join that launch instead.
         """
         if self._batch is not None:
-            self._batch.join(asks)
+            self._batch.join(effect_requests)
             return
         batch = RunningBatch(steps, self.lane, self.before_report)
         self._batch = batch
         try:
-            while asks:
-                asks = (
-                    self.overlapped.run(asks, batch) if self.overlapped.can_run(asks) else self._run_step(asks, batch)
+            while effect_requests:
+                effect_requests = (
+                    self.overlapped.run(effect_requests, batch)
+                    if self.overlapped.can_run(effect_requests)
+                    else self._run_step(effect_requests, batch)
                 )
         finally:
             self._batch = None
 
-    def _run_step(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
-        """Take one step, report its outcomes, and return the asks of the next one, those that join included."""
-        self.row_watch.check_launch(self.slots, asks)
-        outcomes = self.step(asks)
-        self.row_watch.learn_new_rows(self.slots, asks)
-        following = list(map(self._next_ask, asks, outcomes))
-        ends_together = self.proposer is not None or any(is_proposing(ask) for ask in asks)
+    def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
+        self.row_watch.check_launch(self.slots, effect_requests)
+        outcomes = self.step(effect_requests)
+        self.row_watch.learn_new_rows(self.slots, effect_requests)
+        following = list(map(self._next_request, effect_requests, outcomes))
+        ends_together = self.proposer is not None or any(is_proposing(one) for one in effect_requests)
         if batch.serve_and_check_stop() or (None in following and ends_together):
-            following = [None] * len(asks)
+            following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
-        for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
-            goes_on = next_ask is not None and isinstance(outcome, Decoded)
-            reported.append((ask.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
+        for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
+            goes_on = next_request is not None and isinstance(outcome, Decoded)
+            reported.append((effect_request.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
         batch.report_outcomes(reported)
-        return [ask for ask in (*following, *batch.take_joining()) if ask is not None]
+        return [one for one in (*following, *batch.take_joining()) if one is not None]
 
-    def _next_ask(self, ask: EffectRequest, outcome: Outcome) -> EffectRequest | None:
-        """Return the ask for a request's next step; None if the engine has to decide first."""
-        effect = ask.effect
+    def _next_request(self, effect_request: EffectRequest, outcome: Outcome) -> EffectRequest | None:
+        """Return the effect request for a request's next step; None if the engine has to decide first."""
+        effect = effect_request.effect
         if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
             return None
-        state = self.slots.find(effect.slot, ask.request)
+        state = self.slots.find(effect.slot, effect_request.request)
         last = outcome.tokens[-1]
-        if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(ask.request):
+        if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
             return None
         if effect.propose and effect.source == "suffix" and outcome.accepted < effect.propose:
             return None  # another place may be the one to copy from now, or none
         return EffectRequest(
-            ask.request,
+            effect_request.request,
             evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),
         )
 
-    def add_pages(self, asks: Sequence[EffectRequest]) -> None:
+    def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Give slots the pages for the rows of these steps, before anything is launched."""
-        for ask in asks:
-            effect = ask.effect
+        for effect_request in effect_requests:
+            effect = effect_request.effect
             if not isinstance(effect, RunDecode) or not effect.pages:
                 continue
-            if isinstance(self.slots.find(effect.slot, ask.request), SlotState):
+            if isinstance(self.slots.find(effect.slot, effect_request.request), SlotState):
                 self.shard.rows.grow(effect.slot, effect.pages)
 
     # --- one step ---
 
-    def _step_natively(self, native: NativeDecodeStep, ask: EffectRequest) -> Outcome | None:
+    def _step_natively(self, native: NativeDecodeStep, effect_request: EffectRequest) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
-        effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
+        effect: RunDecode = effect_request.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
-        state = self.find_ready_slot(ask.request, effect)
+        state = self.find_ready_slot(effect_request.request, effect)
         copies = effect.propose > 0 and effect.source == "suffix"
         if effect.checkpoint or copies or isinstance(state, DeviceFailed):
             return None
@@ -203,26 +205,26 @@ class DecodeRunner:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         return [0] * len(slots) if self.text_proposer is None else self.text_proposer.find_matches(slots)
 
-    def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
+    def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
 
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
         missing where the piece was not computed: no request was left to decode.
         """
-        if self.native is not None and piece is None and len(asks) == 1:
-            outcome = self._step_natively(self.native, asks[0])
+        if self.native is not None and piece is None and len(effect_requests) == 1:
+            outcome = self._step_natively(self.native, effect_requests[0])
             if outcome is not None:
                 return (outcome,)
-        outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
-        taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `asks`, state, most proposals
-        for index, ask in enumerate(asks):
-            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
-            state = self.find_ready_slot(ask.request, effect)
+        outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
+        taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `effect_requests`, state, most proposals
+        for index, effect_request in enumerate(effect_requests):
+            effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all of them are
+            state = self.find_ready_slot(effect_request.request, effect)
             if isinstance(state, DeviceFailed):
                 outcomes[index] = state
             else:
                 taken[effect.slot] = (index, state, effect.propose)
-                self.checkpoints.keep_before_step(ask.request, effect)
+                self.checkpoints.keep_before_step(effect_request.request, effect)
         if not taken:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
@@ -231,7 +233,7 @@ class DecodeRunner:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
             members = make_members(
-                choose_tree_source(asks, self.proposer, self.text_proposer), taken, self.shard.spec.capacity
+                choose_tree_source(effect_requests, self.proposer, self.text_proposer), taken, self.shard.spec.capacity
             )
             verified = self._verify(members, piece)
             is_settling = True
@@ -242,7 +244,7 @@ class DecodeRunner:
             failures = self._fail_step(taken, error, piece, is_settling=is_settling)
             if failures is None:
                 # The decode steps alone may find the memory that they did not find together with the piece.
-                return (*self.step(asks), out_of_memory_failure(error))
+                return (*self.step(effect_requests), out_of_memory_failure(error))
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))

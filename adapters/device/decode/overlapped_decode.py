@@ -121,22 +121,24 @@ class OverlappedDecode:
         """
         self._pace_ns = interval_ns if evenly else None
 
-    def can_run(self, asks: Sequence[EffectRequest]) -> bool:
-        """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
-        effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
+    def can_run(self, effect_requests: Sequence[EffectRequest]) -> bool:
+        """Can these effects run overlapped? The device must run ahead of the host, and nothing may be proposed."""
+        effects = [
+            effect_request.effect for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
+        ]
         return (
             self.shard.spec.runs_ahead
             and not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
         )
 
-    def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+    def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take steps until every request has its last outcome.
 
-        Return the asks that other ways of decoding go on with, which are none: all requests have ended.
+        Return the effect requests that other ways of decoding go on with, which are none: all requests have ended.
         """
         try:
-            members = self._begin_members(asks, batch)
+            members = self._begin_members(effect_requests, batch)
             self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
@@ -173,18 +175,18 @@ class OverlappedDecode:
             self._in_flight = following
             running = following
 
-    def _begin_members(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> list[BatchMember]:
+    def _begin_members(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> list[BatchMember]:
         """Return the requests that can begin; report to the others why they cannot."""
         members = list[BatchMember]()
-        for ask in asks:
-            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
-            state = self.find_ready_slot(ask.request, effect)
+        for effect_request in effect_requests:
+            effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all of them are
+            state = self.find_ready_slot(effect_request.request, effect)
             if isinstance(state, DeviceFailed):
-                batch.report_outcomes([(ask.request, state)])
+                batch.report_outcomes([(effect_request.request, state)])
                 continue
-            self.checkpoints.keep_before_step(ask.request, effect)
+            self.checkpoints.keep_before_step(effect_request.request, effect)
             steps_left = min(effect.steps, self.shard.spec.capacity - effect.position)
-            members.append(BatchMember(ask.request, effect.slot, state, steps_left))
+            members.append(BatchMember(effect_request.request, effect.slot, state, steps_left))
         return members
 
     def _may_continue(self, member: BatchMember) -> bool:

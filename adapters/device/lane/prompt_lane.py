@@ -81,7 +81,11 @@ class ExecutorLanes:
         if (lane := self.lane_of(launch)) is self.main:
             lane.post(work, failed, between_steps=launch.joins)
             return
-        slots = [ask.effect.slot for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
+        slots = [
+            effect_request.effect.slot
+            for effect_request in launch.effect_requests
+            if isinstance(effect_request.effect, RunPrefill)
+        ]
         openings = [self._openings[slot] for slot in slots if slot in self._openings]
         device = lane.device
 

@@ -87,16 +87,16 @@ class RunningBatch:
     before_report: Callable[[], object]
     _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
-    def join(self, asks: Sequence[EffectRequest]) -> None:
+    def join(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Make these requests members. They have their first row in the next step."""
-        self.outcomes.members |= dict.fromkeys(ask.request for ask in asks)
-        self._joining += asks
+        self.outcomes.members |= dict.fromkeys(effect_request.request for effect_request in effect_requests)
+        self._joining += effect_requests
 
     def take_joining(self) -> list[EffectRequest]:
-        """Return the asks of the requests that have joined since the last call."""
-        asks = self._joining
+        """Return the effect requests of those that have joined since the last call."""
+        effect_requests = self._joining
         self._joining = []
-        return asks
+        return effect_requests
 
     def serve_and_check_stop(self) -> bool:
         """Carry out the short work that waits for the lane, then say whether the launch should end here.
@@ -125,7 +125,7 @@ class InFlightRequests:
         self, launch: Launch, lane: DeviceLane, done: DeliverOutcomes, wake: Callable[..., object]
     ) -> tuple[OutcomeQueue, Callable[[BaseException], None]]:
         """Enter a launch. Return the queue for its outcomes, and what the lane calls if the launch raises."""
-        requests = [ask.request for ask in launch.asks]
+        requests = [effect_request.request for effect_request in launch.effect_requests]
 
         def wake_reader(steps: OutcomeQueue) -> None:
             with suppress(RuntimeError):  # the event loop has closed, and with it every caller
@@ -238,7 +238,9 @@ async def perform_launch(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome,
             for request, outcome in arrived:
                 earlier = outcomes.get(request)
                 outcomes[request] = outcome if earlier is None else combine_outcomes(earlier, outcome)
-        if errors or (len(outcomes) == len(launch.asks) and not any(map(has_more_to_come, outcomes.values()))):
+        if errors or (
+            len(outcomes) == len(launch.effect_requests) and not any(map(has_more_to_come, outcomes.values()))
+        ):
             finished.set()
 
     submit(launch, collect)
@@ -246,4 +248,4 @@ async def perform_launch(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome,
         await finished.wait()
     for error in errors:
         raise error
-    return tuple(outcomes[ask.request] for ask in launch.asks)
+    return tuple(outcomes[effect_request.request] for effect_request in launch.effect_requests)

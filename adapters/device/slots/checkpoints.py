@@ -1,8 +1,8 @@
-"""Checkpoints of positional state: kept in places of the device or beyond it, and restored when a slot is opened.
+"""Checkpoints of positional state: kept on the device or beyond it, and restored when a slot is opened.
 
 A recurrent layer has one state per slot, behind all tokens so far, which cannot be taken back to an earlier token. So
 the engine's core chooses where a copy of the state is kept. Places are numbered, and the core knows their contents.
-What is remembered here is a check: a place that does not hold what the core says is refused.
+What is remembered here is a check: a checkpoint that does not hold what the core says is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attrs import define, field
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.shard import Shard
 from effects.decode import RunDecode
-from effects.ids import PlaceId, RequestId, SlotId
+from effects.ids import CheckpointId, RequestId, SlotId
 from effects.prefill import OpenSlot, RunPrefill
 
 # Keeps the state behind this many rows of a slot beyond the device. Called on the lane. Failures go to the log.
@@ -31,7 +31,9 @@ class StateCheckpoints:
 
     shard: Shard
     keep_beyond_device: KeepState | None = None
-    _places: dict[PlaceId, list[int]] = field(factory=dict[PlaceId, "list[int]"])  # the tokens in front of each state
+    _tokens_of: dict[CheckpointId, list[int]] = field(
+        factory=dict[CheckpointId, "list[int]"]
+    )  # the tokens in front of each state
 
     def latest_kept_row(self, rows: int) -> int:
         """Return the row behind which a slot with this many settled rows has its state."""
@@ -41,13 +43,17 @@ class StateCheckpoints:
         """Give the slot the state that it goes on from. Its rows are there already. Raises ValueError."""
         source = effect.source
         at = effect.state
-        place = effect.place
+        device_checkpoint = effect.device_checkpoint
         if not 0 <= at <= effect.keep:
             raise ValueError(f"a state behind {at} rows, of which {effect.keep} are kept")
-        if place is not None:
-            if not 0 <= place < self.shard.states.places or self._places.get(place) != list(effect.prompt[:at]):
-                raise ValueError(f"place {place} does not have the state behind {at} tokens of the prompt")
-            self.shard.states.load(place, effect.slot)
+        if device_checkpoint is not None:
+            if not 0 <= device_checkpoint < self.shard.states.checkpoint_count or self._tokens_of.get(
+                device_checkpoint
+            ) != list(effect.prompt[:at]):
+                raise ValueError(
+                    f"checkpoint {device_checkpoint} does not have the state behind {at} tokens of the prompt"
+                )
+            self.shard.states.load(device_checkpoint, effect.slot)
         elif at:
             rows = 0 if origin is None else origin.valid
             if not self.latest_kept_row(rows) <= at <= rows:
@@ -58,9 +64,9 @@ class StateCheckpoints:
     def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
         """Keep the state that a prefill chunk leaves, where the effect asks for it."""
         at = self.latest_kept_row(effect.stop)
-        if effect.place is not None:
-            self._places[effect.place] = state.tokens[:at]
-            self.shard.states.keep(effect.slot, effect.place)
+        if effect.device_checkpoint is not None:
+            self._tokens_of[effect.device_checkpoint] = state.tokens[:at]
+            self.shard.states.keep(effect.slot, effect.device_checkpoint)
         if effect.checkpoint and self.keep_beyond_device is not None:
             self.keep_beyond_device(request, effect.slot, at)
 

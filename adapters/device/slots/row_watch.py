@@ -69,11 +69,11 @@ class RowWatch:
             self._sums[effect.slot] = known[: effect.keep].clone()
             self._compare_rows(effect.slot, 0, len(self._sums[effect.slot]), (effect.slot,))
 
-    def check_launch(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
+    def check_launch(self, slots: SlotTable, effect_requests: Iterable[EffectRequest]) -> None:
         """Compare a window of rows of each slot of a launch. Raises RowsLost for all of these slots."""
         if not self._on:
             return
-        found = dict(self._list_watched(slots, asks))
+        found = dict(self._list_watched(slots, effect_requests))
         for slot, state in found.items():
             self._sums[slot] = self._sums.get(slot, _no_sums())[: state.valid]
             start = self._next.get(slot, 0)
@@ -81,21 +81,23 @@ class RowWatch:
             self._compare_rows(slot, start, stop, found)
             self._next[slot] = stop if stop < len(self._sums[slot]) else 0
 
-    def learn_new_rows(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
+    def learn_new_rows(self, slots: SlotTable, effect_requests: Iterable[EffectRequest]) -> None:
         """Add checksums of the rows that a launch has made valid."""
         if not self._on:
             return
-        for slot, state in self._list_watched(slots, asks):
+        for slot, state in self._list_watched(slots, effect_requests):
             self._learn_rows(slot, state.valid)
 
-    def _list_watched(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> Iterator[tuple[int, SlotState]]:
+    def _list_watched(
+        self, slots: SlotTable, effect_requests: Iterable[EffectRequest]
+    ) -> Iterator[tuple[int, SlotState]]:
         """Yield the slots of a launch that still serve its requests, with their states."""
-        for ask in asks:
-            effect = ask.effect
+        for effect_request in effect_requests:
+            effect = effect_request.effect
             if not isinstance(effect, RunPrefill | RunDecode):
                 continue
             state = slots.find_state(effect.slot)
-            if state is not None and state.request == ask.request:
+            if state is not None and state.request == effect_request.request:
                 yield effect.slot, state
 
     def _learn_rows(self, slot: int, valid: int) -> None:

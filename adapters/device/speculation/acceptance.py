@@ -17,7 +17,7 @@ from effects.ids import DeviceFailed, FailureKind, Tokens
 class StepMember:
     """One request's part in a batched decode step: its last token and the proposals behind it."""
 
-    index: int  # of its ask in the launch
+    index: int  # of its effect request in the launch
     slot: int
     state: SlotState
     tree: Tree

@@ -61,7 +61,7 @@ class DeferredRowBuffer:
     addresses: HostAddresses | None = field(init=False, default=None)
     _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least ROWS_PER_COPY, D]`
     # In host memory: per layer its number, the address of its copies, and the bytes of a row.
-    _places: Sequence[tuple[int, int, int]] = field(init=False, default=())
+    _targets: Sequence[tuple[int, int, int]] = field(init=False, default=())
     # From the buffers of `_source`: per layer the address to copy to, the one to copy from, and the bytes of a row.
     _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())
     _source: Mapping[int, Tensor] | None = field(init=False, default=None)  # steps of one bucket come with the same one
@@ -75,7 +75,7 @@ class DeferredRowBuffer:
             self._grow(hidden, max(rows, ROWS_PER_COPY))
             first = 0
         self._used = first + rows
-        if self._places and hidden is not self._source:
+        if self._targets and hidden is not self._source:
             self._find_moves(hidden)
         for to, source, width in self._moves:
             move(to + first * width, source, rows * width)
@@ -86,9 +86,9 @@ class DeferredRowBuffer:
 
     def _find_moves(self, hidden: Mapping[int, Tensor]) -> None:
         """Look the addresses of these buffers up once: steps of one bucket come with the same ones again."""
-        is_contiguous = all(hidden[layer].is_contiguous() for layer, _, _ in self._places)
-        places = self._places if is_contiguous else ()
-        self._moves = [(to, hidden[layer].data_ptr(), width) for layer, to, width in places]
+        is_contiguous = all(hidden[layer].is_contiguous() for layer, _, _ in self._targets)
+        targets = self._targets if is_contiguous else ()
+        self._moves = [(to, hidden[layer].data_ptr(), width) for layer, to, width in targets]
         self._source = hidden
 
     def _grow(self, hidden: Mapping[int, Tensor], room: int) -> None:
@@ -96,8 +96,8 @@ class DeferredRowBuffer:
         # Only now that the memory is there: the line above may raise.
         self._rows = room
         is_on_host = all(copy.device.type == "cpu" for copy in self._copies.values())
-        places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
-        self._places = places if is_on_host else ()
+        targets = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
+        self._targets = targets if is_on_host else ()
         self._moves = ()
         self._source = None
         self.addresses = list_addresses([*self._copies.values()]) if is_on_host else None

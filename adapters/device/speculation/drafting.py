@@ -54,7 +54,7 @@ class DraftProposer(DraftContext[D], ABC):
     nodes: int = 0
 
     @abstractmethod
-    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> Sequence[Tree]:
+    def grow_trees(self, requests: Sequence[DraftRequest], block_requests: Sequence[BlockRequest]) -> Sequence[Tree]:
         """Return what may follow each of these requests, from the draft. Raises torch.OutOfMemoryError."""
 
     # --- proposals ---
@@ -64,10 +64,18 @@ class DraftProposer(DraftContext[D], ABC):
         trees: dict[int, Tree] = {}
         if self.draft.state == "loaded":
             self.catch_up(*[request.slot for request in requests])
-            asks = {index: ask for index, request in enumerate(requests) if (ask := self._ask(request)).count > 0}
+            block_requests = {
+                index: block_request
+                for index, request in enumerate(requests)
+                if (block_request := self._make_block_request(request)).count > 0
+            }
             try:
-                grown = self.grow_trees([requests[index] for index in asks], list(asks.values())) if asks else ()
-                trees.update(zip(asks, grown, strict=True))
+                grown = (
+                    self.grow_trees([requests[index] for index in block_requests], list(block_requests.values()))
+                    if block_requests
+                    else ()
+                )
+                trees.update(zip(block_requests, grown, strict=True))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -79,10 +87,10 @@ class DraftProposer(DraftContext[D], ABC):
         if self.draft.state != "loaded":
             return request.state.valid, 0
         self.catch_up(request.slot)
-        ask = self._ask(request)
-        return ask.first, ask.count
+        block_request = self._make_block_request(request)
+        return block_request.first, block_request.count
 
-    def _ask(self, request: DraftRequest) -> BlockRequest:
+    def _make_block_request(self, request: DraftRequest) -> BlockRequest:
         """Return the draft's part of a request. It asks for nothing if the draft has not followed all rows."""
         first, position = request.state.draft_rows
         count = min(request.most, request.depth, self.draft.block - 1) if first < position else 0
@@ -125,14 +133,14 @@ class Drafting(DraftProposer[P]):
         first, count = self.find_room(request)
         return FusedPlan(self.draft, first, count)
 
-    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
+    def grow_trees(self, requests: Sequence[DraftRequest], block_requests: Sequence[BlockRequest]) -> list[Tree]:
         """Return what the picker chose from the draft's logits."""
         wanted = [
-            ProposalRequest(one.state.sampler, ask.position, ask.token, one.most, one.state.stops)
-            for one, ask in zip(requests, asks, strict=True)
+            ProposalRequest(one.state.sampler, block_request.position, block_request.token, one.most, one.state.stops)
+            for one, block_request in zip(requests, block_requests, strict=True)
         ]
         said = ProposalPicker(wanted, self.nodes if self.draft.can_branch else 0, self.draft.block)
-        self.draft.propose(asks, said)
+        self.draft.propose(block_requests, said)
         return said.trees()
 
 

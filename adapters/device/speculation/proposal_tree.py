@@ -70,7 +70,7 @@ def rows_to_keep(path: tuple[int, ...]) -> Kept:
 
 def subtree(tree: Tree, nodes: Collection[int]) -> Tree:
     """Return the tree of these nodes only. They must be connected and include node 0."""
-    numbers = {node: place for place, node in enumerate(sorted(nodes))}
+    numbers = {node: index for index, node in enumerate(sorted(nodes))}
     return Tree(
         tuple(tree.tokens[node] for node in numbers), tuple(numbers.get(tree.parents[node], -1) for node in numbers)
     )

@@ -165,16 +165,16 @@ class Proposer(TreeSource, Protocol):
         return None
 
 
-def is_proposing(ask: EffectRequest) -> bool:
+def is_proposing(effect_request: EffectRequest) -> bool:
     """Is it a decode step with proposals?"""
-    return isinstance(ask.effect, RunDecode) and ask.effect.propose > 0
+    return isinstance(effect_request.effect, RunDecode) and effect_request.effect.propose > 0
 
 
 def choose_tree_source(
-    asks: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
+    effect_requests: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
 ) -> TreeSource | None:
     """Return what makes the proposals of these decode steps. All of them name the same source."""
-    copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in asks)
+    copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in effect_requests)
     return text_proposer if copies and text_proposer is not None else proposer
 
 
@@ -183,8 +183,8 @@ def make_members(
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
-    All proposals are asked for in one call, and what a grammar forbids is cut off. taken: by slot, the index of its ask
-    in the launch, its state, and the most proposals.
+    All proposals are asked for in one call, and what a grammar forbids is cut off. taken: by slot, the index of its
+    effect request in the launch, its state, and the most proposals.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []

@@ -266,7 +266,7 @@ class JobStream:
         cancels the rest of the job.
         """
         pieces: list[AnswerPiece] = []
-        for place, token in enumerate(message.tokens):
+        for index, token in enumerate(message.tokens):
             if self.is_complete:
                 break
             if self.planned_job.is_silent:
@@ -278,7 +278,7 @@ class JobStream:
             pieces += new
             self.reasoning_count += thought or self.parser.is_reasoning
             if message.logprobs and (token not in self.text.hidden_tokens or self.planned_job.job.prompt_logprobs >= 0):
-                self.unclassified_picks.append(PickedToken(token, message.logprobs[place]))
+                self.unclassified_picks.append(PickedToken(token, message.logprobs[index]))
                 self.classify_picks(new, thought or self.parser.is_reasoning)
             if self.is_complete:
                 self.ticket.cancel("stop_string")

@@ -65,18 +65,18 @@ class MessageShape:
                 yield from map(encode_message_event, self.make_block_events(one))
 
     def make_block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
-        place = {"index": event.block.index}
+        index = {"index": event.block.index}
         match event:
             case BlockStart(block):
-                yield {"type": "content_block_start", **place, "content_block": self.make_empty_block(block)}
+                yield {"type": "content_block_start", **index, "content_block": self.make_empty_block(block)}
             case BlockDelta(block, text):
                 kind, name = DELTAS[block.kind]
-                yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: text}}
+                yield {"type": "content_block_delta", **index, "delta": {"type": kind, name: text}}
             case BlockEnd(block):
                 if block.kind == "reasoning":
                     signed = {"type": "signature_delta", "signature": self.id}
-                    yield {"type": "content_block_delta", **place, "delta": signed}
-                yield {"type": "content_block_stop", **place}
+                    yield {"type": "content_block_delta", **index, "delta": signed}
+                yield {"type": "content_block_stop", **index}
 
     def make_empty_block(self, block: Block) -> dict[str, Any]:
         match block.kind:

@@ -17,7 +17,7 @@ def split_blocks(fields: Fields, name: str) -> Sequence[Fields]:
         return [Fields({"type": "text", "text": content}, fields.path_of(name))]
     if not isinstance(content, list):
         raise fields.wrong_value(name, "a string or an array of blocks")
-    return [Fields.from_value(block, f"{fields.path_of(name)}[{place}]") for place, block in enumerate(content)]
+    return [Fields.from_value(block, f"{fields.path_of(name)}[{index}]") for index, block in enumerate(content)]
 
 
 def read_block(block: Fields, accepted: Sequence[str]) -> str:

@@ -125,9 +125,9 @@ def read_messages(fields: Fields, skipped: SkippedTools) -> Conversation:
     newest = find_newest_user_turn([guess_speaker(value) for value in listed], prefilled=True)
     if newest is not None and holds_earlier_turn(listed[newest]):
         newest = None
-    for place, value in enumerate(listed):
-        said = Fields.from_value(value, f"{fields.path_of('messages')}[{place}]")
-        messages += [read_user(said)] if place == newest else read_message(said, history)
+    for index, value in enumerate(listed):
+        said = Fields.from_value(value, f"{fields.path_of('messages')}[{index}]")
+        messages += [read_user(said)] if index == newest else read_message(said, history)
     last = messages[-1]
     if last.role == "assistant" and len(messages) > 1 and not (last.content.strip() or last.reasoning or last.calls):
         messages.pop()  # it only opens an answer, which happens anyway
@@ -266,8 +266,8 @@ def read_tools(fields: Fields, skipped: SkippedTools) -> tuple[FunctionTool, ...
     noted.
     """
     tools = []
-    for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
-        tool = Fields.from_value(value, f"{fields.path_of('tools')}[{place}]")
+    for index, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
+        tool = Fields.from_value(value, f"{fields.path_of('tools')}[{index}]")
         kind = tool.text("type")
         if kind is not None and kind != "custom":
             skipped.note(kind, tool.text("name"))

@@ -71,7 +71,7 @@ async def read_request(
     listed = [unwrap_prompt(one) for one in (prompt if isinstance(prompt, list) and several else [prompt])]
     if not listed or len(listed) > options.max_prompts:
         raise invalid(path, f"must have 1 to {options.max_prompts} prompts, not {len(listed)}")
-    paths = [f"{path}[{place}]" if several else path for place in range(len(listed))]
+    paths = [f"{path}[{index}]" if several else path for index in range(len(listed))]
     special = fields.flag("parse_special", True)  # its clients render templates themselves
     encoding = TextEncoding(special, caller.has_left)
     read = [
@@ -111,10 +111,10 @@ async def encode_mixed_prompt(
     if len(parts) >= options.max_prompt_tokens:  # this comes before millions of tokens are checked
         raise context_exceeded(len(parts), options.max_ctx, path)
     tokens: list[int] = []
-    for place, part in enumerate(parts):
-        where = f"{path}[{place}]" if isinstance(prompt, list) else path
+    for index, part in enumerate(parts):
+        where = f"{path}[{index}]" if isinstance(prompt, list) else path
         if isinstance(part, str):
-            tokens += await encode_prompt(part, where, evolve(encoding, starts_prompt=place == 0), text, options)
+            tokens += await encode_prompt(part, where, evolve(encoding, starts_prompt=index == 0), text, options)
         elif 0 <= part < options.vocab:
             tokens.append(part)
         else:

@@ -104,9 +104,9 @@ def read_conversation(fields: Fields, text: Text, skipped: SkippedTools | None =
         raise invalid(fields.path_of("messages"), "must be an array of at least one message")
     newest = find_newest_user_turn([guess_speaker(value) for value in listed])
     messages: list[ChatMessage] = []
-    for place, value in enumerate(listed):
-        message = Fields.from_value(value, f"{fields.path_of('messages')}[{place}]")
-        messages.append(read_user(message) if place == newest else read_message(message, history))
+    for index, value in enumerate(listed):
+        message = Fields.from_value(value, f"{fields.path_of('messages')}[{index}]")
+        messages.append(read_user(message) if index == newest else read_message(message, history))
     tools = read_tools(fields)
     history.changes.note_names(tool.client_name for tool in tools)
     return Conversation(
@@ -179,8 +179,8 @@ def read_content(message: Fields) -> str | None:
     if not isinstance(content, list):
         raise message.wrong_value("content", "a string or an array of text parts")
     texts = []
-    for place, value in enumerate(content):
-        part = Fields.from_value(value, f"{message.path_of('content')}[{place}]")
+    for index, value in enumerate(content):
+        part = Fields.from_value(value, f"{message.path_of('content')}[{index}]")
         kind = part.data.get("type")
         if (text := extract_document_text(part.data)) is not None:
             texts.append(text)
@@ -218,8 +218,8 @@ def list_calls(message: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
 
 def read_tools(fields: Fields) -> tuple[FunctionTool, ...]:
     tools = [*read_functions(fields)]
-    for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
-        tool = Fields.from_value(value, f"{fields.path_of('tools')}[{place}]")
+    for index, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
+        tool = Fields.from_value(value, f"{fields.path_of('tools')}[{index}]")
         kind = tool.choice("type", OFFERED_TYPES)
         if kind is None:
             raise tool.wrong_value("type", "'function' or 'custom'")

@@ -33,11 +33,11 @@ def piece_delta(piece: AnswerPiece) -> dict[str, Any]:
             return {"content": text}
         case ReasoningPiece(text):
             return {"reasoning_content": text}
-        case CallBegun(place, id_, name):
+        case CallBegun(call_index, id_, name):
             function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
-        case ArgumentsPiece(place, text):
-            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+            return {"tool_calls": [{"index": call_index, "id": id_, "type": "function", "function": function}]}
+        case ArgumentsPiece(call_index, text):
+            return {"tool_calls": [{"index": call_index, "function": {"arguments": text}}]}
         case CallEnded():
             return {}
 
@@ -81,8 +81,8 @@ class ChatShape(OpenAiShape[ChatDetails]):
 
     def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
         deltas = [delta for piece in merge_pieces(said.pieces) if (delta := self.make_delta(said.index, piece))]
-        for place, delta in enumerate(deltas or [{}]):
-            picks = self.make_logprobs(said.picks) if place == 0 else {}
+        for call_index, delta in enumerate(deltas or [{}]):
+            picks = self.make_logprobs(said.picks) if call_index == 0 else {}
             if delta or picks:
                 choice = {**self.make_empty_choice(said.index), "delta": delta, **picks}
                 yield self.encode_chunk([choice], **make_pace_fields(said, self.controls))
@@ -109,12 +109,12 @@ class ChatShape(OpenAiShape[ChatDetails]):
         if self.request.details.uses_functions:
             return legacy_delta(piece)
         match piece:
-            case ArgumentsPiece(place, text) if (index, place) in self.open_inputs:
-                self.open_inputs[index, place].append(text)
+            case ArgumentsPiece(call_index, text) if (index, call_index) in self.open_inputs:
+                self.open_inputs[index, call_index].append(text)
                 return {}
-            case CallEnded(place) if (index, place) in self.open_inputs:
-                given = extract_custom_input("".join(self.open_inputs.pop((index, place))))
-                return {"tool_calls": [{"index": place, "custom": {"input": given}}]}
+            case CallEnded(call_index) if (index, call_index) in self.open_inputs:
+                given = extract_custom_input("".join(self.open_inputs.pop((index, call_index))))
+                return {"tool_calls": [{"index": call_index, "custom": {"input": given}}]}
         return piece_delta(piece)
 
     def make_call_start(self, index: int, piece: CallBegun) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class ChatShape(OpenAiShape[ChatDetails]):
             return legacy_delta(named)
         if piece.name not in self.request.details.custom_tools:
             return piece_delta(named)
-        self.open_inputs[index, piece.place] = []
+        self.open_inputs[index, piece.index] = []
         custom = {"name": named.name, "input": ""}
-        return {"tool_calls": [{"index": piece.place, "id": piece.id, "type": "custom", "custom": custom}]}
+        return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "custom", "custom": custom}]}
 
     def make_calls(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Return the calls as a message has them."""

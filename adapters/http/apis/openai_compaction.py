@@ -74,8 +74,8 @@ def retain_user_messages(items: Sequence[Any], most: int) -> list[Mapping[str, A
 
 def number_messages(items: Sequence[Mapping[str, Any]], response: str) -> Iterator[Mapping[str, Any]]:
     """Yield the messages, with an id for those that have none."""
-    for place, item in enumerate(items):
-        yield {**item, "id": item["id"] or f"msg_{response.removeprefix('resp_')}{place:04x}"}
+    for index, item in enumerate(items):
+        yield {**item, "id": item["id"] or f"msg_{response.removeprefix('resp_')}{index:04x}"}
 
 
 @define(eq=False)

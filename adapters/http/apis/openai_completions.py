@@ -81,7 +81,7 @@ async def read_prompts(
         listed = list(prompt)
     if len(listed) > options.max_prompts:
         raise invalid(path, f"must have at most {options.max_prompts} entries, not {len(listed)}")
-    paths = [f"{path}[{place}]" for place in range(len(listed))] if many else [path]
+    paths = [f"{path}[{index}]" for index in range(len(listed))] if many else [path]
     kinds = {type(item) for item in listed}
     if kinds == {str}:
         encoding = TextEncoding(special, has_left)

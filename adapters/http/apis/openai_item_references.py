@@ -30,7 +30,7 @@ class ItemReferences:
         self.bytes_left = self.options.max_body
 
     def __call__(self, item: str) -> Mapping[str, Any] | None:
-        response, place = locate_item(item)
+        response, index = locate_item(item)
         if response not in self.outputs:
             raw = self.folder.find(response) or b""
             self.bytes_left -= len(raw)
@@ -39,7 +39,7 @@ class ItemReferences:
             except ValueError:
                 self.outputs[response] = ()
         output = self.outputs[response]
-        if place >= len(output) or not isinstance(output[place], dict):
+        if index >= len(output) or not isinstance(output[index], dict):
             return None
-        self.bytes_left -= len(ENCODER.encode(output[place]))
-        return output[place] if self.bytes_left >= 0 else None
+        self.bytes_left -= len(ENCODER.encode(output[index]))
+        return output[index] if self.bytes_left >= 0 else None

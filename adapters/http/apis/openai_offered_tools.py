@@ -67,5 +67,5 @@ def read_tools(fields: Fields, skipped: SkippedTools) -> OfferedTools:
 
 
 def read_objects(fields: Fields, name: str) -> Iterator[Fields]:
-    for place, value in enumerate(fields.items(name, MAX_TOOLS) or []):
-        yield Fields.from_value(value, f"{fields.path_of(name)}[{place}]")
+    for index, value in enumerate(fields.items(name, MAX_TOOLS) or []):
+        yield Fields.from_value(value, f"{fields.path_of(name)}[{index}]")

@@ -101,10 +101,10 @@ class ResponseShape:
     def pair_with_logprobs(self, said: AnswerDelta) -> Iterator[tuple[AnswerPiece, list[dict[str, Any]]]]:
         """Yield each piece with the logprobs of its tokens, if these were requested."""
         pieces = merge_pieces(said.pieces)
-        texts = [place for place, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
+        texts = [index for index, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
         self.text_logprobs.add(said.picks)
-        for place, piece in enumerate(pieces):
-            logprobs = self.text_logprobs.take_for_piece(piece, last=texts[-1:] == [place])
+        for index, piece in enumerate(pieces):
+            logprobs = self.text_logprobs.take_for_piece(piece, last=texts[-1:] == [index])
             if logprobs:
                 self.logprobs_by_index.setdefault(self.find_text_index(), []).extend(logprobs)
             yield piece, logprobs
@@ -190,11 +190,11 @@ class ResponseShape:
 
     def stream_summary(self, event: BlockEvent) -> Iterator[bytes]:
         """Write the events of a summary. It has no parts: it begins and is done."""
-        place = {"output_index": event.block.index}
+        index = {"output_index": event.block.index}
         if isinstance(event, BlockStart):
-            yield self.number_event("response.output_item.added", **place, item=self.make_item(event.block, None))
+            yield self.number_event("response.output_item.added", **index, item=self.make_item(event.block, None))
         elif isinstance(event, BlockEnd):
-            yield self.number_event("response.output_item.done", **place, item=self.make_item(event.block, "completed"))
+            yield self.number_event("response.output_item.done", **index, item=self.make_item(event.block, "completed"))
 
     def number_event(self, kind: str, **more: Any) -> bytes:
         number = self.next_number

@@ -242,8 +242,8 @@ def read_parts(item: Fields, name: str, between: str) -> str:
 
 def split_parts(item: Fields, name: str) -> list[Fields]:
     return [
-        Fields.from_value(part, f"{item.path_of(name)}[{place}]")
-        for place, part in enumerate(item.read(name, lambda value: isinstance(value, list), "an array of parts") or [])
+        Fields.from_value(part, f"{item.path_of(name)}[{index}]")
+        for index, part in enumerate(item.read(name, lambda value: isinstance(value, list), "an array of parts") or [])
     ]
 
 

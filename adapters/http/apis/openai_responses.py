@@ -186,8 +186,8 @@ def read_conversation(
             turns.add(Fields.from_value(value, where))
     listed = read_input(fields)
     newest = find_newest_user_turn([guess_speaker(value) for value in listed])
-    for place, value in enumerate(listed):
-        turns.add(Fields.from_value(value, f"{fields.path_of('input')}[{place}]"), newest=place == newest)
+    for index, value in enumerate(listed):
+        turns.add(Fields.from_value(value, f"{fields.path_of('input')}[{index}]"), newest=index == newest)
     messages = turns.finish()
     if not messages:
         raise invalid(fields.path_of("input"), "must have at least one message")
@@ -230,11 +230,11 @@ def read_reasoning(fields: Fields) -> dict[str, Any]:
 def read_include(fields: Fields) -> Sequence[str]:
     """Return what an answer is to hold besides its text. Most values belong to tools that this server does not have."""
     listed = fields.items("include", len(INCLUDE_VALUES)) or []
-    for place, value in enumerate(listed):
+    for index, value in enumerate(listed):
         if value not in INCLUDE_VALUES:
             accepted = ", ".join(map(repr, INCLUDE_VALUES))
             raise invalid(
-                f"{fields.path_of('include')}[{place}]", f"must be one of {accepted}, not {shown_value(value)}"
+                f"{fields.path_of('include')}[{index}]", f"must be one of {accepted}, not {shown_value(value)}"
             )
     return listed
 

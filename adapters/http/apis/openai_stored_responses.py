@@ -101,7 +101,7 @@ class StoredResponses:
         if order not in ("asc", "desc"):
             raise invalid("order", "must be 'asc' or 'desc'")
         items = [
-            add_item_id(name, place, item) for place, item in enumerate((await self.load_response(request, name)).items)
+            add_item_id(name, index, item) for index, item in enumerate((await self.load_response(request, name)).items)
         ]
         if order == "desc":
             items.reverse()
@@ -133,10 +133,10 @@ class StoredResponses:
             raise not_found(name) from None
 
 
-def add_item_id(response: str, place: int, item: Any) -> Mapping[str, Any]:
+def add_item_id(response: str, index: int, item: Any) -> Mapping[str, Any]:
     """Return an item with an id, if it came without one."""
     fields = item if isinstance(item, dict) else {}
-    return {"id": f"in_{response.removeprefix('resp_')}{place:04x}", "type": "message", **fields}
+    return {"id": f"in_{response.removeprefix('resp_')}{index:04x}", "type": "message", **fields}
 
 
 def make_json_response(found: Mapping[str, Any]) -> Response:

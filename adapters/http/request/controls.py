@@ -138,8 +138,8 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
     """Return the stop strings. Empty ones are an error: they would end every answer at once."""
     stop = fields.data.get(name)
     stops = [stop] if isinstance(stop, str) else fields.items(name, MAX_STOPS) or []
-    for place, text in enumerate(stops):
-        where = fields.path_of(name) if isinstance(stop, str) else f"{fields.path_of(name)}[{place}]"
+    for index, text in enumerate(stops):
+        where = fields.path_of(name) if isinstance(stop, str) else f"{fields.path_of(name)}[{index}]"
         if not isinstance(text, str) or not text:
             raise invalid(where, f"must be a non-empty string, not {quote_value(text)}")
         if len(text.encode()) > MAX_STOP_BYTES:
@@ -154,10 +154,10 @@ def read_tokens(fields: Fields, name: str, most: int, options: EdgeOptions) -> T
 def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
     if set(map(type, tokens)) <= {int} and 0 <= min(tokens, default=0) <= max(tokens, default=0) < options.vocab:
         return tuple(tokens)  # the usual case, quickly
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < options.vocab:
             raise invalid(
-                f"{path}[{place}]", f"must be a token id from 0 to {options.vocab - 1}, not {quote_value(token)}"
+                f"{path}[{index}]", f"must be a token id from 0 to {options.vocab - 1}, not {quote_value(token)}"
             )
     return tuple(tokens)
 

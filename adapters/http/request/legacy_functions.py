@@ -28,8 +28,8 @@ def read_functions(fields: Fields) -> Iterator[FunctionTool]:
     listed = fields.items("functions", MAX_TOOLS) or []
     if listed and fields.items("tools", MAX_TOOLS):
         raise invalid(fields.path_of("functions"), "repeats $.tools; accepted: one of the two")
-    for place, value in enumerate(listed):
-        yield read_function(Fields.from_value(value, f"{fields.path_of('functions')}[{place}]"))
+    for index, value in enumerate(listed):
+        yield read_function(Fields.from_value(value, f"{fields.path_of('functions')}[{index}]"))
 
 
 def read_function_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice | None:

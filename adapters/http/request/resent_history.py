@@ -52,17 +52,17 @@ def find_newest_user_turn(speakers: Sequence[Speaker], *, prefilled: bool = Fals
 
     prefilled: a last message of the assistant begins the answer.
     """
-    place = len(speakers) - 1
-    if prefilled and place >= 0 and speakers[place] == "assistant":
-        place -= 1
-    while place >= 0 and speakers[place] == "system":
-        place -= 1
-    if place < 0 or speakers[place] != "user":
+    index = len(speakers) - 1
+    if prefilled and index >= 0 and speakers[index] == "assistant":
+        index -= 1
+    while index >= 0 and speakers[index] == "system":
+        index -= 1
+    if index < 0 or speakers[index] != "user":
         return None
-    before = place - 1
+    before = index - 1
     while before >= 0 and speakers[before] in ("system", "user"):
         before -= 1
-    return None if before >= 0 and speakers[before] == "tool" else place
+    return None if before >= 0 and speakers[before] == "tool" else index
 
 
 @define
@@ -236,7 +236,7 @@ def list_details(part: Mapping[str, Any]) -> Iterator[str]:
         head, _, data = data[len("data:") :].partition(",")
         media = head.partition(";")[0] or media
         size = count_base64_bytes(data)
-    elif data is not None and any(data == place.get(key) for place in places for key in ("data", "file_data")):
+    elif data is not None and any(data == index.get(key) for index in places for key in ("data", "file_data")):
         size = count_base64_bytes(data)
     for text in (name, media):
         if text:
@@ -248,7 +248,7 @@ def list_details(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def find_first_text(places: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
-    found = (place[name] for place in places for name in names if isinstance(place.get(name), str))
+    found = (index[name] for index in places for name in names if isinstance(index.get(name), str))
     return next(found, None)
 
 
@@ -262,4 +262,4 @@ def shorten(text: str) -> str:
 
 
 def fields_of(parts: Sequence[Mapping[str, Any]], path: str) -> list[Fields]:
-    return [Fields(part, f"{path}[{place}]") for place, part in enumerate(parts)]
+    return [Fields(part, f"{path}[{index}]") for index, part in enumerate(parts)]

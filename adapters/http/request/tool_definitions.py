@@ -76,9 +76,9 @@ def check_tools(tools: Sequence[FunctionTool], path: str) -> tuple[FunctionTool,
     if sum(len(ENCODER.encode(tool.to_template())) for tool in tools) > MAX_TOOL_BYTES:
         raise invalid(path, f"must have at most {MAX_TOOL_BYTES} bytes together")
     names = set[str]()
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if tool.name in names:
-            raise invalid(f"{path}[{place}]", f"is a second function with the name {quote_value(tool.name)}")
+            raise invalid(f"{path}[{index}]", f"is a second function with the name {quote_value(tool.name)}")
         names.add(tool.name)
     return tuple(tools)
 
@@ -102,8 +102,8 @@ def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: bool = 
     if not listed:
         raise allowed.wrong_value("tools", "an array of at least one of the functions in `tools`")
     names = []
-    for place, value in enumerate(listed):
-        entry = Fields.from_value(value, f"{allowed.path_of('tools')}[{place}]")
+    for index, value in enumerate(listed):
+        entry = Fields.from_value(value, f"{allowed.path_of('tools')}[{index}]")
         kind = entry.data.get("type")
         if kind not in OFFERED_TYPES:
             continue

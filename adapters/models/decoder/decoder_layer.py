@@ -127,11 +127,11 @@ class DecoderLayer:
 
 
 def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
-    places = ("input", *norm_places(shape))
-    return {f"{place}_layernorm.weight": (shape.hidden_size,) for place in places} | feed_tensors(shape)
+    positions = ("input", *list_norm_positions(shape))
+    return {f"{position}_layernorm.weight": (shape.hidden_size,) for position in positions} | feed_tensors(shape)
 
 
-def norm_places(shape: LayerShape) -> tuple[str, ...]:
+def list_norm_positions(shape: LayerShape) -> tuple[str, ...]:
     """Return the published places of norms: before the feed-forward, and, if there are more, after mixing and after
     the feed-forward.
     """
@@ -210,8 +210,8 @@ def load_frame(
 ) -> Frame:
     """Load a frame. projection: its weight before packing. out: the name of the matrix behind the mixing."""
     input_norm, post_norm, *more = (
-        read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
-        for place in ("input", *norm_places(shape))
+        read.norm(f"{prefix}{position}_layernorm.weight", zero_centred=shape.zero_centred)
+        for position in ("input", *list_norm_positions(shape))
     )
     return Frame(
         input_norm,

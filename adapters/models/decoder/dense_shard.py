@@ -18,7 +18,7 @@ from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.layer_places import LayerPlaces, RopeTables, build_crossing_port, build_rows, build_states
+from adapters.models.decoder.layer_index import LayerIndex, RopeTables, build_crossing_port, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
@@ -74,7 +74,7 @@ class DenseShard:
         self._buffers: dict[int, Buffers] = {}
         self._scaled_embedding: Tensor | None = None  # made for a draft, if the embedding is scaled
         self._ropes = RopeTables(config, self.spec.capacity, device)
-        self._layout = LayerPlaces(config, layers)
+        self._layout = LayerIndex(config, layers)
         self.rows = build_rows(config, self._layout, self.spec, placement, paged=kernels.is_paged)
         self.states = build_states(config, self._layout, self.spec, placement, kernels)
         self._crossing = build_crossing_port(config, layers, placement, self._find_cache)
@@ -240,16 +240,16 @@ class DenseShard:
         batch = buffers.batch
         residual = buffers.hidden
         layer = self._decoder[number - self.spec.layers.start]
-        place = self._layout.places.get(number, 0)
+        index = self._layout.indices.get(number, 0)
         own = project_inputs(kernels, layer.frame, residual, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(residual)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
             assert isinstance(self.states, RecurrentCache)
-            mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
+            mixed = layer.mix(kernels.delta, own, self.states.layers[index], batch)
         elif tree is not None:
-            attended = tree.attend(place, select_heads(kernels, layer, own), layer.prep, layer.rule)
+            attended = tree.attend(index, select_heads(kernels, layer, own), layer.prep, layer.rule)
             mixed = finish_attention(kernels, layer, attended, own)
         else:
             found = self._attend(number, layer, own, batch, stops=stops)
@@ -281,18 +281,18 @@ class DenseShard:
     def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         source = self.config.shape_of(number).traits.source
         owner = number if source is None else source
-        if owner not in self._layout.places:
+        if owner not in self._layout.indices:
             raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack rows of layer {owner}")
-        cache, place = self._find_cache(owner)
-        return *cache.layers[place], cache.table
+        cache, index = self._find_cache(owner)
+        return *cache.layers[index], cache.table
 
     def _find_cache(self, number: int) -> tuple[KvCache, int]:
         """Return the cache of the rows that a layer keeps, and the layer's place in it."""
-        place = self._layout.places[number]
+        index = self._layout.indices[number]
         if number in self._layout.windowed:
             assert isinstance(self.states, WindowRows)
-            return self.states.cache, place
-        return self.rows, place
+            return self.states.cache, index
+        return self.rows, index
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
@@ -315,11 +315,11 @@ class DenseShard:
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
         """Return the layers that may be fused, by number, with their caches: none where layers are of several kinds."""
         caches = self.rows.layers
-        places = self._layout.places
+        indices = self._layout.indices
         layers = zip(self.spec.layers, self._decoder, strict=True)
         if isinstance(self.config, LayeredConfig):
             return {}
-        return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
+        return {number: (one, caches[indices[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
         expected = (step.rows,) if self._embedding is not None else (step.bucket, self._crossing.given.width)

@@ -153,14 +153,14 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
     """Load the feed-forward of the layer whose names begin with `prefix`."""
     experts = shape.experts
 
-    def load_gated(place: str, *, packed: bool = True) -> GatedWeights:
-        gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    def load_gated(name: str, *, packed: bool = True) -> GatedWeights:
+        gate, up, down = (f"{prefix}{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both = read.matrix(gate, up)
         own = read.matrix(down)
         pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
         biases: list[Tensor] = []
         if isinstance(experts, BiasedExpertsShape):
-            gate_bias, up_bias, down_bias = (name.replace("weight", "bias") for name in (gate, up, down))
+            gate_bias, up_bias, down_bias = (weight.replace("weight", "bias") for weight in (gate, up, down))
             biases = [read(gate_bias, up_bias), read(down_bias)]
         if not packed:
             return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation, *biases)
@@ -205,7 +205,7 @@ def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[st
         return {name: entry}
     height = shape[1] // len(parts)
     return {
-        f"{stack[1]}{number}.{part}.weight": entry.slice_rows(number * shape[1] + place * height, height)
+        f"{stack[1]}{number}.{part}.weight": entry.slice_rows(number * shape[1] + part_index * height, height)
         for number in range(shape[0])
-        for place, part in enumerate(parts)
+        for part_index, part in enumerate(parts)
     }

@@ -3,17 +3,17 @@
 Theory of operation
 -------------------
 
-The device has room for a number of experts. `RING` spots of it are for experts on their way, and the others are places.
-The core decides which experts have a place, from the counts of `report`; `place` copies them there.
+The device has room for a number of experts. `RING` spots of it are for experts on their way, and the others are expert
+slots. The core decides which experts have a slot, from the counts of `report`; `move_experts` copies them there.
 
 A forward runs the router of a layer first, so it knows all experts of the layer before it multiplies with any. Experts
-without a place are copied to spots of the ring, on a CUDA stream of their own, while experts with a place are
+without a slot are copied to spots of the ring, on a CUDA stream of their own, while experts with a slot are
 multiplied. Events order the copies and the kernels:
 
 * `Spot.arrived` is recorded behind the copy into a spot. The kernels that read the spot wait for it.
 * `Spot.left` is recorded behind the kernels that read a spot. The next copy into the spot waits for it.
 
-All products run on the device, with the same kernels and shapes for all experts. So the place of an expert's weights
+All products run on the device, with the same kernels and shapes for all experts. So the slot of an expert's weights
 does not change a bit of the result.
 """
 
@@ -108,12 +108,12 @@ class HostExperts:
     count: int
     room: int
     spots: list[Spot] = field(init=False, factory=list[Spot])
-    where: dict[int, int] = field(init=False, factory=dict[int, int])  # expert -> place
+    where: dict[int, int] = field(init=False, factory=dict[int, int])  # expert -> expert slot
     needed: int = field(init=False, default=0)  # experts that all steps have used
-    brought: int = field(init=False, default=0)  # those of them that had no place
-    moved: int = field(init=False, default=0)  # experts that were given a place
+    brought: int = field(init=False, default=0)  # those of them that had no slot
+    moved: int = field(init=False, default=0)  # experts that were given a slot
     _form: ExpertForm | None = field(init=False, default=None)
-    _places: StackedExperts | None = field(init=False, default=None)
+    _stacked: StackedExperts | None = field(init=False, default=None)
     _layers: list[Tensor] = field(init=False, factory=list[Tensor])
     _ring: list[Spot] = field(init=False, factory=list[Spot])
     _turn: int = field(init=False, default=0)
@@ -138,20 +138,20 @@ class HostExperts:
                 target.copy_(source)
         self._layers.append(memory)
         self._uses += [0] * self.count
-        assert self._places is not None
-        return LayerOfExperts(self, first, self._places)
+        assert self._stacked is not None
+        return LayerOfExperts(self, first, self._stacked)
 
     def _make_room(self, form: ExpertForm) -> None:
         ring = max(1, min(RING, self.room // form.size))
-        places = max(0, self.room // form.size - ring)
+        expert_slots = max(0, self.room // form.size - ring)
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
-        memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(ring + expert_slots, form.size, dtype=torch.uint8, device=self.device)
         event = torch.cuda.Event if cuda else lambda: None
         made = [Spot(at, row, form.view_expert(row), event(), event()) for at, row in enumerate(memory)]
         self._ring = made[:ring]
         self.spots = made[ring:]
-        self._places = form.stack_rows(memory)
+        self._stacked = form.stack_rows(memory)
 
     # --- what there is ---
 
@@ -160,7 +160,7 @@ class HostExperts:
         return len(self._layers) * self.count
 
     @property
-    def places(self) -> int:
+    def expert_slots(self) -> int:
         return min(len(self.spots), self.experts)
 
     @property
@@ -186,21 +186,21 @@ class HostExperts:
 
     # --- moving ---
 
-    def place(self, moves: Iterable[tuple[int, int]]) -> None:
-        """Copy experts to places. moves: pairs (place, expert). An expert that was there loses its place.
+    def move_experts(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy experts to expert slots. moves: pairs (slot, expert). An expert that was there loses its slot.
 
         The copies wait for the steps that were launched before; later steps wait only for the experts that they use.
         """
-        held = {place: expert for expert, place in self.where.items()}
-        for place, expert in moves:
-            if not (0 <= place < self.places and 0 <= expert < self.experts) or expert in self.where:
-                raise ValueError(f"expert {expert} of {self.experts} to place {place} of {self.places}")
-            if (before := held.get(place)) is not None:
+        held = {expert_slot: expert for expert, expert_slot in self.where.items()}
+        for expert_slot, expert in moves:
+            if not (0 <= expert_slot < self.expert_slots and 0 <= expert < self.experts) or expert in self.where:
+                raise ValueError(f"expert {expert} of {self.experts} to slot {expert_slot} of {self.expert_slots}")
+            if (before := held.get(expert_slot)) is not None:
                 del self.where[before]
-            self.where[expert] = place
-            held[place] = expert
+            self.where[expert] = expert_slot
+            held[expert_slot] = expert
             self.moved += 1
-            self._copy(expert, self.spots[place], self._leaving(self.spots[place]))
+            self._copy(expert, self.spots[expert_slot], self._leaving(self.spots[expert_slot]))
 
     def _leaving(self, spot: Spot) -> torch.cuda.Event | None:
         """Record that kernels launched until now may still read the spot, and return the event."""
@@ -223,7 +223,7 @@ class HostExperts:
     def fetch(self, first: int, numbers: Sequence[int]) -> Iterator[GatedWeights]:
         """Yield the weights of a layer's experts, in this order. first: the number of the layer's first expert.
 
-        Experts without a place begin to arrive before the first one is yielded. The kernels that read an expert must be
+        Experts without a slot begin to arrive before the first one is yielded. The kernels that read an expert must be
         launched before the next one is asked for.
         """
         wanted = [first + number for number in numbers]
@@ -231,12 +231,12 @@ class HostExperts:
         missing = deque(expert for expert in wanted if expert not in self.where)
         coming = deque(self._bring(missing.popleft()) for _ in range(min(len(missing), len(self._ring))))
         for expert in wanted:
-            place = self.where.get(expert)
-            spot = coming.popleft() if place is None else self.spots[place]
+            expert_slot = self.where.get(expert)
+            spot = coming.popleft() if expert_slot is None else self.spots[expert_slot]
             if spot.arrived is not None:
                 spot.arrived.wait()
             yield spot.weights
-            if place is None:
+            if expert_slot is None:
                 self._leaving(spot)
                 if missing:
                     coming.append(self._bring(missing.popleft()))
@@ -244,7 +244,7 @@ class HostExperts:
     def fetch_in_turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
         """Yield a layer's experts in groups: numbers within the layer, and numbers of their spots.
 
-        Experts with a place are the first group, while others arrive. The others follow in groups of half the ring, so
+        Experts with a slot are the first group, while others arrive. The others follow in groups of half the ring, so
         that one group arrives while the group before it is read.
         """
         wanted = [first + number for number in numbers]
@@ -310,16 +310,16 @@ class HostExperts:
         self._layers.clear()
         self.spots.clear()
         self._ring.clear()
-        self._places = None
+        self._stacked = None
 
 
 class LayerOfExperts(ChosenExperts):
     """The experts of one layer. first: the number of its first expert."""
 
-    def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
+    def __init__(self, owner: HostExperts, first: int, stacked: StackedExperts) -> None:
         self._owner = owner
         self._first = first
-        self.places = places
+        self.stacked = stacked
 
     def fetch(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
         return self._owner.fetch(self._first, numbers)

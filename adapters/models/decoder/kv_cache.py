@@ -193,12 +193,12 @@ class KvCache:
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
         for begin, end in self.spans(start, start + count):
-            for name, place in zip(self.spec.names, self.view(slot, begin, end).flatten(0, 1), strict=True):
+            for name, target in zip(self.spec.names, self.view(slot, begin, end).flatten(0, 1), strict=True):
                 given = rows[name][:, begin - start : end - start]
-                if place.device.type == given.device.type == "cpu":
-                    copy(place, given)
+                if target.device.type == given.device.type == "cpu":
+                    copy(target, given)
                 else:
-                    place.copy_(given)
+                    target.copy_(given)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -240,8 +240,8 @@ class PagedKvCache(KvCache):
         for begin, end in self.spans(start, start + keys.shape[1]):
             number, first = divmod(begin, self.page)
             for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
-                place = cache[self._pages[slot][number], :, first : first + end - begin]
-                place.copy_(rows[:, begin - start : end - start])
+                target = cache[self._pages[slot][number], :, first : first + end - begin]
+                target.copy_(rows[:, begin - start : end - start])
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         while start < stop:

@@ -44,26 +44,26 @@ class RecurrentCache:
         kernels: DeltaKernels | None,
         *,
         slots: int,
-        places: int,
+        checkpoint_count: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         if names and (shape is None or kernels is None):
             raise ValueError("these kernels have no operations for recurrent layers")
         self.slots = slots
-        self.places = places if names else 0
+        self.checkpoint_count = checkpoint_count if names else 0
         self._kernels = kernels
         self.layers = list[DeltaState]()
         specs = list[TensorSpec]()
         if shape is not None and kernels is not None:
-            self.layers += (kernels.make_state(shape, slots, places, dtype, device) for _ in names)
+            self.layers += (kernels.make_state(shape, slots, checkpoint_count, dtype, device) for _ in names)
             memory = (shape.value_heads, shape.key_size, shape.value_size)
             for name in names:
                 specs.append(TensorSpec(f"{name}.conv", dtype_name(dtype), (TAPS - 1, shape.channels)))
                 specs.append(TensorSpec(f"{name}.memory", "F32", memory))
         self.specs = tuple(specs)
         self._standing = [Standing(0)] * slots
-        self._kept = [Standing(0)] * places
+        self._kept = [Standing(0)] * checkpoint_count
 
     @property
     def commits_per_segment(self) -> bool:
@@ -133,7 +133,7 @@ class RecurrentCache:
     def _restoring(self, step: Step) -> Iterator[None]:
         segments = [*filter(step.settles, step.segments)]
         bases = [self._base(one.slot, one.start) for one in segments]
-        places = [
+        checkpoint_count = [
             tensor[one.slot]
             for one, base in zip(segments, bases, strict=True)
             if one.start
@@ -141,12 +141,12 @@ class RecurrentCache:
             for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
             if len(tensor)
         ]
-        saved = [torch.empty_like(place) for place in places]
-        copy_together(saved, places)
+        saved = [torch.empty_like(checkpoint) for checkpoint in checkpoint_count]
+        copy_together(saved, checkpoint_count)
         try:
             yield
         except BaseException:
-            copy_together(places, saved)
+            copy_together(checkpoint_count, saved)
             for one, base in zip(segments, bases, strict=True):
                 self._standing[one.slot] = Standing(base, one.start - base)
             raise
@@ -173,18 +173,18 @@ class RecurrentCache:
         copy_together([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])
         self._standing[target] = self._standing[source]
 
-    def keep(self, slot: int, place: int) -> None:
-        self._move(slot, self._place(place))
-        self._kept[place] = Standing(self._standing[slot].base)
+    def keep(self, slot: int, checkpoint: int) -> None:
+        self._move(slot, self._check_number(checkpoint))
+        self._kept[checkpoint] = Standing(self._standing[slot].base)
 
-    def load(self, place: int, slot: int) -> None:
-        self._move(self._place(place), slot)
-        self._standing[slot] = self._kept[place]
+    def load(self, checkpoint: int, slot: int) -> None:
+        self._move(self._check_number(checkpoint), slot)
+        self._standing[slot] = self._kept[checkpoint]
 
-    def _place(self, place: int) -> int:
-        if not 0 <= place < self.places:
-            raise ValueError(f"place {place} is not one of {self.places}")
-        return self.slots + place
+    def _check_number(self, checkpoint: int) -> int:
+        if not 0 <= checkpoint < self.checkpoint_count:
+            raise ValueError(f"checkpoint {checkpoint} is not one of {self.checkpoint_count}")
+        return self.slots + checkpoint
 
     def _move(self, source: int, target: int) -> None:
         copy_together(self._tensors(target), self._tensors(source))

@@ -163,7 +163,7 @@ class Scoring:
         if any(config.recurrent(layer) for layer in range(config.num_layers)):
             delta = scorer.kernels.delta
             self._states = RecurrentCache(
-                ["layer"], config.delta, delta, slots=1, places=0, device=scorer.device, dtype=scorer.dtype
+                ["layer"], config.delta, delta, slots=1, checkpoint_count=0, device=scorer.device, dtype=scorer.dtype
             )
 
     @property
@@ -299,9 +299,9 @@ class Scoring:
         self._keys[:, start:stop] = norm_heads(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
         first = max(start, count - TAIL)
         if first < stop:
-            place = first - (count - TAIL)
+            column = first - (count - TAIL)
             asking = norm_heads(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
-            self._tail[:, :, place : place + stop - first] = asking.permute(1, 2, 0, 3)
+            self._tail[:, :, column : column + stop - first] = asking.permute(1, 2, 0, 3)
 
     def _score(self) -> None:
         """Score the layer, one key head after the other, so that the weights of only one are in memory at once."""

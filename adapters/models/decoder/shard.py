@@ -98,7 +98,7 @@ class ShardPlacement:
     buckets: the row counts that `Shard.forward` shall accept.
     aux_layers: global numbers of layers whose outputs every forward leaves in its `aux_hidden_states` (`hidden_states[i
         + 1]` in transformers).
-    state_places: places for positional states in addition to the slots. A model without such state makes none.
+    state_checkpoints: checkpoints of positional state in addition to the slots. A model without such state makes none.
     pages: pages of the pool that slots take their rows from; 0: each slot has memory for all of its rows.
     offload_embedding: keep the embedding in host memory, if it is not the head as well and the device can read it.
     """
@@ -111,7 +111,7 @@ class ShardPlacement:
     capacity: int = 8192
     buckets: Sequence[int] = BUCKETS
     aux_layers: Sequence[int] = ()
-    state_places: int = 0
+    state_checkpoints: int = 0
     pages: int = 0
     offload_embedding: bool = False
 
@@ -166,7 +166,7 @@ class SlotRows(ReadableRows, Protocol):
 
 
 class PositionalStates(Protocol):
-    """The positional state of some layers, for each slot, and places for more such states on the device.
+    """The positional state of some layers, for each slot, and checkpoints of such states on the device.
 
     It is that of recurrent layers, or the last rows of layers with a window.
 
@@ -174,8 +174,8 @@ class PositionalStates(Protocol):
     n, and what the rows after it will change in it. So the slot's next forward may start anywhere from there to n,
     which forgets the rows behind that start; or it may start at 0, from no state. ValueError for any other start.
 
-    specs: the tensors of a state; empty where there is no state. places: how many places there are, numbered from 0.
-    The caller decides what a place holds.
+    specs: the tensors of a state; empty where there is no state. checkpoint_count: how many checkpoints there are,
+    numbered from 0. The caller decides what a checkpoint holds.
     """
 
     @property
@@ -185,7 +185,7 @@ class PositionalStates(Protocol):
     def block(self) -> int: ...
 
     @property
-    def places(self) -> int: ...
+    def checkpoint_count(self) -> int: ...
 
     @property
     def commits_per_segment(self) -> bool:
@@ -211,12 +211,12 @@ class PositionalStates(Protocol):
         """
         ...
 
-    def keep(self, slot: int, place: int) -> None:
-        """Copy the state that `export` would return into a place, on the device."""
+    def keep(self, slot: int, checkpoint: int) -> None:
+        """Copy the state that `export` would return into a checkpoint, on the device."""
         ...
 
-    def load(self, place: int, slot: int) -> None:
-        """Copy the state of a place into any slot, which then stands at that position."""
+    def load(self, checkpoint: int, slot: int) -> None:
+        """Copy the state of a checkpoint into any slot, which then stands at that position."""
         ...
 
 

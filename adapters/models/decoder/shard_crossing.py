@@ -87,20 +87,20 @@ class CrossingPort:
             self._read_rows(layer, step, numbers)
 
     def _write_rows(self, layer: int, step: Step, numbers: Tensor) -> None:
-        cache, place = self.find_cache(layer)
+        cache, index = self.find_cache(layer)
         spec = cache.spec
         at = 0
         for one in step.segments:
-            part = numbers[at : at + one.count].contiguous().view(cache.layers[place][0].dtype)
+            part = numbers[at : at + one.count].contiguous().view(cache.layers[index][0].dtype)
             keys, values = part.view(one.count, 2, spec.heads, spec.width).permute(1, 2, 0, 3)
-            cache.put(place, one.slot, one.start, keys, values)
+            cache.put(index, one.slot, one.start, keys, values)
             at += one.count
 
     def _read_rows(self, layer: int, step: Step, numbers: Tensor) -> None:
-        cache, place = self.find_cache(layer)
+        cache, index = self.find_cache(layer)
         at = 0
         for one in step.segments:
             for start, stop in cache.spans(one.start, one.start + one.count):
-                rows = cache.view(one.slot, start, stop)[place].permute(2, 0, 1, 3).flatten(1)
+                rows = cache.view(one.slot, start, stop)[index].permute(2, 0, 1, 3).flatten(1)
                 numbers[at : at + stop - start].copy_(rows.contiguous().view(numbers.dtype))
                 at += stop - start

@@ -66,14 +66,14 @@ class SplitStates:
     default: PositionalStates
     specs: tuple[TensorSpec, ...] = field(init=False)
     block: int = field(init=False)
-    places: int = field(init=False)
+    checkpoint_count: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if len({part.block for part in self.parts}) > 1:
             raise ValueError("the shards have their states at different multiples")
         self.specs = tuple(dict.fromkeys(spec for part in self.parts for spec in part.specs))
         self.block = (*self.parts, self.default)[0].block
-        self.places = min((part.places for part in self.parts), default=0)
+        self.checkpoint_count = min((part.checkpoint_count for part in self.parts), default=0)
 
     @property
     def commits_per_segment(self) -> bool:
@@ -91,13 +91,13 @@ class SplitStates:
         for part in self.parts:
             part.import_(slot, {spec.name: state[spec.name] for spec in part.specs}, at)
 
-    def keep(self, slot: int, place: int) -> None:
+    def keep(self, slot: int, checkpoint: int) -> None:
         for part in self.parts:
-            part.keep(slot, place)
+            part.keep(slot, checkpoint)
 
-    def load(self, place: int, slot: int) -> None:
+    def load(self, checkpoint: int, slot: int) -> None:
         for part in self.parts:
-            part.load(place, slot)
+            part.load(checkpoint, slot)
 
 
 def check_names(given: NamedTensors, expected: Sequence[str]) -> None:

@@ -5,9 +5,9 @@ rows would be wasted, and in most models with windows most layers have one.
 
 The idea: what is before the window cannot be had back, so these rows are positional state like that of a recurrent
 layer. A slot with n settled rows keeps those from `base - window` on, where base is the last multiple of 64 up to n. A
-state that is exported, kept in a place or stored belongs to such a base. It consists of the last `window` rows before
-it; rows before the sequence's first one are zeros. So a restart reads all rows of the other layers, and of these layers
-one window.
+state that is exported, kept in a checkpoint or stored belongs to such a base. It consists of the last `window` rows
+before it; rows before the sequence's first one are zeros. So a restart reads all rows of the other layers, and of these
+layers one window.
 
 Example: a slot has n = 1,000 settled rows, and the window is 512. Its base is 960, so it keeps rows 448 to 999. Its
 state consists of rows 448 to 959. The slot may go on from any row from 960 to 1,000.
@@ -145,7 +145,7 @@ class WindowMemory(KvCache):
 
 
 class WindowRows:
-    """The rows of layers with a window, of every slot, and `places` for more states.
+    """The rows of layers with a window, of every slot, and `checkpoint_count` for more states.
 
     layers: keys and values of each layer, as kernels read them; table: the pages of them, if there are any.
     """
@@ -159,7 +159,7 @@ class WindowRows:
         shape: WindowShape,
         *,
         slots: int,
-        places: int,
+        checkpoint_count: int,
         rows: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
@@ -168,7 +168,7 @@ class WindowRows:
         """rows: of a slot at most, and of the widest step."""
         capacity, bucket = rows
         self.slots = slots
-        self.places = places
+        self.checkpoint_count = checkpoint_count
         self._window = shape.window
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
@@ -179,9 +179,9 @@ class WindowRows:
         else:
             self._rows = WindowMemory(names, size, dtype, device)
         self.specs: tuple[TensorSpec, ...] = self._rows.spec.tensor_specs(shape.window)
-        kept = (places, len(names), 2, shape.heads, shape.window, shape.width)
+        kept = (checkpoint_count, len(names), 2, shape.heads, shape.window, shape.width)
         self._kept = torch.zeros(kept, dtype=dtype, device=device)
-        self._bases = [0] * places
+        self._bases = [0] * checkpoint_count
         self._settled = [(0, 0)] * slots  # base, and settled rows
 
     @property
@@ -280,17 +280,17 @@ class WindowRows:
         if first < rows:
             self._rows.copy_span(source, target, first, rows)
 
-    def keep(self, slot: int, place: int) -> None:
-        self._take(slot, self._kept[self._check_place(place)])
-        self._bases[place] = self._settled[slot][0]
+    def keep(self, slot: int, checkpoint: int) -> None:
+        self._take(slot, self._kept[self._check_number(checkpoint)])
+        self._bases[checkpoint] = self._settled[slot][0]
 
-    def load(self, place: int, slot: int) -> None:
-        self._put(slot, self._kept[self._check_place(place)], self._bases[place])
+    def load(self, checkpoint: int, slot: int) -> None:
+        self._put(slot, self._kept[self._check_number(checkpoint)], self._bases[checkpoint])
 
-    def _check_place(self, place: int) -> int:
-        if not 0 <= place < self.places:
-            raise ValueError(f"place {place} is not one of {self.places}")
-        return place
+    def _check_number(self, checkpoint: int) -> int:
+        if not 0 <= checkpoint < self.checkpoint_count:
+            raise ValueError(f"checkpoint {checkpoint} is not one of {self.checkpoint_count}")
+        return checkpoint
 
     def _take(self, slot: int, window: Tensor) -> None:
         """Copy the rows before the slot's base to `[layers, 2, heads, window, width]`."""

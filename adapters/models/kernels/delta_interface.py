@@ -87,10 +87,10 @@ class DeltaState:
     Row p of a slot lies at p % 128 of the rings. All tensors are zeroed at the start, so what is masked is always
     finite.
 
-    Two tensors are exported and copied to checkpoint places, which are numbered behind the slots:
-    * memory: float32 `[slots + places, Nv, dk, dv]`, S at the state's position.
-    * conv: `[slots + places, 3, channels]` in the model's dtype, the convolution's inputs of the three rows before
-      it.
+    Two tensors are exported and copied to checkpoints, which are numbered after the slots:
+    * memory: float32 `[slots + checkpoint_count, Nv, dk, dv]`, S at the state's position.
+    * conv: `[slots + checkpoint_count, 3, channels]` in the model's dtype, the convolution's inputs of the three
+      rows before it.
 
     The others describe the rows from there on, `[slots, ...]`, as `DeltaKernels.make_state` makes them. Kernels may
     use them for forms of their own, and a tensor that they do not need is empty. A copy of a slot copies all of them:
@@ -112,7 +112,13 @@ class DeltaState:
 
 
 def make_row_state(
-    shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device, *, factored: bool = True
+    shape: DeltaShape,
+    slots: int,
+    checkpoint_count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    factored: bool = True,
 ) -> DeltaState:
     """Return a zeroed state as `DeltaState` describes it. factored: keep rows of the factor T, which kernels that go
     row by row do not need.
@@ -124,8 +130,8 @@ def make_row_state(
         return torch.zeros(size, dtype=kind, device=device)
 
     return DeltaState(
-        memory=zeros(slots + places, heads, shape.key_size, shape.value_size),
-        conv=zeros(slots + places, TAPS - 1, shape.channels, kind=dtype),
+        memory=zeros(slots + checkpoint_count, heads, shape.key_size, shape.value_size),
+        conv=zeros(slots + checkpoint_count, TAPS - 1, shape.channels, kind=dtype),
         inputs=zeros(slots, RING, shape.channels, kind=dtype),
         keys=zeros(slots, shape.key_heads, RING, shape.key_size),
         deltas=zeros(slots, heads, RING, shape.value_size),
@@ -135,7 +141,9 @@ def make_row_state(
     )
 
 
-def make_raw_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+def make_raw_state(
+    shape: DeltaShape, slots: int, checkpoint_count: int, dtype: torch.dtype, device: torch.device
+) -> DeltaState:
     """Return a zeroed state for kernels that compute a chunk's rows anew in each step, which is about half as large.
 
     keys: `[slots, 128, k heads | v heads]` in the model's dtype. decays: beta and g, `[slots, Nv, 2, 128]`.
@@ -145,8 +153,8 @@ def make_raw_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtyp
         return torch.zeros(size, dtype=kind, device=device)
 
     return DeltaState(
-        memory=zeros(slots + places, shape.value_heads, shape.key_size, shape.value_size, kind=torch.float32),
-        conv=zeros(slots + places, TAPS - 1, shape.channels),
+        memory=zeros(slots + checkpoint_count, shape.value_heads, shape.key_size, shape.value_size, kind=torch.float32),
+        conv=zeros(slots + checkpoint_count, TAPS - 1, shape.channels),
         inputs=zeros(slots, RING, shape.channels),
         keys=zeros(slots, RING, shape.keys + shape.values),
         deltas=zeros(slots, 0),
@@ -173,7 +181,7 @@ class DeltaKernels(Protocol):
         ...
 
     def make_state(
-        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+        self, shape: DeltaShape, slots: int, checkpoint_count: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:
         """Return the zeroed state of one layer: memory and conv as `DeltaState` says, the rows in the form that these
         kernels keep.

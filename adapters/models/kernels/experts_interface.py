@@ -123,10 +123,10 @@ EveryExpert: TypeAlias = Sequence[GatedWeights] | StackedExperts
 class ChosenExperts(ABC):
     """The experts of one layer whose weights are brought to the device once it is known which are chosen.
 
-    places: the device memory that they are brought to; each expert gets a part of it.
+    stacked: the device memory that they are brought to; each expert gets a part of it.
     """
 
-    places: StackedExperts
+    stacked: StackedExperts
 
     @abstractmethod
     def fetch(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:

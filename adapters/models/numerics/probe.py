@@ -156,7 +156,7 @@ def _probe_layer(
         slots=PROBED_SLOTS,
         capacity=shape.capacity,
         buckets=shape.buckets,
-        state_places=1,
+        state_checkpoints=1,
     )
     shard = family.build(config, weights, kernels.with_plan(proof.plan), placement)
     try:

@@ -21,25 +21,25 @@ class RemoteDrafting(DraftProposer[RemoteDraft]):
     Penalties, biases and grammars do not cross. Nothing is proposed while the process is gone.
     """
 
-    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
-        asked = [asked_of(one, ask) for one, ask in zip(requests, asks, strict=True)]
+    def grow_trees(self, requests: Sequence[DraftRequest], block_requests: Sequence[BlockRequest]) -> list[Tree]:
+        asked = [asked_of(one, block_request) for one, block_request in zip(requests, block_requests, strict=True)]
         trees = self.draft.round(asked)
-        return [chain((ask.token,)) for ask in asks] if trees is None else trees
+        return [chain((block_request.token,)) for block_request in block_requests] if trees is None else trees
 
-    def _ask(self, request: DraftRequest) -> BlockRequest:
-        ask = super()._ask(request)
-        first = self.draft.rows.find_context_start(ask.slot, ask.first, ask.position)
-        return evolve(ask, first=first, count=ask.count if first < ask.position else 0)
+    def _make_block_request(self, request: DraftRequest) -> BlockRequest:
+        block_request = super()._make_block_request(request)
+        first = self.draft.rows.find_context_start(block_request.slot, block_request.first, block_request.position)
+        return evolve(block_request, first=first, count=block_request.count if first < block_request.position else 0)
 
 
-def asked_of(request: DraftRequest, ask: BlockRequest) -> AskedProposals:
+def asked_of(request: DraftRequest, block_request: BlockRequest) -> AskedProposals:
     sampling = request.state.sampler.sampling
     return AskedProposals(
-        slot=ask.slot,
-        first=ask.first,
-        position=ask.position,
-        token=ask.token,
-        count=ask.count,
+        slot=block_request.slot,
+        first=block_request.first,
+        position=block_request.position,
+        token=block_request.token,
+        count=block_request.count,
         most=request.most,
         stops=tuple(sorted(request.state.stops)),
         temperature=sampling.temperature,

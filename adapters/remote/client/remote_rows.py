@@ -14,7 +14,7 @@ from adapters.models.decoder.shard import NamedTensors
 from adapters.remote.client.crossing import ask_tensors, describe_sent, describe_specs, import_rows, import_runs
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Exported, Nothing, Op, WireMessage
-from adapters.remote.protocol.slot_messages import CopyRows, CopyState, ImportState, OneSlot, RowSpan, SlotPlace
+from adapters.remote.protocol.slot_messages import CopyRows, CopyState, ImportState, OneSlot, RowSpan, SlotCheckpoint
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 
@@ -54,12 +54,12 @@ class RemoteRows:
 
 @frozen(eq=False)
 class RemoteStates:
-    """The positional states of a shard in another process, and its places for more."""
+    """The positional states of a shard in another process, and its checkpoints."""
 
     peer: Peer
     specs: tuple[TensorSpec, ...]
     block: int
-    places: int
+    checkpoint_count: int
     commits_per_segment: bool = False
 
     def copy(self, source: int, target: int) -> None:
@@ -72,11 +72,11 @@ class RemoteStates:
         tensors, lent, sent = describe_sent(self.peer.lender, state)
         self.peer.ask(Op.IMPORT_STATE, ImportState(slot, at, tensors, lent), Nothing, list(sent.values()))
 
-    def keep(self, slot: int, place: int) -> None:
-        self.peer.ask(Op.KEEP_STATE, SlotPlace(slot, place), Nothing)
+    def keep(self, slot: int, checkpoint: int) -> None:
+        self.peer.ask(Op.KEEP_STATE, SlotCheckpoint(slot, checkpoint), Nothing)
 
-    def load(self, place: int, slot: int) -> None:
-        self.peer.ask(Op.LOAD_STATE, SlotPlace(slot, place), Nothing)
+    def load(self, checkpoint: int, slot: int) -> None:
+        self.peer.ask(Op.LOAD_STATE, SlotCheckpoint(slot, checkpoint), Nothing)
 
 
 def ask_for_tensors(peer: Peer, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:

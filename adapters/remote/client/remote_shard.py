@@ -114,7 +114,7 @@ class RemoteShard:
         )
         having = Having.of(loaded)
         self.rows = RemoteRows(self.peer, having.rows)
-        self.states = RemoteStates(self.peer, having.states, loaded.state_block, loaded.state_places)
+        self.states = RemoteStates(self.peer, having.states, loaded.state_block, loaded.state_checkpoints)
 
     # --- what it is ---
 

@@ -42,7 +42,7 @@ from adapters.remote.protocol.slot_messages import (
     ImportState,
     OneSlot,
     RowSpan,
-    SlotPlace,
+    SlotCheckpoint,
 )
 from adapters.sequence_layout import dtype_name, torch_dtype
 
@@ -77,7 +77,7 @@ class ServedLayers:
             rows=HeldRows(rows.names, rows.heads, rows.width, rows.dtype),  # type: ignore[arg-type]
             states=tuple(Described(one.name, one.dtype, one.shape) for one in shard.states.specs),  # type: ignore[arg-type]
             state_block=shard.states.block,
-            state_places=shard.states.places,
+            state_checkpoints=shard.states.checkpoint_count,
             memory=self._memory(),
             shared=shared,
         )
@@ -143,9 +143,9 @@ class ServedLayers:
             if slot >= self.shard.spec.slots:
                 raise Unacceptable(f"slot {slot} is not in 0..{self.shard.spec.slots - 1}")
 
-    def _place(self, place: int) -> None:
-        if place >= self.shard.states.places:
-            raise Unacceptable(f"place {place} is not one of {self.shard.states.places}")
+    def _check_checkpoint(self, checkpoint: int) -> None:
+        if checkpoint >= self.shard.states.checkpoint_count:
+            raise Unacceptable(f"checkpoint {checkpoint} is not one of {self.shard.states.checkpoint_count}")
 
     def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
         """Return the tokens of a step. Tokens outside the vocabulary are refused: after one, a GPU cannot be used."""
@@ -253,16 +253,16 @@ class ServedLayers:
         self.shard.states.import_(asked.slot, given.views(), asked.at)
         return OpAnswer(Nothing())
 
-    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
+    def keep_state(self, asked: SlotCheckpoint, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
-        self._place(asked.place)
-        self.shard.states.keep(asked.slot, asked.place)
+        self._check_checkpoint(asked.checkpoint)
+        self.shard.states.keep(asked.slot, asked.checkpoint)
         return OpAnswer(Nothing())
 
-    def load_state(self, asked: SlotPlace, _: TensorBytes) -> OpAnswer:
+    def load_state(self, asked: SlotCheckpoint, _: TensorBytes) -> OpAnswer:
         self._slot(asked.slot)
-        self._place(asked.place)
-        self.shard.states.load(asked.place, asked.slot)
+        self._check_checkpoint(asked.checkpoint)
+        self.shard.states.load(asked.checkpoint, asked.slot)
         return OpAnswer(Nothing())
 
 
@@ -283,6 +283,6 @@ ServedLayers.ops = {
     Op.IMPORT_RUNS: (ImportRuns, ServedLayers.import_runs),
     Op.EXPORT_STATE: (OneSlot, ServedLayers.export_state),
     Op.IMPORT_STATE: (ImportState, ServedLayers.import_state),
-    Op.KEEP_STATE: (SlotPlace, ServedLayers.keep_state),
-    Op.LOAD_STATE: (SlotPlace, ServedLayers.load_state),
+    Op.KEEP_STATE: (SlotCheckpoint, ServedLayers.keep_state),
+    Op.LOAD_STATE: (SlotCheckpoint, ServedLayers.load_state),
 }

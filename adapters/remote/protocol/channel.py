@@ -211,8 +211,8 @@ class Channel:
             if got == into.nbytes:
                 return
             short = into.nbytes - got < AHEAD
-            place = self._ahead if short else into[got:]
-            count = self._run_until(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
+            target = self._ahead if short else into[got:]
+            count = self._run_until(lambda: self.socket.recv_into(target), until)  # noqa: B023 - called now
             if not count:
                 error = self.abort("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error

@@ -65,12 +65,12 @@ class Lender:
         for alike in rows_of(tensors):
             names = tuple(name for name, _ in alike)
             (first, *others) = [one for _, one in alike]
-            if (place := self._place(first.data_ptr())) is None:
+            if (offset := self._find_offset(first.data_ptr())) is None:
                 return ()
             apart = (others[0].data_ptr() - first.data_ptr()) // first.itemsize if others else 0
             dtype = dtype_name(first.dtype)
             shape = tuple(first.shape)
-            found.append(Lent(names, dtype, shape, place, apart, first.stride()))  # type: ignore[arg-type]
+            found.append(Lent(names, dtype, shape, offset, apart, first.stride()))  # type: ignore[arg-type]
         return tuple(found)
 
     def run(self, spec: RowSpec, start: int, rows: Tensor) -> LentRun | None:
@@ -84,10 +84,10 @@ class Lender:
             return None
         if (names, heads, width, dtype_name(rows.dtype)) != (len(spec.names), spec.heads, spec.width, spec.dtype):
             return None
-        place = self._place(rows.data_ptr())
-        return None if place is None else LentRun(start, count, place, of_head // width)
+        offset = self._find_offset(rows.data_ptr())
+        return None if offset is None else LentRun(start, count, offset, of_head // width)
 
-    def _place(self, address: int) -> int | None:
+    def _find_offset(self, address: int) -> int | None:
         return next((at + address - begin for begin, end, at in self._spans if begin <= address < end), None)
 
     def __del__(self) -> None:
@@ -124,7 +124,7 @@ class Borrower:
     def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
         """Return the lent tensors by name, without a copy. Raises Unacceptable for places outside the memory."""
         for one in lent:
-            if len(one.shape) != len(one.strides) or one.place % ELEMENT_BYTES[one.dtype]:
+            if len(one.shape) != len(one.strides) or one.offset % ELEMENT_BYTES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
         memory = self._bytes(max(one.end for one in lent))
         return {name: view for one in lent for name, view in zip(one.names, _view_lent(one, memory), strict=True)}
@@ -139,12 +139,12 @@ class Borrower:
         heads = spec.heads
         row = spec.width * size
         of_head = spec.width * size * lent.room
-        if lent.count > lent.room or lent.place % size:
+        if lent.count > lent.room or lent.offset % size:
             raise Unacceptable(f"{lent.count} rows are lent as no run of {lent.room} can lie")
-        memory = self._bytes(lent.place + (names * heads - 1) * of_head + lent.count * row)
+        memory = self._bytes(lent.offset + (names * heads - 1) * of_head + lent.count * row)
         shape = (names, heads, lent.count, spec.width)
         strides = (heads * of_head, of_head, row, size)
-        return np.ndarray(shape, f"i{size}", memory, lent.place, strides)  # type: ignore[arg-type]
+        return np.ndarray(shape, f"i{size}", memory, lent.offset, strides)  # type: ignore[arg-type]
 
     def _bytes(self, size: int) -> Mapped:
         """Return the whole memory, which must have at least `size` bytes. Raises Unacceptable."""
@@ -171,11 +171,11 @@ class Borrower:
 def _view_lent(lent: Lent, memory: Mapped) -> Tensor:
     """Return the tensors of one `Lent` as one view, `[names, ...]`."""
     dtype = torch_dtype(lent.dtype)
-    place = lent.place
+    offset = lent.offset
     shape = (len(lent.names), *lent.shape)
     if not all(shape):
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(lent.end - place) // dtype.itemsize)
+    flat = torch.frombuffer(memory, dtype=dtype, offset=offset, count=(lent.end - offset) // dtype.itemsize)
     return flat.as_strided(shape, (lent.apart, *lent.strides))
 
 

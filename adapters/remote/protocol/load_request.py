@@ -77,7 +77,7 @@ def build_layers_request(config: ModelConfig, placement: ShardPlacement, *, fast
         capacity=capacity,
         buckets=tuple(placement.buckets),
         aux_layers=tuple(aux_layers),
-        state_places=placement.state_places,
+        state_checkpoints=placement.state_checkpoints,
         fast=fast,
         limit=limit,
         shared=(room, room),

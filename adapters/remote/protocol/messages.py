@@ -88,35 +88,35 @@ Tensors: TypeAlias = Annotated[tuple[Described, ...], Meta(max_length=8192)]  # 
 class Lent(WireMessage, frozen=True, array_like=True):
     """Tensors of one shape in memory that the server lends, at equal distances.
 
-    place: of the first byte of the first tensor. apart: elements from each tensor to the next. strides: of each tensor,
-    in elements.
+    offset: of the first byte of the first tensor. apart: elements from each tensor to the next. strides: of each
+    tensor, in elements.
     """
 
     names: Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(min_length=1, max_length=8192)]
     dtype: Element
     shape: Shape
-    place: Number
+    offset: Number
     apart: Number
     strides: Shape
 
     @property
     def end(self) -> int:
-        """The place behind the last byte of the last tensor."""
+        """The offset after the last byte of the last tensor."""
         sizes = (len(self.names), *self.shape)
         steps = (self.apart, *self.strides)
         last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
-        return self.place + (last + 1) * ELEMENT_BYTES[self.dtype]
+        return self.offset + (last + 1) * ELEMENT_BYTES[self.dtype]
 
 
 class LentRun(WireMessage, frozen=True, array_like=True):
     """`count` rows of all layers, lent as they lie in a run of the store: `[names, heads, room, width]`, contiguous.
 
-    start: the position of the first row in its slot. place: of the first byte. room: rows that the run has memory for.
+    start: the position of the first row in its slot. offset: of the first byte. room: rows that the run has memory for.
     """
 
     start: Count
     count: Count
-    place: Number
+    offset: Number
     room: Count
 
 
@@ -172,7 +172,7 @@ class LoadLayers(WireMessage, frozen=True):
     capacity: Count
     buckets: Annotated[tuple[Count, ...], Meta(max_length=256)]
     aux_layers: Annotated[tuple[Count, ...], Meta(max_length=4096)]
-    state_places: Annotated[int, Meta(ge=0, le=4096)]
+    state_checkpoints: Annotated[int, Meta(ge=0, le=4096)]
     fast: bool
     limit: Big
     shared: tuple[Big, Big] = (0, 0)
@@ -196,7 +196,7 @@ class Loaded(WireMessage, frozen=True):
     rows: HeldRows
     states: Tensors
     state_block: Count
-    state_places: Count
+    state_checkpoints: Count
     memory: Bytes
     shared: bool
 

@@ -22,7 +22,7 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
     return tuple(Described(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())  # type: ignore[arg-type]
 
 
-def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
+def find_offsets(tensors: Sequence[Described]) -> tuple[list[int], int]:
     """Return the offset of each tensor in the payload, and the size of the payload."""
     found = list[int]()
     at = 0
@@ -78,7 +78,7 @@ class TensorBytes:
 
 def unpack_tensors(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
     """Find the tensors of a payload. Raises Unacceptable if it does not hold exactly these."""
-    begins, total = places(tensors)
+    begins, total = find_offsets(tensors)
     if total != payload.nbytes:
         raise Unacceptable(f"tensors of {total} bytes in a payload of {payload.nbytes}")
     if len({one.name for one in tensors}) != len(tensors):

@@ -49,7 +49,7 @@ class ImportState(OneSlot, frozen=True):
     lent: Lents = ()
 
 
-class SlotPlace(OneSlot, frozen=True):
-    """A slot, and a place for positional state that is copied from it or to it."""
+class SlotCheckpoint(OneSlot, frozen=True):
+    """A slot, and a checkpoint of positional state that is copied from it or to it."""
 
-    place: Count
+    checkpoint: Count

@@ -26,9 +26,9 @@ class ReasoningPiece:
 
 @frozen
 class CallBegun:
-    """A call begins. `place` counts the calls of an answer from 0. A call ends before the next one begins."""
+    """A call begins. `index` counts the calls of an answer from 0. A call ends before the next one begins."""
 
-    place: int
+    index: int
     id: str
     name: str
 
@@ -37,7 +37,7 @@ class CallBegun:
 class ArgumentsPiece:
     """More of a call's arguments, which are JSON as a whole. Never empty."""
 
-    place: int
+    index: int
     text: str
 
 
@@ -45,7 +45,7 @@ class ArgumentsPiece:
 class CallEnded:
     """A call ends. Its arguments are cut off if the answer ended inside it, or continued as no call does."""
 
-    place: int
+    index: int
 
 
 AnswerPiece: TypeAlias = TextPiece | ReasoningPiece | CallBegun | ArgumentsPiece | CallEnded

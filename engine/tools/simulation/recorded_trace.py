@@ -62,11 +62,11 @@ class Collector:
                 self.answers.setdefault(request, []).extend(tokens)
             case EffectRequest(request, CloseStream()):
                 self._closed.add(request)
-            case Launch(asks):
-                self._alone = len(asks) == 1
-                for ask in asks:
-                    if isinstance(ask.effect, RunPrefill | RunDecode):
-                        self._launched[ask.request] = ask.effect
+            case Launch(effect_requests):
+                self._alone = len(effect_requests) == 1
+                for effect_request in effect_requests:
+                    if isinstance(effect_request.effect, RunPrefill | RunDecode):
+                        self._launched[effect_request.request] = effect_request.effect
             case _:
                 pass
 

@@ -69,7 +69,7 @@ class Simulation:
         factory=deque
     )  # requests that came while the process stops
     _since: int = 0  # requests since the process started
-    _places: dict[int, int] = field(init=False)  # place of each request among all
+    _indices: dict[int, int] = field(init=False)  # place of each request among all
     _shortening: SimulatedCompression = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 
@@ -77,7 +77,7 @@ class Simulation:
         settings = self.setup.settings
         costs = self.setup.costs
         every = (request for session in self.sessions for agent in session.agents for request in agent.requests)
-        self._places = {id(request): place for place, request in enumerate(every)}
+        self._indices = {id(request): index for index, request in enumerate(every)}
         self.tally = Tally(InfiniteCache(settings.block_size))
         kept = create_index(build_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
@@ -133,7 +133,7 @@ class Simulation:
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
         count = RequestTally(
-            self._places[id(request)],
+            self._indices[id(request)],
             len(prompt),
             self.clock.now,
             self.tally.infinite.count_shared_tokens(prompt, request.answer),

@@ -112,10 +112,10 @@ class Process:
     def carry_out(self, out: Output, *, quiet: bool) -> None:
         """Carry out one output of the fold. quiet: the same event led to nothing else that takes time."""
         match out:
-            case Launch(asks, joins=True):
-                self.join(asks)
-            case Launch(asks):
-                self.launch(asks, quiet=quiet)
+            case Launch(effect_requests, joins=True):
+                self.join(effect_requests)
+            case Launch(effect_requests):
+                self.launch(effect_requests, quiet=quiet)
             case EffectRequest(request, EmitTokens()):
                 count = self.live[request].count
                 count.first = count.first or self.clock.now
@@ -140,50 +140,58 @@ class Process:
 
     # --- the device ---
 
-    def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
+    def launch(self, effect_requests: tuple[EffectRequest, ...], *, quiet: bool) -> None:
         """Put a launch on the lane now. Its outcomes are fed when its time has passed."""
-        match asks[-1].effect:
-            case RunPrefill() as piece if len(asks) > 1:
-                self.launch_mixed(asks[:-1], asks[-1].request, piece)
+        match effect_requests[-1].effect:
+            case RunPrefill() as piece if len(effect_requests) > 1:
+                self.launch_mixed(effect_requests[:-1], effect_requests[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
-                self.run_after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
+                self.run_after(took, partial(self.on_prefilled, effect_requests[0].request, chunk, took))
                 self.copy_kept_states(chunk)
             case RunDecode():
-                for ask in asks:
-                    if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
-                        self.checkpoint(ask.request, round_down_to_block(self.settings, ask.effect.position))
-                self.decode(asks, 1 if not quiet else self.count_undisturbed_steps(asks))
+                for effect_request in effect_requests:
+                    if isinstance(effect_request.effect, RunDecode) and effect_request.effect.checkpoint:
+                        self.checkpoint(
+                            effect_request.request, round_down_to_block(self.settings, effect_request.effect.position)
+                        )
+                self.decode(effect_requests, 1 if not quiet else self.count_undisturbed_steps(effect_requests))
             case CompressPrompt() as asked:
                 took = self.costs.launch + count_scored(asked) * self.costs.drafter
-                self.run_after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
+                self.run_after(took, partial(self.answer, effect_requests[0].request, shorten_prompt(asked, took)))
             case LoadModel(name):
-                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
+                self.run_after(
+                    self.costs.launch, partial(self.answer, effect_requests[0].request, ModelLoaded(name=name))
+                )
             case UnloadModel():
-                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
+                self.run_after(self.costs.launch, partial(self.answer, effect_requests[0].request, ModelUnloaded()))
             case other:
                 raise AssertionError(f"a simulation has no such launch: {other}")
 
-    def join(self, asks: tuple[EffectRequest, ...]) -> None:
+    def join(self, effect_requests: tuple[EffectRequest, ...]) -> None:
         """Let requests join the running launch.
 
         Its outcomes are scheduled already, so they get the step after it, together with others that have joined.
         """
         if not self.joining:
             self.clock.at(max(self.lane.free, self.clock.now), self.launch_joined)
-        self.joining += asks
+        self.joining += effect_requests
 
     def launch_joined(self) -> None:
-        asks = tuple(self.joining)
+        effect_requests = tuple(self.joining)
         self.joining = []
-        self.launch(asks, quiet=self.undisturbed)
+        self.launch(effect_requests, quiet=self.undisturbed)
 
     def launch_mixed(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
-        positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
+        positions = [
+            effect_request.effect.position
+            for effect_request in decode_steps
+            if isinstance(effect_request.effect, RunDecode)
+        ]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
         def answer_all() -> None:
-            self.on_decoded([ask.request for ask in decode_steps], 1, 0)
+            self.on_decoded([effect_request.request for effect_request in decode_steps], 1, 0)
             self.on_prefilled(request, piece, 0)
 
         self.run_after(took, answer_all)
@@ -191,25 +199,29 @@ class Process:
 
     def copy_kept_states(self, chunk: RunPrefill) -> None:
         """Let the lane copy the state that a chunk leaves to where it is kept."""
-        self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
+        self.lane.enter(((chunk.device_checkpoint is not None) + chunk.checkpoint) * self.state_copy_ns)
 
-    def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
+    def count_undisturbed_steps(self, effect_requests: tuple[EffectRequest, ...]) -> int:
         """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
         lane.
         """
-        lives = [self.live[ask.request] for ask in asks]
+        lives = [self.live[effect_request.request] for effect_request in effect_requests]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
             # Steps with checkpoints, steps while others wait, and first tokens are single ones.
             return 1
         return min(len(live.answer) - live.answered_tokens for live in lives)
 
-    def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
+    def decode(self, effect_requests: tuple[EffectRequest, ...], most: int) -> None:
         """Decode some tokens of each request as one event.
 
         It holds as many steps as end before the next event on the clock. The times of the steps are added one by one,
         so the result equals that of single steps.
         """
-        positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
+        positions = [
+            effect_request.effect.position
+            for effect_request in effect_requests
+            if isinstance(effect_request.effect, RunDecode)
+        ]
         room = self.clock.next - max(self.lane.free, self.clock.now)
         took = self.costs.decode_ns(positions)
         steps = 1
@@ -219,7 +231,12 @@ class Process:
                 break
             took = took + more
             steps = steps + 1
-        self.run_after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
+        self.run_after(
+            took,
+            partial(
+                self.on_decoded, [effect_request.request for effect_request in effect_requests], steps, took // steps
+            ),
+        )
 
     def run_after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
@@ -257,7 +274,7 @@ class Process:
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
-        if opening.state and (opening.source != opening.slot or opening.place is not None):
+        if opening.state and (opening.source != opening.slot or opening.device_checkpoint is not None):
             self.lane.enter(self.state_copy_ns)
         live = self.live[request]
         if live.first_slot:

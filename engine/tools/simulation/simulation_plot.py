@@ -30,15 +30,15 @@ def draw_simulation(path: Path, runs: Sequence[FinishedRun], title: str) -> None
         figure = Figure(figsize=(12, 7.6))
         figure.subplots_adjust(left=LEFT, right=0.975, top=0.855, bottom=0.075, hspace=0.36, wspace=0.16)
         grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
-        hits, written, first = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
+        hits, written, first = (figure.add_subplot(grid[index]) for index in ((0, slice(None)), (1, 0), (1, 1)))
         colors = dict(zip((run.name for run in runs if run.scope is not None), COLORS * len(runs), strict=False))
-        order = {count.place: number for number, count in enumerate(runs[-1].counts)}
+        order = {count.index: number for number, count in enumerate(runs[-1].counts)}
         for run in runs:
             look: dict[str, Any] = {"color": colors.get(run.name, GREY), "label": run.name, "linewidth": 1.8}
             counts = run.counts
             draw_first(first, counts, look)
             if run.scope is not None:
-                same = sorted(counts, key=lambda count: order[count.place])
+                same = sorted(counts, key=lambda count: order[count.index])
                 hits.plot(*list_steps([count.found for count in same], 1e6), **look)
                 written.plot(range(len(counts) + 1), list_written(run, counts), **look)
         finish_hits(hits, runs[-1])
@@ -126,10 +126,10 @@ def finish_first(axes: Axes) -> None:
     axes.set_ylim(0, 101)
 
 
-def draw_legend(*places: Axes) -> tuple[list[Any], list[str]]:
+def draw_legend(*axes_list: Axes) -> tuple[list[Any], list[str]]:
     """Return every line of the legend once, with `no cache` last."""
     found: dict[str, Any] = {}
-    for axes in places:
+    for axes in axes_list:
         handles, labels = axes.get_legend_handles_labels()
         for handle, label in zip(handles, labels, strict=True):
             found.setdefault(label, handle)

@@ -67,7 +67,7 @@ def list_notes(logs: Logs, setup: Setup) -> list[str]:
     lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
     if setup.settings.stateful:
         state = setup.costs.state_bytes
-        places = setup.settings.state_places
+        places = setup.settings.state_checkpoints
         lines.append(
             f"A checkpoint of positional state takes {state:,} bytes; {format_count(places, 'place')} on the device."
         )

@@ -14,7 +14,7 @@ from effects.scope import Scope
 class RequestTally:
     """The figures of one request: tokens, and nanoseconds of the virtual clock."""
 
-    place: int  # of the request among all that the logs have
+    index: int  # of the request among all that the logs have
     prompt: int
     sent: int
     infinite: int  # prompt tokens in whole blocks that an earlier prompt and its answer begin with
@@ -129,10 +129,10 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    index = share * (len(ordered) - 1)
+    low = int(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (index - low)
 
 
 def compute_share(part: float, whole: float) -> float:

@@ -59,7 +59,7 @@ class Timeline:
     events: MixedColumns = field(factory=MixedColumns)
     ask_counts: list[int] = field(factory=list[int])  # effects that each event led to
     ask_rows: list[int] = field(factory=list[int])
-    asks: MixedColumns = field(factory=MixedColumns)
+    effect_requests: MixedColumns = field(factory=MixedColumns)
     requests: list[int] = field(factory=list[int])  # the request of each row
     bars: Spans = field(factory=Spans)  # owner: the row; kind: its state
     launches: Spans = field(factory=Spans)  # owner: the lane; kind: the first of its effects
@@ -139,26 +139,29 @@ class Timeline:
         for lane in [lane for lane in self._running if not after.lanes[lane].running]:
             self.launches.stop[self._running.pop(lane)] = number
         for out in outs:
-            asks = out.asks if isinstance(out, Launch) else (out,)
+            effect_requests = out.effect_requests if isinstance(out, Launch) else (out,)
             if isinstance(out, Launch):
                 self.add_launch(out, number, len(after.lanes[out.lane].running))
-            for ask in asks:
-                self.add_effect(ask, number)
+            for effect_request in effect_requests:
+                self.add_effect(effect_request, number)
         self.ask_counts.append(len(self.ask_rows) - first)
 
     def add_launch(self, launch: Launch, number: int, together: int) -> None:
         if (last := self._running.pop(launch.lane, None)) is not None:
             self.launches.stop[last] = number
         self._running[launch.lane] = self.launches.begin(launch.lane, len(self.ask_rows), number)
-        self.sizes.append(len(launch.asks))
-        self.together.append(max(together, len(launch.asks)))
+        self.sizes.append(len(launch.effect_requests))
+        self.together.append(max(together, len(launch.effect_requests)))
 
-    def add_effect(self, ask: EffectRequest, number: int) -> None:
-        row = self._rows.get(ask.request, NO_ROW)
-        if ask.effect.outcomes and ask.effect.side is Side.STORE:
-            self._awaited[ask.request] = self.store.begin(row, len(self.ask_rows), number), ask.effect
+    def add_effect(self, effect_request: EffectRequest, number: int) -> None:
+        row = self._rows.get(effect_request.request, NO_ROW)
+        if effect_request.effect.outcomes and effect_request.effect.side is Side.STORE:
+            self._awaited[effect_request.request] = (
+                self.store.begin(row, len(self.ask_rows), number),
+                effect_request.effect,
+            )
         self.ask_rows.append(row)
-        self.asks.add(ask.effect)
+        self.effect_requests.add(effect_request.effect)
 
     def pack(self) -> dict[str, Any]:
         """Return the data that the page's script reads."""
@@ -171,7 +174,7 @@ class Timeline:
             "events": self.events.pack(),
             "askCounts": self.ask_counts,
             "askRows": self.ask_rows,
-            "asks": self.asks.pack(),
+            "asks": self.effect_requests.pack(),
             "bars": self.bars.pack(),
             "launches": {**self.launches.pack(), "size": self.sizes, "together": self.together},
             "store": self.store.pack(),

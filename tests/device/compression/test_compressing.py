@@ -100,15 +100,15 @@ async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
     await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     other = CompressPrompt(0, PROMPT[:200], keep=90, most=90)
     alone = (await compressed(driver))[1], (await compressed(driver, other, TWO))[1]
-    asks, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
-    while asks:
-        for request, effect in list(asks.items()):
+    waiting, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
+    while waiting:
+        for request, effect in list(waiting.items()):
             (outcome,) = await driver.perform(EffectRequest(request, effect))
             if isinstance(outcome, PromptScored):
-                asks[request] = CompressPrompt(outcome.stop)
+                waiting[request] = CompressPrompt(outcome.stop)
             else:
                 found[request] = outcome
-                del asks[request]
+                del waiting[request]
     assert (found[ONE], found[TWO]) == alone
 
 

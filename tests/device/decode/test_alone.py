@@ -45,8 +45,14 @@ async def went(
         if not missing:
             ended.set()
 
-    asks = [client.round(propose) for client in clients]
-    launch = Launch(tuple(EffectRequest(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
+    effect_requests = [client.round(propose) for client in clients]
+    launch = Launch(
+        tuple(
+            EffectRequest(effect_request.request, evolve(effect_request.effect, steps=steps))
+            for effect_request in effect_requests
+        ),
+        joins=joins,
+    )
     driver.executor.submit(launch, done)
     await ended.wait()
     return found
@@ -132,8 +138,11 @@ async def test_a_grammar_that_lets_nothing_follow_ends_it_for_nobody_else(driver
         evolve(driver.executor.parts, match_grammar=lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
     )
     clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
-    asks = [client.round() for client in clients]
-    going = [EffectRequest(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
+    effect_requests = [client.round() for client in clients]
+    going = [
+        EffectRequest(effect_request.request, evolve(effect_request.effect, steps=STEPS))
+        for effect_request in effect_requests
+    ]
     other, ended = await driver.perform(*going)
     assert isinstance(ended, DeviceFailed)
     assert ended.kind == "dead_end"
@@ -162,10 +171,13 @@ async def test_each_has_as_many_steps_as_it_was_given(driver):
     for _ in range(STEPS):
         await driver.decode(*asked)
     alone, counts = await opened(driver), (1, STEPS, 7)
-    asks = [client.round() for client in alone]
-    given = zip(asks, counts, strict=True)
+    effect_requests = [client.round() for client in alone]
+    given = zip(effect_requests, counts, strict=True)
     outcomes = await driver.perform(
-        *(EffectRequest(ask.request, evolve(ask.effect, steps=most)) for ask, most in given)
+        *(
+            EffectRequest(effect_request.request, evolve(effect_request.effect, steps=most))
+            for effect_request, most in given
+        )
     )
     assert [outcome.steps for outcome in outcomes] == list(counts)
     assert [list(outcome.tokens) for outcome in outcomes] == [
@@ -267,8 +279,10 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     held = threading.Event()
     on_fake.executor._lane.post(held.wait, print)  # noqa: SLF001
     for client, steps, joins in ((first, 2, False), (second, STEPS, True), (third, STEPS, True)):
-        ask = client.round()
-        launch = Launch((EffectRequest(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
+        effect_request = client.round()
+        launch = Launch(
+            (EffectRequest(effect_request.request, evolve(effect_request.effect, steps=steps)),), joins=joins
+        )
         on_fake.executor.submit(launch, done)
     held.set()
     with anyio.fail_after(60):

@@ -63,9 +63,9 @@ async def prefill_beside(driver: Driver, client: Caller, rows: int = CHUNK, narr
     """narrow: rows of a forward that is on the lane of decode steps. What is of several chunks gives way to others."""
     while client.valid < client.prompt - 1:
         stop = min(client.valid + rows, client.prompt - 1)
-        ask = EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop))
+        effect_request = EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop))
         lane = PROMPTS if stop - client.valid > narrow else MAIN
-        (outcome,) = await driver.executor.perform(Launch((ask,), lane))
+        (outcome,) = await driver.executor.perform(Launch((effect_request,), lane))
         assert isinstance(outcome, PrefillAdvanced), outcome
         assert min(client.valid + CHUNK, stop) <= outcome.stop <= stop
         client.valid = outcome.stop
@@ -121,8 +121,8 @@ async def test_a_prefill_waits_until_its_slot_is_open(driver, shard):
 async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard):
     shard.going.set()
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)  # slot 0 was never opened
-    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
-    (outcome,) = await driver.executor.perform(Launch((ask,), PROMPTS))
+    effect_request = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    (outcome,) = await driver.executor.perform(Launch((effect_request,), PROMPTS))
     assert "does not hold the first 8 tokens" in outcome.detail
 
 
@@ -130,8 +130,8 @@ async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(
     heard = list[object]()
     driver.executor.events.connect(lambda event: heard.extend(event.slots))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)
-    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
-    heard += await driver.executor.perform(Launch((ask,), PROMPTS))
+    effect_request = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    heard += await driver.executor.perform(Launch((effect_request,), PROMPTS))
     assert heard[0] == newcomer.slot
     assert isinstance(heard[1], DeviceFailed)
 
@@ -330,10 +330,12 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             await prefill_beside(driver, client, 256, NARROW)
         while len(clients[0].answer) < taken:
             await anyio.lowlevel.checkpoint()  # the executor waits whatever becomes of who asks
-            asks = [
+            effect_requests = [
                 EffectRequest(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients
             ]
-            for client, outcome in zip(clients, await driver.executor.perform(Launch(tuple(asks))), strict=True):
+            for client, outcome in zip(
+                clients, await driver.executor.perform(Launch(tuple(effect_requests))), strict=True
+            ):
                 assert isinstance(outcome, Decoded)
                 client.take(outcome)
         assert [client.answer[:taken] for client in clients] == alone
@@ -382,8 +384,8 @@ async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot
         found.append(on_fake.executor._open(RequestId(9), opening))  # noqa: SLF001
 
     monkeypatch.setattr(FakeShard, "forward", watched)
-    asks = [EffectRequest(client.request, evolve(client.round().effect, steps=9)) for client in clients]
-    outcomes = await on_fake.perform(*asks)
+    effect_requests = [EffectRequest(client.request, evolve(client.round().effect, steps=9)) for client in clients]
+    outcomes = await on_fake.perform(*effect_requests)
     await on_fake.executor._lane.run(opened)  # noqa: SLF001
     assert found == [True, waits, True], "nor where the lane is at no step"
     assert [outcome.steps for outcome in outcomes] == [9, 9]

@@ -133,13 +133,13 @@ async def test_a_mixed_forward_that_finds_no_memory_is_the_prompts_failure(on_fa
 
 async def test_what_is_no_batch_is_a_bug(on_fake):
     first, second = await ready(on_fake, 2)
-    for asks in (
+    for block_requests in (
         (first.chunk(1), second.round()),
         (first.chunk(1), second.chunk(1)),
         (first.round(), second.chunk(1), EffectRequest(second.request, RunPrefill(SlotId(3), 0, 1))),
     ):
         with pytest.raises(ValueError, match="only decode steps are batched"):
-            await on_fake.perform(*asks)
+            await on_fake.perform(*block_requests)
 
 
 async def test_a_draft_follows_one_who_decodes_and_a_prompt_through_mixed_forwards():
@@ -151,7 +151,11 @@ async def test_a_draft_follows_one_who_decodes_and_a_prompt_through_mixed_forwar
         await mixed(driver, [client], newcomer, 9)
     before = len(client.answer)
     await driver.decode(client, newcomer, propose=7)
-    assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [(0, 8 + before), (0, 59)]
+    assert [
+        (block_request.first, block_request.position)
+        for block_requests in draft.asked
+        for block_request in block_requests
+    ] == [(0, 8 + before), (0, 59)]
     for one, prompt in zip((client, newcomer), prompts, strict=True):
         assert len(one.answer) > 7
         assert one.answer == straightforward(FakeShard(), prompt, GREEDY, len(one.answer))

@@ -147,7 +147,7 @@ async def test_no_more_is_proposed_than_a_slot_has_room_for():
     await client.prefill()
     while isinstance((await driver.decode(client, propose=7))[0], Decoded):
         pass
-    assert [ask.count for asks in draft.asked for ask in asks] == [4]
+    assert [block_request.count for block_requests in draft.asked for block_request in block_requests] == [4]
     assert client.valid == 16
     assert max(segment.start + segment.count for step in fake.steps for segment in step.segments) == 16
     assert driver.executor.close()
@@ -187,7 +187,11 @@ async def test_a_draft_follows_the_target_through_chunks_decode_steps_copies_and
 async def test_the_first_decode_step_of_a_prompt_of_one_token_has_nothing_to_go_by():
     driver, draft, _ = drafted()
     assert await agreed(driver, [5], count=17) == [1, 8, 8]
-    assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [(0, 1), (0, 9)]
+    assert [
+        (block_request.first, block_request.position)
+        for block_requests in draft.asked
+        for block_request in block_requests
+    ] == [(0, 1), (0, 9)]
     assert driver.executor.close()
 
 
@@ -198,7 +202,7 @@ async def test_requests_of_one_batch_are_proposed_to_in_one_call():
         await client.prefill()
     while len(clients[0].answer) < 16:
         await driver.decode(*clients, propose=7)
-    assert [len(asks) for asks in draft.asked] == [3, 3]
+    assert [len(block_requests) for block_requests in draft.asked] == [3, 3]
     assert [len(done.tokens) for client in clients for done in client.done] == [8] * 6
     assert [step.bucket for step in fake.steps[-2:]] == [32, 32]
     assert driver.executor.close()
@@ -265,7 +269,7 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     assert back == ModelLoaded(1000)
     await client.prefill()
     await driver.decode(client, propose=7)
-    assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
+    assert [(block_request.first, block_request.position) for block_request in draft.asked[0]] == [(40, 69)]
     await driver.perform(EffectRequest(request, UnloadModel("draft", keep=False)))
     assert draft.state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
@@ -291,7 +295,11 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
     await driver.perform(EffectRequest(RequestId(99), LoadModel("draft")))
     assert len((await driver.decode(client, propose=7))[0].tokens) == 8
     await driver.perform(client.round(0), other.round(3))
-    assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
+    assert [
+        (block_request.first, block_request.position)
+        for block_requests in draft.asked
+        for block_request in block_requests
+    ] == [
         (0, 39 + decode),
         (0, 8 + len(other.answer)),
     ]
@@ -319,10 +327,10 @@ async def test_in_a_company_that_nobody_proposes_to_what_does_not_fit_a_backlog_
         await driver.decode(*clients, propose=0)
     assert extended == []
     await driver.decode(*clients, between, propose=7)
-    (asks,) = draft.asked
-    assert [ask.position for ask in asks] == [10 + decode, 10 + decode, 59]
-    for ask in asks:
-        assert min(ask.position, 24) <= ask.position - ask.first <= 32
+    (block_requests,) = draft.asked
+    assert [block_request.position for block_request in block_requests] == [10 + decode, 10 + decode, 59]
+    for block_request in block_requests:
+        assert min(block_request.position, 24) <= block_request.position - block_request.first <= 32
     for one, prompt in zip((*clients, between), prompts, strict=True):
         assert one.answer == straightforward(FakeShard(), prompt, GREEDY, len(one.answer))
     assert driver.executor.close()
@@ -340,7 +348,7 @@ async def test_rows_that_were_not_followed_yet_are_when_their_slot_is_continued_
     for _ in range(2):
         await driver.decode(client := await fresh(driver, prompt), propose=0)
         assert await agreed(driver, prompt_of(59, 20), slot=0) == [8, 8, 8], "rows of the one before"
-    assert all(ask.first == 0 for asks in draft.asked for ask in asks)
+    assert all(block_request.first == 0 for block_requests in draft.asked for block_request in block_requests)
     assert driver.executor.close()
 
 

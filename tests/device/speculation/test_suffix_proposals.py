@@ -152,15 +152,15 @@ def test_nothing_is_proposed_behind_a_token_that_ends_the_answer():
 
 
 def copying(client: Caller, propose: int, steps: int = 1) -> EffectRequest:
-    ask = client.round(propose)
-    return EffectRequest(ask.request, evolve(ask.effect, source="suffix", steps=steps))
+    effect_request = client.round(propose)
+    return EffectRequest(effect_request.request, evolve(effect_request.effect, source="suffix", steps=steps))
 
 
 async def answer_with_copies(driver: Driver, clients: list[Caller], count: int) -> None:
     """As the engine does it: who has a match copies, and the others go on plainly."""
     while min(len(client.answer) for client in clients) < count:
-        asks = [copying(client, 7 if client.done and client.done[-1].matched else 0) for client in clients]
-        for client, outcome in zip(clients, await driver.perform(*asks), strict=True):
+        effect_requests = [copying(client, 7 if client.done and client.done[-1].matched else 0) for client in clients]
+        for client, outcome in zip(clients, await driver.perform(*effect_requests), strict=True):
             assert isinstance(outcome, Decoded)
             client.take(outcome)
 
@@ -206,8 +206,8 @@ async def test_plain_steps_that_run_ahead_say_what_matches(shard):
     let_run_ahead(driver)
     client = await driver.open(prompt_of(34, 6) * 6)
     await client.prefill()
-    ask = client.round()
-    (done,) = await driver.perform(EffectRequest(ask.request, evolve(ask.effect, steps=8)))
+    effect_request = client.round()
+    (done,) = await driver.perform(EffectRequest(effect_request.request, evolve(effect_request.effect, steps=8)))
     tokens = [*client.tokens, *done.tokens]
     assert done.matched == expected(tokens)[0]
     assert driver.executor.close()

@@ -19,7 +19,7 @@ from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.request_meter import STAGES
 from engine.core.submission import describe_cache_use
-from engine.settings.live_figures import LiveFigures, MemoryLedger, ShardPlace
+from engine.settings.live_figures import LiveFigures, MemoryLedger, ShardMemory
 from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
@@ -29,8 +29,8 @@ SHARDS = LiveFigures(
         models={},
         experts=None,
         shards=(
-            ShardPlace("cpu", 1, {}, layers=(0, 3)),
-            ShardPlace("tcp://10.0.0.2:7461", 2, {}, layers=(3, 10), remote=True),
+            ShardMemory("cpu", 1, {}, layers=(0, 3)),
+            ShardMemory("tcp://10.0.0.2:7461", 2, {}, layers=(3, 10), remote=True),
         ),
         draft=None,
         drafter=None,

@@ -75,9 +75,11 @@ async def test_many_at_once_give_what_each_gives_alone() -> None:
         for number in range(len(jobs)):
             tasks.start_soon(one, number)
     assert answers == {number: expected(job) for number, job in enumerate(jobs)}
-    batches = [launch for launch in running.device.launches if len(launch.asks) > 1]
+    batches = [launch for launch in running.device.launches if len(launch.effect_requests) > 1]
     assert batches, "nothing was ever batched"
-    assert all(isinstance(ask.effect, RunDecode) for launch in batches for ask in launch.asks)
+    assert all(
+        isinstance(effect_request.effect, RunDecode) for launch in batches for effect_request in launch.effect_requests
+    )
 
 
 async def test_a_long_prefill_and_a_decoding_neighbour_take_turns() -> None:
@@ -87,7 +89,7 @@ async def test_a_long_prefill_and_a_decoding_neighbour_take_turns() -> None:
         await collect(prefilling)
         decoding.cancel("client_gone")
         await collect(decoding)
-    kinds = [type(launch.asks[0].effect) for launch in running.device.launches]
+    kinds = [type(launch.effect_requests[0].effect) for launch in running.device.launches]
     chunks = [at for at, kind in enumerate(kinds) if kind is RunPrefill and at > 1]
     assert [late - early for early, late in pairwise(chunks)] == [2] * 14
 
@@ -135,7 +137,9 @@ async def test_a_shard_that_cannot_be_had_fails_requests_as_lost_and_says_which(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gone = RowsLost((), "shard tcp://10.0.0.2:7461: Connection refused")
-    device = ScriptedDevice(fails=lambda ask: gone if isinstance(ask.effect, RunPrefill) else None)
+    device = ScriptedDevice(
+        fails=lambda effect_request: gone if isinstance(effect_request.effect, RunPrefill) else None
+    )
     async with engine(device=device) as running:
         _, closed = await collect(running.door.submit(LONG))
     assert (closed.finish, closed.detail) == ("lost", f"RowsLost: {gone}")
@@ -168,7 +172,9 @@ async def test_a_full_queue_refuses_and_the_others_finish() -> None:
 
 
 async def test_an_exception_in_an_executor_fails_its_request_only() -> None:
-    device = ScriptedDevice(fails=lambda ask: RuntimeError("boom") if isinstance(ask.effect, RunPrefill) else None)
+    device = ScriptedDevice(
+        fails=lambda effect_request: RuntimeError("boom") if isinstance(effect_request.effect, RunPrefill) else None
+    )
     async with engine(device=device) as running:
         _, closed = await collect(running.door.submit(LONG))
         tokens, _ = await collect(running.door.submit(Job(prompt=(5,), max_tokens=3)))
@@ -197,7 +203,7 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
     stuck, release = anyio.Event(), anyio.Event()
 
     async def third_chunk(launch: Launch) -> None:
-        if launch.asks[0].effect == RunPrefill(launch.asks[0].effect.slot, 128, 192):  # type: ignore[union-attr]
+        if launch.effect_requests[0].effect == RunPrefill(launch.effect_requests[0].effect.slot, 128, 192):  # type: ignore[union-attr]
             stuck.set()
             await release.wait()
 
@@ -215,11 +221,19 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
         again, warm = await collect(running.door.submit(LONG))
     assert again == expected(LONG)
     assert warm.report.restored_tokens == 128
-    assert not any(isinstance(ask.effect, RunPrefill) and ask.effect.start == 192 for ask in asks_of(device, closed=1))
+    assert not any(
+        isinstance(effect_request.effect, RunPrefill) and effect_request.effect.start == 192
+        for effect_request in asks_of(device, closed=1)
+    )
 
 
 def asks_of(device: ScriptedDevice, *, closed: int) -> list[EffectRequest]:
-    return [ask for launch in device.launches for ask in launch.asks if ask.request == closed]
+    return [
+        effect_request
+        for launch in device.launches
+        for effect_request in launch.effect_requests
+        if effect_request.request == closed
+    ]
 
 
 async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None:
@@ -278,7 +292,7 @@ async def test_a_shared_prefix_is_copied_from_a_busy_slot() -> None:
     decoding = anyio.Event()
 
     async def watch(launch: Launch) -> None:
-        if isinstance(launch.asks[0].effect, RunDecode):
+        if isinstance(launch.effect_requests[0].effect, RunDecode):
             decoding.set()
 
     async with engine(device=ScriptedDevice(before=watch)) as running, anyio.create_task_group() as tasks:

@@ -35,7 +35,7 @@ class Halting:
         self.steps = 0
 
     async def __call__(self, launch: Launch) -> None:
-        if isinstance(launch.asks[0].effect, RunDecode):
+        if isinstance(launch.effect_requests[0].effect, RunDecode):
             self.steps += 1
             if self.steps > 3:
                 await self.go.wait()

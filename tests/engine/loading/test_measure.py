@@ -161,14 +161,14 @@ class HeldUp:
         self.slower, self.outcomes = slower, list[Any]()
 
     def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], EffectRequest | None]) -> list[Any]:
-        while (ask := following(self.outcomes)) is not None:
-            if isinstance(ask.effect, RunPrefill):
-                self.outcomes.append(PrefillAdvanced(ask.effect.stop))
+        while (effect_request := following(self.outcomes)) is not None:
+            if isinstance(effect_request.effect, RunPrefill):
+                self.outcomes.append(PrefillAdvanced(effect_request.effect.stop))
                 continue
-            assert isinstance(ask.effect, RunDecode)
-            proposed, slower = ask.effect.propose, self.slower if len(self.outcomes) <= ROUND else 1
+            assert isinstance(effect_request.effect, RunDecode)
+            proposed, slower = effect_request.effect.propose, self.slower if len(self.outcomes) <= ROUND else 1
             step = Decoded((1,), proposed, ns=10 * (1 + proposed) * slower, accepted=0)
-            self.outcomes += [evolve(step, more=left > 0) for left in reversed(range(ask.effect.steps))]
+            self.outcomes += [evolve(step, more=left > 0) for left in reversed(range(effect_request.effect.steps))]
         return self.outcomes
 
 

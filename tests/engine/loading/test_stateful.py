@@ -62,7 +62,7 @@ SETTINGS = Settings(
     store=True,
     stateful=True,
     checkpoint_interval=48,
-    state_places=3,
+    state_checkpoints=3,
 )
 SAMPLED = Sampling(temperature=0.9, seed=5)
 
@@ -111,7 +111,7 @@ class CountedStates(RecurrentStates):
 class ReadBack(RecurrentShard):
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        self.states = CountedStates(self.spec.slots, self.states.block, self.states.places)
+        self.states = CountedStates(self.spec.slots, self.states.block, self.states.checkpoint_count)
 
 
 @define
@@ -136,7 +136,7 @@ async def process(
 ) -> AsyncIterator[OneStart]:
     """From its start to its end; what it kept is in the folder."""
     settings = evolve(SETTINGS, max_proposals=7 if known else 0, **changes)
-    places = {"state_block": settings.block_size, "state_places": settings.state_places}
+    places = {"state_block": settings.block_size, "state_checkpoints": settings.state_checkpoints}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
     store = open_store(
         Layout("34" * 16, SETTINGS.block_size, shard.rows.spec, state=shard.states.specs),
@@ -237,7 +237,7 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
     tmp_path: Path, host: int, places: int
 ) -> None:
     """Ten turns, a restart before the sixth. Nothing but the new tokens, less than a chunk, and one state a turn."""
-    dialogue, before, tiers, large = Dialogue(), 0, list[str](), {"max_context": 1024, "state_places": places}
+    dialogue, before, tiers, large = Dialogue(), 0, list[str](), {"max_context": 1024, "state_checkpoints": places}
     for lives in range(2):
         async with process(tmp_path / "kv", host, **large) as running:
             for _ in range(5):

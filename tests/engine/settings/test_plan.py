@@ -291,7 +291,7 @@ def outcome(target: LoadedModel) -> dict[str, Any]:
             shard.spec.capacity,
             shard.spec.buckets,
             shard.spec.dtype,
-            shard.states.places,
+            shard.states.checkpoint_count,
             shard.rows.spec,
         ),
         "store": (

@@ -182,7 +182,7 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        how = {"slots": SLOTS, "places": self.PLACES, "dtype": torch.float32, "device": CPU}
+        how = {"slots": SLOTS, "checkpoint_count": self.PLACES, "dtype": torch.float32, "device": CPU}
         self.cache = RecurrentCache(["layers.0"], DeltaShape(1, 2, 4, 4), ReferenceDelta(), **how)
         self.slots = [(0, 0)] * SLOTS  # value, and where it stands
         self.places: dict[int, tuple[int, int]] = {}
@@ -272,14 +272,14 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
         theirs: list[Tensor] = list(list_tensors(self.weights(layer, at)))
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
-    @precondition(lambda self: self.hosted.places)
+    @precondition(lambda self: self.hosted.expert_slots)
     @rule(data=st.data())
     def place(self, data: st.DataObject) -> None:
         there = [expert for expert in range(self.hosted.experts) if expert not in self.where.values()]
         if not there:
             return
-        place, expert = data.draw(st.integers(0, self.hosted.places - 1)), data.draw(st.sampled_from(there))
-        self.hosted.place([(place, expert)])
+        place, expert = data.draw(st.integers(0, self.hosted.expert_slots - 1)), data.draw(st.sampled_from(there))
+        self.hosted.move_experts([(place, expert)])
         self.where[place] = expert
 
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
@@ -293,7 +293,7 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
         seen = set[int]()
         for turn in self.layers[layer].fetch_in_turns(sorted(numbers)):
             for number, spot in turn.items():
-                self.right(layer, number, self.layers[layer].places[spot])
+                self.right(layer, number, self.layers[layer].stacked[spot])
                 seen.add(number)
         assert seen == numbers
 

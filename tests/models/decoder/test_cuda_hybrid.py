@@ -55,7 +55,7 @@ TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 5e-3, torch.float32: 2e-5}
 def shard_of(own: Qwen35Config, dtype: torch.dtype, kernels=None) -> DenseShard:
     weights = RandomWeights(own, 1, DEVICE, torch.float32, own.hidden_size**-0.5)
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
-    how = {"slots": 4, "capacity": 512, "buckets": BUCKETS, "state_places": 2, "aux_layers": (own.num_layers - 1,)}
+    how = {"slots": 4, "capacity": 512, "buckets": BUCKETS, "state_checkpoints": 2, "aux_layers": (own.num_layers - 1,)}
     return DenseShard(own, weights, kernels, ShardPlacement(device=DEVICE, dtype=dtype, **how))
 
 

@@ -31,7 +31,7 @@ from effects.ports import Closed
 from effects.stream import EmitTokens
 from engine.core.replay import replay_file
 from engine.core.trace import VERSION, Header, Recorder
-from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.loading.expert_placement import assign_first_experts, with_expert_counts
 from engine.serving.wiring import run_engine
 from states.settings import Settings
 from tests.models.checkpoints import run, run_in_pieces, same_bits, tokens_of
@@ -59,7 +59,7 @@ class AllTurns(ChosenExperts):
     """What each turn finds at its places, in the order of the numbers."""
 
     def __init__(self, each: ChosenExperts) -> None:
-        self.each, self.places = each, each.places
+        self.each, self.places = each, each.stacked
 
     def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
         return self.each.fetch_in_turns(numbers)
@@ -98,8 +98,8 @@ def test_wherever_an_expert_lies_the_rows_are_the_same(room: int, kernels: type[
     assert same_bits(run_in_pieces(shard, tokens, pieces), expected)
     chance, where = Random(room), list[int]()
     for _ in range(2):  # everybody moves, and steps go on
-        where = chance.sample(range(LAYERS * COUNT), offloaded.places)
-        offloaded.place((place, expert) for place, expert in enumerate(where) if expert not in offloaded.where)
+        where = chance.sample(range(LAYERS * COUNT), offloaded.expert_slots)
+        offloaded.move_experts((place, expert) for place, expert in enumerate(where) if expert not in offloaded.where)
         assert same_bits(run_in_pieces(shard, tokens, pieces, slot=1), expected)
     assert offloaded.host_bytes == LAYERS * COUNT * SIZE
     assert offloaded.device_bytes == room * SIZE
@@ -109,14 +109,16 @@ def test_wherever_an_expert_lies_the_rows_are_the_same(room: int, kernels: type[
 def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
     offloaded = HostExperts(CPU, COUNT, (8 + 3) * SIZE)
     shard = shard_with(offloaded)
-    offloaded.place([(0, 4), (1, 5), (2, COUNT + 1)])
+    offloaded.move_experts([(0, 4), (1, 5), (2, COUNT + 1)])
     row = tokens_of(1)
     run(shard, 4, (0, 0, row))
     before = offloaded.build_figures()
     assert before["needed"] == LAYERS * ACTIVE
     needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
     assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
-    offloaded.place([(place, expert) for place, expert in enumerate(needed[:3]) if expert not in offloaded.where])
+    offloaded.move_experts(
+        [(place, expert) for place, expert in enumerate(needed[:3]) if expert not in offloaded.where]
+    )
     run(shard, 4, (1, 0, row))
     brought = offloaded.build_figures()["brought"] - before["brought"]
     assert brought == len([expert for expert in needed if expert not in offloaded.where]) < before["needed"]
@@ -137,10 +139,10 @@ def test_what_was_used_is_told_after_enough_steps() -> None:
 def test_moves_that_cannot_be_are_refused() -> None:
     offloaded = HostExperts(CPU, COUNT, 10 * SIZE)
     shard_with(offloaded)
-    offloaded.place([(0, 3)])
+    offloaded.move_experts([(0, 3)])
     for place, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
-        with pytest.raises(ValueError, match=f"expert {expert} of 22 to place {place} of 2"):
-            offloaded.place([(place, expert)])
+        with pytest.raises(ValueError, match=f"expert {expert} of 22 to slot {place} of 2"):
+            offloaded.move_experts([(place, expert)])
 
 
 def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
@@ -167,7 +169,7 @@ async def answers(experts: HostExperts | None, record: Path | None = None) -> li
         Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts
     )
     if experts is not None:
-        place_first_experts(experts)
+        assign_first_experts(experts)
     recorder = None
     if record is not None:
         recorder = Recorder(record, Header(VERSION, "test", settings, "experts", {}, redacted=False))
@@ -193,4 +195,4 @@ async def test_answers_are_the_same_while_experts_move_and_the_moves_replay(tmp_
     assert shown["moved"] > 6, "the policy has moved some, besides the first"
     assert 0 < shown["brought"] < shown["needed"]
     world = replay_file(tmp_path / "trace.jsonl").world
-    assert {expert: place for place, expert in enumerate(world.experts.places)} == experts.where
+    assert {expert: place for place, expert in enumerate(world.experts.expert_slots)} == experts.where

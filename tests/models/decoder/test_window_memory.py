@@ -38,7 +38,7 @@ def test_a_slot_has_room_for_every_step(window, bucket):
     draw = random.Random(window * bucket)
     shape = WindowShape(1, 1, window)
     slots = 3
-    how = {"places": 0, "dtype": torch.float32, "device": torch.device("cpu"), "paged": True}
+    how = {"checkpoint_count": 0, "dtype": torch.float32, "device": torch.device("cpu"), "paged": True}
     rows = WindowRows(["layers.0"], shape, slots=slots, rows=(1 << 14, bucket), **how)
     at = [0] * slots
     for _ in range(300):

@@ -62,7 +62,7 @@ def whole(request):
     own = CONFIGS[name if in_c else "nothing a multiple of a vector"]
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
     kernels = proven(own, dtype, 512, own=in_c).copy_for_shard()
-    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
+    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_checkpoints": 2}
     shard = DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
     return whole_of(shard)
 
@@ -117,7 +117,7 @@ def test_what_is_no_number_stays_in_its_slot_and_leaves_with_its_sequence(whole)
 
 def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
     shard, tokens, expected = whole
-    assert shard.states.places == 2
+    assert shard.states.checkpoint_count == 2
     computed(shard, tokens[:200], CHUNKS, slot=1)
     shard.states.keep(1, 0)  # at 192
     computed(shard, tokens[:300], CHUNKS, slot=1, start=200)
@@ -129,9 +129,9 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
             shard.rows.copy(0, 1, LENGTH)
         shard.states.load(place, slot)
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
-    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
-    with pytest.raises(ValueError, match="place -1 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint -1 is not one of 2"):
         shard.states.load(-1, 1)
 
 

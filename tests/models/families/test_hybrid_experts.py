@@ -44,7 +44,7 @@ OWN = config(
 def whole():
     """A shard whose slot 0 holds a sequence computed in chunks of C, with the last layer's output."""
     dtype = torch.bfloat16
-    how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_places": 2}
+    how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_checkpoints": 2}
     return whole_of(
         DenseShard(
             OWN,

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def shard_of(name: str, kernels, dtype=torch.float32, **more: object) -> DenseShard:
     own = read_config(name)
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2, **more}
+    how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_checkpoints": 2, **more}
     return DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
 
 
@@ -106,7 +106,7 @@ def test_windows_are_kept_in_places_taken_out_and_copied(whole):
     assert same_sequence(shard, 0, 2)
     with pytest.raises(ValueError, match="states stand at multiples of 64"):
         shard.states.import_(3, state, 200)
-    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
 
 

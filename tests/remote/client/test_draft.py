@@ -26,7 +26,7 @@ from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
 from adapters.remote.protocol.messages import Nothing, Op
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
-from adapters.remote.protocol.slot_messages import SlotPlace
+from adapters.remote.protocol.slot_messages import SlotCheckpoint
 from adapters.sequence_layout import dtype_name
 from adapters.transfer.copy_rows import RowMover
 from effects.ids import RequestId
@@ -271,4 +271,4 @@ def test_another_draft_is_not_taken_for_this_one(served: RandomModel, said: str)
 
 def test_layers_and_a_draft_are_not_asked_for_what_the_other_has(apart: Elsewhere) -> None:
     with pytest.raises(ValueError, match="keep_state is not for what is loaded here"):
-        apart.draft.peer.ask(Op.KEEP_STATE, SlotPlace(0, 0), Nothing)
+        apart.draft.peer.ask(Op.KEEP_STATE, SlotCheckpoint(0, 0), Nothing)

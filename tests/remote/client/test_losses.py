@@ -59,7 +59,7 @@ class HybridPair:
         self.dial = Threads(RandomModel(HYBRID), meddle=lambda channel: Mortal(channel.socket, doom=self.fates.doom))
         self.far = remote(self.dial, range(3))
         self.far.peer.pause_s = 0
-        how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
+        how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_checkpoints": 2}
         self.whole = Pipeline((self.far, part(HYBRID, range(3, 5), torch.bfloat16, **how)))
 
 
@@ -119,7 +119,7 @@ def test_a_slow_link_takes_longer_and_loses_nothing(expected) -> None:
     dial, told = Threads(RandomModel(HYBRID), sharing=False, meddle=slowly), list[str]()
     far = remote(dial, range(3))
     far.peer.set_loss_listener(told.append)
-    how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
+    how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_checkpoints": 2}
     whole = Pipeline((far, part(HYBRID, range(3, 5), torch.bfloat16, **how)))
     try:
         found = life(whole)
@@ -337,7 +337,7 @@ def test_what_no_shard_has_is_refused_by_name() -> None:
         far.forward(Step((Segment(0, 0, 1),), 5), one)
     with pytest.raises(ValueError, match=r"65 rows of slot 0 .* at most"):
         far.forward(Step((Segment(0, 0, 65),), 128), many)
-    with pytest.raises(ValueError, match="place 2 is not one of 2"):
+    with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         far.states.keep(0, 2)
     with pytest.raises(ValueError, match="is odd"):
         far.rows.import_(0, 0, {"layers.9.k": one})

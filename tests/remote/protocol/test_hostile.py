@@ -32,8 +32,8 @@ from adapters.remote.protocol.messages import (
     decode_message,
     encode_message,
 )
-from adapters.remote.protocol.payload_tensors import places
-from adapters.remote.protocol.slot_messages import CopyRows, ImportRows, ImportRuns, RowSpan, SlotPlace
+from adapters.remote.protocol.payload_tensors import find_offsets
+from adapters.remote.protocol.slot_messages import CopyRows, ImportRows, ImportRuns, RowSpan, SlotCheckpoint
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import RandomModel, Threads, remote
 
@@ -63,8 +63,8 @@ def nonsense(draw: random.Random, names: tuple[str, ...]) -> tuple[Op, WireMessa
         Op.EXPORT_ROWS: RowSpan(number(), number(), number()),
         Op.IMPORT_ROWS: ImportRows(number(), number(), *draw.choice(((tensors,), ((), lent)))),
         Op.IMPORT_RUNS: ImportRuns(number(), (LentRun(number(), number(), draw.choice((0, 64, 1 << 40)), number()),)),
-        Op.KEEP_STATE: SlotPlace(number(), number()),
-        Op.LOAD_STATE: SlotPlace(number(), number()),
+        Op.KEEP_STATE: SlotCheckpoint(number(), number()),
+        Op.LOAD_STATE: SlotCheckpoint(number(), number()),
     }
     return draw.choice([*words.items()])
 
@@ -80,7 +80,7 @@ def test_words_without_sense_are_refused_and_the_next_are_understood() -> None:
     assert channel is not None
     for request in range(1 << 20, (1 << 20) + WORDS):
         op, message = nonsense(draw, far.rows.spec.names)
-        size = places(getattr(message, "tensors", ()))[1]
+        size = find_offsets(getattr(message, "tensors", ()))[1]
         sent = [torch.zeros(size, dtype=torch.uint8)] if 0 < size < 1 << 20 else []
         channel.send(op, request, encode_message(message), sent, seconds=50)
         frame = channel.answer(op, request, 50)

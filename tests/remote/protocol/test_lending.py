@@ -264,8 +264,8 @@ def put_all(far: RemoteShard, runs: list[tuple[int, torch.Tensor]]) -> None:
         {"start": 1 << 20},
         {"count": 0},
         {"count": 65},
-        {"place": 1},
-        {"place": 1 << 20},
+        {"offset": 1},
+        {"offset": 1 << 20},
         {"room": (1 << 31) - 1},
     ],
 )
@@ -281,11 +281,11 @@ def test_runs_of_other_rows_than_there_are_are_refused(lending: Lending, odd: di
 
 FINE = Lent(("a", "b"), "F32", (2, 3), 4096, 12, (6, 1))
 ODD = [
-    ({"place": 1 << 50}, "which has 8192"),
-    ({"place": 8192 - 80}, "which has 8192"),  # ends behind it
+    ({"offset": 1 << 50}, "which has 8192"),
+    ({"offset": 8192 - 80}, "which has 8192"),  # ends behind it
     ({"shape": (1 << 30, 1 << 30, 2, 3), "strides": (1 << 30, 1 << 30, 6, 1)}, "which has 8192"),
     ({"apart": (1 << 31) - 1}, "which has 8192"),
-    ({"place": 4098}, "as no tensor can lie"),
+    ({"offset": 4098}, "as no tensor can lie"),
     ({"strides": (6,)}, "as no tensor can lie"),
 ]
 

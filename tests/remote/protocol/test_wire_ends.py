@@ -140,7 +140,7 @@ def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: i
     """Of a large model, too, whose rows of a whole slot are more than anything that crosses at once."""
     room: dict[str, Any] = {"slots": slots, "capacity": context, "buckets": BUCKETS}
     for places in OPTIONS["state_checkpoints"]:
-        placement = ShardPlacement(layers=range(80), aux_layers=(0, 79), state_places=places, **room)
+        placement = ShardPlacement(layers=range(80), aux_layers=(0, 79), state_checkpoints=places, **room)
         asked = build_layers_request(LARGE, placement, fast=False)
         assert decode_message(encode_message(asked), LoadLayers) == asked
     for nodes in (0, *TREES):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("obstore")
 
 from adapters.store.host_tier import HostTier
-from adapters.store.open_store import SharedPlace, create_index, open_shared
+from adapters.store.open_store import SharedStoreSettings, create_index, open_shared
 from adapters.store.shared.object_client import StoreUnusable, open_client
 from adapters.store.store import Store
 from tests.store.kit import EVERYTHING, save
@@ -40,7 +40,7 @@ def opened() -> Iterator[list[SharingServer]]:
 
 def open_server(opened: list[SharingServer], url: str = URL) -> SharingServer:
     lock = threading.RLock()
-    tier = open_shared(EVERYTHING, SharedPlace(url), lock)
+    tier = open_shared(EVERYTHING, SharedStoreSettings(url), lock)
     opened.append(SharingServer(Store(EVERYTHING, (HostTier(create_index(EVERYTHING, 0)), tier), lock), tier))
     wait_for(lambda: tier.is_complete)
     return opened[-1]
@@ -84,14 +84,14 @@ def test_a_server_process_that_is_killed_and_started_again(server: MotoServer, o
 
 def test_wrong_credentials_and_buckets_end_the_start(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreUnusable) as found:
-        open_shared(EVERYTHING, SharedPlace("s3://no-such-bucket/x"), threading.RLock())
+        open_shared(EVERYTHING, SharedStoreSettings("s3://no-such-bucket/x"), threading.RLock())
     assert "\n" not in str(found.value)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     assert open_client(URL)
     with pytest.raises(StoreUnusable):
-        open_shared(EVERYTHING, SharedPlace(URL), threading.RLock())
+        open_shared(EVERYTHING, SharedStoreSettings(URL), threading.RLock())
 
 
 def test_azure_keeps_what_servers_publish_and_may_go_away(opened: list[SharingServer]) -> None:

@@ -21,7 +21,7 @@ from adapters.store.files.codec import CodecChooser
 from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
-from adapters.store.open_store import SharedPlace, create_index, open_shared, open_store
+from adapters.store.open_store import SharedStoreSettings, create_index, open_shared, open_store
 from adapters.store.shared.object_client import (
     ObjectClient,
     ObjectFacts,
@@ -99,7 +99,7 @@ class SharedSite:
         """A server that has seen all that is in the store."""
         lock = threading.RLock()
         if client is None:
-            tier = open_shared(layout, SharedPlace(self.url, budget), lock)
+            tier = open_shared(layout, SharedStoreSettings(self.url, budget), lock)
         else:
             limits = SharedLimits(BIG, budget, 1e9)
             tier = SharedTier(client, layout, lock, limits, CodecChooser("zstd"))
@@ -417,7 +417,7 @@ def test_a_store_that_cannot_be_reached_ends_the_start_soon(monkeypatch: pytest.
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     began = time.monotonic()
     with pytest.raises(StoreUnusable) as found:
-        open_store(LAYOUT, None, shared=SharedPlace("s3://bucket/x"))
+        open_store(LAYOUT, None, shared=SharedStoreSettings("s3://bucket/x"))
     assert time.monotonic() - began < 10
     assert "\n" not in str(found.value)
 

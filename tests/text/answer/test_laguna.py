@@ -78,5 +78,5 @@ def test_streamed_answers_are_read_alike_however_they_are_cut(model: str, size: 
     assert [piece.name for piece in pieces if isinstance(piece, CallBegun)] == ["read", "read"]
     assert sum(isinstance(piece, CallEnded) for piece in pieces) == 2
     for place in (0, 1):
-        own = [piece for piece in pieces if isinstance(piece, ArgumentsPiece) and piece.place == place]
+        own = [piece for piece in pieces if isinstance(piece, ArgumentsPiece) and piece.index == place]
         assert json.loads(join(own, ArgumentsPiece)) == {"path": PATH, "lines": 3}

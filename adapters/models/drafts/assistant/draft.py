@@ -71,16 +71,16 @@ class AssistantBatch(Batch):
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         sources = list[int]()
-        places = list[int]()
+        targets = list[int]()
         for segment in step.segments:
             first = segment.slot * KEPT_STATES
             positions = range(segment.start, segment.start + segment.count)
             kept = [first + at % KEPT_STATES for at in positions]
             row = self.step_rows + len(sources)
             sources += range(row, row + segment.count) if self.chained else kept
-            places += [self.step_rows - 1] * (segment.count - KEPT_STATES)
-            places += kept[-KEPT_STATES:]
-        return *super()._columns(step), sources, places
+            targets += [self.step_rows - 1] * (segment.count - KEPT_STATES)
+            targets += kept[-KEPT_STATES:]
+        return *super()._columns(step), sources, targets
 
 
 @define(eq=False)
@@ -142,9 +142,9 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
         asking = [requests[index] for index in order]
         tokens = [request.token for request in asking]
-        for place in range(asking[0].count):
-            asking = [request for request in asking if request.count > place]
-            logits = self._run_place(loaded, asking, tokens, chained=place > 0)
+        for draft_step in range(asking[0].count):
+            asking = [request for request in asking if request.count > draft_step]
+            logits = self._run_draft_step(loaded, asking, tokens, chained=draft_step > 0)
             parts = [logits[:0]] * len(requests)
             for row, index in enumerate(order[: len(asking)]):
                 parts[index] = logits[row : row + 1]
@@ -156,7 +156,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 
-    def _run_place(
+    def _run_draft_step(
         self, loaded: LoadedAssistant, asking: Sequence[BlockRequest], tokens: Sequence[int], *, chained: bool
     ) -> Tensor:
         segments = tuple(Segment(request.slot, max(0, request.position - 1), 1) for request in asking)

@@ -76,7 +76,7 @@ class HeadBatch(BlockBatch):
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         sources = list[int]()
-        places = list[int]()
+        targets = list[int]()
         for segment in step.segments:
             row = self.step_rows + len(sources)
             first = 1 + segment.slot * KEPT_STATES
@@ -85,13 +85,15 @@ class HeadBatch(BlockBatch):
             if self.chained:
                 sources += own
             else:
-                before = [place - 1 if at % KEPT_STATES else 0 for place, at in zip(own, positions, strict=True)]
+                before = [
+                    draft_step - 1 if at % KEPT_STATES else 0 for draft_step, at in zip(own, positions, strict=True)
+                ]
                 if segment.start % KEPT_STATES:
                     before[0] = first + (segment.start - 1) % KEPT_STATES
                 sources += before
-            places += [self.step_rows - 1] * (segment.count - KEPT_STATES)
-            places += [first + at % KEPT_STATES for at in positions[-KEPT_STATES:]]
-        return *super()._columns(step), sources, places
+            targets += [self.step_rows - 1] * (segment.count - KEPT_STATES)
+            targets += [first + at % KEPT_STATES for at in positions[-KEPT_STATES:]]
+        return *super()._columns(step), sources, targets
 
 
 @define(eq=False)
@@ -150,9 +152,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
         asking = [requests[index] for index in order]
         tokens = [request.token for request in asking]
-        for place in range(asking[0].count):
-            asking = [request for request in asking if request.count > place]
-            logits = self._run_place(loaded, asking, tokens, place)
+        for draft_step in range(asking[0].count):
+            asking = [request for request in asking if request.count > draft_step]
+            logits = self._run_draft_step(loaded, asking, tokens, draft_step)
             parts = [logits[:0]] * len(requests)
             for row, index in enumerate(order[: len(asking)]):
                 parts[index] = logits[row : row + 1]
@@ -164,17 +166,17 @@ class MtpDraft(CachedDraft[LoadedHead]):
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 
-    def _run_place(
-        self, loaded: LoadedHead, asking: Sequence[BlockRequest], tokens: Sequence[int], place: int
+    def _run_draft_step(
+        self, loaded: LoadedHead, asking: Sequence[BlockRequest], tokens: Sequence[int], draft_step: int
     ) -> Tensor:
-        segments = tuple(Segment(request.slot, request.position + place, 1) for request in asking)
+        segments = tuple(Segment(request.slot, request.position + draft_step, 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
         buffers = self._find_buffers(step.bucket)
         with use_inference_mode(), use_device(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
             before = [request.first for request in asking]
-            self._prepare(buffers.batch, step, torch.tensor(tokens[: len(asking)]), before, chained=place > 0)
+            self._prepare(buffers.batch, step, torch.tensor(tokens[: len(asking)]), before, chained=draft_step > 0)
             self._kernels.launch("propose", buffers.batch, lambda: self._run_head(loaded, buffers))
         return buffers.logits
 

@@ -60,13 +60,13 @@ class CudaDelta:
     _factors: dict[tuple[int, ...], FactorScratch] = field(init=False, factory=dict)
 
     def make_state(
-        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+        self, shape: DeltaShape, slots: int, checkpoint_count: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:
         for size in (shape.key_size, shape.value_size):
             if size not in SIZES:
                 accepted = ", ".join(map(str, SIZES))
                 raise ValueError(f"recurrent heads of {size} are not supported on CUDA; accepted: {accepted}")
-        return make_raw_state(shape, slots, places, dtype, device)
+        return make_raw_state(shape, slots, checkpoint_count, dtype, device)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
         """Convolve in the model's dtype. Query and key heads are divided by their length already."""

@@ -164,9 +164,9 @@ class TritonKernels:
         if isinstance(each, StackedExperts):
             return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
         self.graphs.enabled = False
-        places = each.places.weights if isinstance(each, ChosenExperts) else None
-        if places is not None and can_be_grouped(places) and places.down_bias is None:
-            return self.grouped_experts.run_experts(self, x, experts, places, batch, deciding)
+        weights = each.stacked.weights if isinstance(each, ChosenExperts) else None
+        if weights is not None and can_be_grouped(weights) and weights.down_bias is None:
+            return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
         return run_experts(self, x, experts, batch, _pad_row_count, deciding=deciding)
 
     def _options(self, warps: int) -> dict[str, Any]:

@@ -33,9 +33,9 @@ class ReferenceDelta:
     commits_per_segment = False
 
     def make_state(
-        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+        self, shape: DeltaShape, slots: int, checkpoint_count: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:
-        return make_row_state(shape, slots, places, dtype, device)
+        return make_row_state(shape, slots, checkpoint_count, dtype, device)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
         found = mixed.new_zeros(mixed.shape, dtype=torch.float32)

@@ -47,9 +47,9 @@ class NativeDelta:
     commits_per_segment = False
 
     def make_state(
-        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+        self, shape: DeltaShape, slots: int, checkpoint_count: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaState:
-        return make_row_state(shape, slots, places, dtype, device, factored=False)
+        return make_row_state(shape, slots, checkpoint_count, dtype, device, factored=False)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
         """Convolve as `DeltaKernels.convolve` says, and divide queries and keys by their length."""

@@ -1,4 +1,4 @@
-"""The places where the layers of a shard have their rows or states, and the rotary tables that they share."""
+"""The indices of the layers of a shard in the caches of their rows or states, and the rotary tables that they share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from adapters.models.kernels.row_format import RowFormat
 
 
 @frozen
-class LayerPlaces:
+class LayerIndex:
     """The layers of a shard by what they keep of a sequence: all rows, the rows of a window, a recurrent state, or
     nothing, because they read what another layer keeps.
 
     borrowed: layers of earlier shards whose rows are kept here as well (`Crossing`). They are among `kept` and
-    `windowed`. places: the number of each layer among those of its kind.
+    `windowed`. indices: the number of each layer among those of its kind.
     """
 
     config: DenseConfig
@@ -33,7 +33,7 @@ class LayerPlaces:
     kept: tuple[int, ...] = field(init=False)
     windowed: tuple[int, ...] = field(init=False)
     recurrent: tuple[int, ...] = field(init=False)
-    places: dict[int, int] = field(init=False)
+    indices: dict[int, int] = field(init=False)
 
     @borrowed.default
     def _list_borrowed(self) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ class LayerPlaces:
     def _list_recurrent(self) -> tuple[int, ...]:
         return tuple(layer for layer in self.layers if self.config.recurrent(layer))
 
-    @places.default
+    @indices.default
     def _number(self) -> dict[int, int]:
         kinds = (self.kept, self.windowed, self.recurrent)
-        return {layer: place for kind in kinds for place, layer in enumerate(kind)}
+        return {layer: index for kind in kinds for index, layer in enumerate(kind)}
 
 
 @define(eq=False)
@@ -79,15 +79,15 @@ class RopeTables:
 
 
 def build_rows(
-    config: DenseConfig, places: LayerPlaces, spec: ShardSpec, placement: ShardPlacement, *, paged: bool
+    config: DenseConfig, layer_index: LayerIndex, spec: ShardSpec, placement: ShardPlacement, *, paged: bool
 ) -> KvCache:
     """Return memory for the rows of the layers that keep all of them. ValueError if their rows are not alike."""
     row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
     # A shard without such layers describes its rows as the others do.
-    kept = places.kept or LayerPlaces(config, range(config.num_layers)).kept or (places.layers.start,)
+    kept = layer_index.kept or LayerIndex(config, range(config.num_layers)).kept or (layer_index.layers.start,)
     heads, size = find_row_shape(config, kept)
     return (PagedKvCache if paged and placement.pages else KvCache)(
-        [f"layers.{layer}" for layer in places.kept],
+        [f"layers.{layer}" for layer in layer_index.kept],
         (spec.slots, heads, spec.capacity, row_format.row_width(size)),
         dtype=row_format.dtype,
         device=spec.device,
@@ -97,28 +97,30 @@ def build_rows(
 
 
 def build_states(
-    config: DenseConfig, places: LayerPlaces, spec: ShardSpec, placement: ShardPlacement, kernels: Kernels
+    config: DenseConfig, layer_index: LayerIndex, spec: ShardSpec, placement: ShardPlacement, kernels: Kernels
 ) -> RecurrentCache | WindowRows:
     """Return memory for the positional state of the layers that have one. ValueError for states of several kinds."""
-    names = [f"layers.{layer}" for layer in places.windowed]
+    names = [f"layers.{layer}" for layer in layer_index.windowed]
     if not names:
         return RecurrentCache(
-            [f"layers.{layer}" for layer in places.recurrent],
+            [f"layers.{layer}" for layer in layer_index.recurrent],
             config.delta,
             kernels.delta,
             slots=spec.slots,
-            places=placement.state_places,
+            checkpoint_count=placement.state_checkpoints,
             dtype=spec.dtype,
             device=spec.device,
         )
-    windows = {config.shape_of(layer).traits.window for layer in places.windowed}
-    if places.recurrent or len(windows) > 1:
-        raise ValueError(f"windows of {sorted(windows)} rows and {len(places.recurrent)} recurrent layers in one model")
+    windows = {config.shape_of(layer).traits.window for layer in layer_index.windowed}
+    if layer_index.recurrent or len(windows) > 1:
+        raise ValueError(
+            f"windows of {sorted(windows)} rows and {len(layer_index.recurrent)} recurrent layers in one model"
+        )
     return WindowRows(
         names,
-        WindowShape(*find_row_shape(config, places.windowed), windows.pop()),
+        WindowShape(*find_row_shape(config, layer_index.windowed), windows.pop()),
         slots=spec.slots,
-        places=placement.state_places,
+        checkpoint_count=placement.state_checkpoints,
         rows=(spec.capacity, spec.buckets[-1]),
         dtype=spec.dtype,
         device=spec.device,
