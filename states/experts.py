@@ -1,4 +1,7 @@
-"""The experts of a model that are on the device: those that recent steps have needed most. Host memory has all of them.
+"""Experts that the device has no room for: whether the host computes them, and which of them are on the device.
+
+`choose_expert_placement` decides at the start, once for all rows. The rest of this module is about experts that are
+brought to the device: it has those that recent steps have needed most, and host memory has all of them.
 
 An expert that is needed and is not on the device is copied there for that step alone. So a slot on the device saves one
 copy for every step that needs its expert. Uses are therefore counted in steps and not in rows. They fade, because
@@ -17,6 +20,45 @@ from attrs import frozen
 MAX_MOVES = 64
 USE_UNIT = 16  # a use counts 16, so that the remains of a few uses fade as well
 FADE_DIVISOR = 8  # at every report an eighth of what was counted before is forgotten
+
+
+@frozen
+class ExpertPrices:
+    """Measured nanoseconds, of one decoded row.
+
+    compute_ns: the host runs the row through its experts of one layer, with the row's way there and back. bring_ns: the
+    weights of one expert are copied to the device.
+    """
+
+    compute_ns: int
+    bring_ns: int
+
+
+@frozen
+class ExpertPlacement:
+    """The place of experts that the device has no room for.
+
+    cpu_layers: the host computes the experts of this many first layers. brings: host memory has all experts, and those
+    that are chosen are brought to the device.
+    """
+
+    cpu_layers: int = 0
+    brings: bool = False
+
+
+def choose_expert_placement(prices: ExpertPrices, least: int, chosen: int) -> ExpertPlacement:
+    """Return what is sooner for a decoded row: to compute the experts of `least` layers, or to bring them.
+
+    least: layers whose experts have to leave the device, so that the others fit. chosen: experts of a row.
+
+    The time is linear in the number of layers that the host computes, so a mixture of both ways is never quicker than
+    the better one. The device has room for the same share of experts either way. So as many experts are brought, if
+    all are chosen alike, as the host would compute, and the prices of one layer decide.
+    """
+    if prices.compute_ns < chosen * prices.bring_ns:
+        return ExpertPlacement(cpu_layers=least)
+    return ExpertPlacement(brings=True)
+
 
 Moves = tuple[tuple[int, int], ...]  # each (expert slot, expert)
 

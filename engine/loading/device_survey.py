@@ -9,33 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.drafts.draft_parts import DraftShape
 from adapters.models.kernels import factory
-from adapters.models.kernels.cuda_capability import read_capability
+from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
-from adapters.models.numerics.probe import ProbeShape, probe, probe_key
-from adapters.models.numerics.probe_result import Numerics, join_numerics
-from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from adapters.remote.protocol.messages import Facts, Offer, Prove
-from adapters.sequence_layout import dtype_name
+from adapters.remote.protocol.messages import Facts
 from engine.loading.memory_fit import Fit
-from engine.settings.calibration_cache import CalibrationCache
-from engine.settings.model_options import PlacementOptions, RuntimeOptions, WeightOptions
+from engine.settings.model_options import PlacementOptions, RuntimeOptions
 from engine.settings.paths import find_user_folder
 from engine.settings.placement import layer_ranges
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 
-MOST_OFFERS = 15  # one less than `Prove` holds
 GRAPH_CHUNK = 1024  # C on a CUDA device: speed is within 1 % of 2048 rows, and a cancelled prefill stops sooner
 CPU_CHUNK = 256
 
@@ -45,12 +36,13 @@ class Placement:
     """A run of the target's layers and where its shard is.
 
     device: of this process. For a shard in another process it is the device that its results are copied to. peer: the
-    other process, or None.
+    other process, or None. cpu_experts: the layers whose experts the host computes; only in this process.
     """
 
     layers: range
     device: torch.device
     peer: Peer | None = None
+    cpu_experts: range = range(0)
 
     @property
     def is_local(self) -> bool:
@@ -197,102 +189,14 @@ def host_memory() -> int:
 
 def choose_chunk(runtime: RuntimeOptions, plan: Sequence[Placement]) -> int:
     """Return the rows of a prefill chunk."""
-    return runtime.chunk or (GRAPH_CHUNK if {one.compute_device.type for one in plan} == {"cuda"} else CPU_CHUNK)
-
-
-def prove(
-    weights: WeightOptions,
-    runtime: RuntimeOptions,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    plan: Sequence[Placement],
-    *,
-    context: int,
-    kept: CalibrationCache,
-) -> tuple[Numerics, tuple[Kernels | None, ...]]:
-    """Prove numerics on each device, and return those of the whole model with the kernels of each shard.
-
-    Outcomes are kept from one start to the next. Shards in other processes prove their own numerics and have their own
-    kernels; they are offered the outcomes that are known here.
-    """
-    chunk = choose_chunk(runtime, plan)
-    rows = row_dtype(weights.kv_dtype, dtype)
-    found = dict[torch.device, tuple[Numerics, Kernels]]()
-    offers = list[Offer]()
-    # A draft may run on the device of the last layers, with a copy of the head. It is in this process wherever they
-    # are.
-    for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
-        with use_device(device):
-            kernels = build_kernels(device, dtype)
-            shape = build_probe_shape(checkpoint, device, (dtype, rows), chunk, context)
-            numerics = load_or_run_probe(checkpoint, kernels, kept, shape)
-            offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, shape), numerics.to_json()))
-        found[device] = numerics, kernels
-    proven = list[Numerics]()
-    for one in plan:
-        if one.peer is None:
-            proven.append(found[one.device][0])
-        else:
-            asked = Prove(
-                dtype_name(dtype),  # type: ignore[arg-type]
-                dtype_name(rows),  # type: ignore[arg-type]
-                chunk,
-                context,
-                read_boot_id(),
-                weights.quantized_bits,
-                tuple(offers[:MOST_OFFERS]),
-            )
-            proven.append(one.peer.prove(asked))
-    own = tuple(
-        found[one.device][1].with_plan(choose_served_plan(found[one.device][0], fast=runtime.numerics == "fast"))
-        if one.device in found
-        else None
-        for one in plan
-    )
-    whole = join_numerics([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
-    return evolve(whole, plan=found[plan[-1].device][0].plan), own
-
-
-def build_probe_shape(
-    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
-) -> ProbeShape:
-    """Return what a probe depends on, besides the configuration and the machine. dtypes: of weights and of rows.
-
-    Raises UserError if the device cannot keep such rows.
-    """
-    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and not read_capability(device).converts_e4m3:
-        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
-    return ProbeShape(
-        device=device,
-        dtype=dtypes[0],
-        rows=dtypes[1],
-        chunk=chunk,
-        capacity=context,
-        memory=host_memory() // 2,
-        layouts=checkpoint.layouts,
-    )
-
-
-def choose_served_plan(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
-    """Return the plan that kernels keep to. With `fast` numerics no steps are prescribed, since no bits
-    are promised.
-    """
-    plan = numerics.plan
-    return evolve(plan, steps=()) if fast and plan is not None else plan
+    on_host = any(one.cpu_experts or one.compute_device.type != "cuda" for one in plan)
+    return runtime.chunk or (CPU_CHUNK if on_host else GRAPH_CHUNK)
 
 
 def count_state_tokens(shard: Pipeline) -> int:
     """Return the number of tokens whose rows take as many bytes as one checkpoint of recurrent state."""
     specs = shard.states.specs
     return -(-sum(spec.nbytes for spec in specs) // shard.rows.spec.token_bytes) if specs else 0
-
-
-def load_or_run_probe(checkpoint: Checkpoint, kernels: Kernels, kept: CalibrationCache, shape: ProbeShape) -> Numerics:
-    """Return the outcome of the probe, kept from an earlier start if nothing that it depends on has changed."""
-    family = checkpoint.family
-    config = checkpoint.config
-    key = probe_key(family, config, kernels, shape)
-    return kept.load_or_make(key, lambda: probe(family, config, kernels, shape), Numerics.to_json, Numerics.from_json)
 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -304,6 +208,14 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         if why := factory.explain_missing_library():
             log.info("the compiled CPU kernels are not used, oneDNN multiplies instead: %s", why)
         return factory.build_kernels(device, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def build_expert_kernels(dtype: torch.dtype) -> ExpertKernels:
+    """Build the kernels by which the host computes experts."""
+    try:
+        return factory.build_expert_kernels(dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from attrs import evolve
 
+from adapters.models.decoder.expert_products import EXPERTS
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import RING, HostExperts
+from adapters.models.decoder.pipeline import Pipeline
 from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import WeightOptions
@@ -17,13 +19,18 @@ from engine.settings.user_error import UserError
 from states import experts
 from states.settings import Settings
 
-INNER = ".mlp.experts."
-
 
 def count_expert_weights(config: ModelConfig, layers: range | None = None) -> int:
     """Return how many weights the experts of these layers have together. Shared experts do not count."""
     shapes = config.tensors(layers)
-    return sum(math.prod(shape) for name, shape in shapes.items() if INNER in name and name.startswith("model."))
+    return sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS in name and name.startswith("model."))
+
+
+def count_brought_experts(config: ModelConfig, plan: Sequence[Placement]) -> int:
+    """Return how many weights the experts have that are brought to the device if host memory keeps experts."""
+    return count_expert_weights(config) - sum(
+        count_expert_weights(config, one.cpu_experts) for one in plan if one.cpu_experts
+    )
 
 
 def choose_expert_bytes(
@@ -31,7 +38,8 @@ def choose_expert_bytes(
 ) -> int:
     """Return the bytes of the device for experts. 0: host memory keeps no experts. Raises UserError.
 
-    It is what was asked for, or half of `left`, and no more than all experts take. left: bytes of the device that
+    It is what was asked for, or half of `left`, and no more than all experts take, without those that the host
+    computes. left: bytes of the device that
     nothing else takes.
     """
     if weights.device_expert_bytes is None:
@@ -43,7 +51,9 @@ def choose_expert_bytes(
         raise UserError(f"{asked}: needs one CUDA device of this process, but --target-devices names others")
     if plan[0].device.type == "cpu":
         raise UserError(f"{asked}: on a CPU, experts are in host memory anyway; accepted: device, or a CUDA device")
-    whole = count_expert_weights(config) * dtype.itemsize
+    whole = count_brought_experts(config, plan) * dtype.itemsize
+    if not whole:
+        return 0
     if whole > host_memory() * 3 // 4:
         raise UserError(
             f"{asked}: its experts take {format_bytes(whole)}, more than three quarters of this machine's memory"
@@ -70,9 +80,11 @@ def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settin
     return evolve(settings, experts=hosted.experts, expert_slots=hosted.expert_slots)
 
 
-def describe_expert_placement(hosted: HostExperts | None) -> str:
-    """Return what the start line says about experts in host memory."""
+def describe_expert_placement(hosted: HostExperts | None, shard: Pipeline) -> str:
+    """Return what the start line says about experts in host memory: brought from there, or computed there."""
+    layers = [f"{one.start}..{one.stop - 1}" for one in (part.spec.cpu_experts for part in shard.parts) if one]
+    line = f"  cpu-experts=layers {', '.join(layers)}" if layers else ""
     if hosted is None:
-        return ""
+        return line
     there = f"{hosted.expert_slots:,} of {hosted.experts:,} on the device"
-    return f"  experts=host ({format_bytes(hosted.host_bytes)}; {there}, {format_bytes(hosted.device_bytes)})"
+    return f"{line}  experts=host ({format_bytes(hosted.host_bytes)}; {there}, {format_bytes(hosted.device_bytes)})"

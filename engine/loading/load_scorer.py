@@ -29,10 +29,11 @@ from adapters.text.tokenizer import Tokenizer
 from adapters.watched_thread import WatchedThread
 from effects.ids import LaneId, RequestId
 from effects.ports import RowsLost
-from engine.loading.device_survey import Placement, choose_chunk, choose_device, prove, read_boot_id
+from engine.loading.device_survey import Placement, choose_chunk, choose_device, read_boot_id
 from engine.loading.identity import compute_identity
 from engine.loading.load_draft import is_short_of_memory
 from engine.loading.memory_estimate import estimate_weights, measure_remote_free
+from engine.loading.prove_numerics import prove
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
@@ -215,7 +216,8 @@ def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCach
     assert isinstance(config, DenseConfig)
     place = Placement(range(config.num_layers), found.device)
     runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, place))
-    numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
+    numerics, proven = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
+    [kernels] = proven.shards
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
     return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)

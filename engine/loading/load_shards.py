@@ -12,23 +12,25 @@ from torch import Tensor
 from adapters.checkpoint.finite_check import defer_finite_checks
 from adapters.checkpoint.upload import MAX_PENDING_BYTES, PIECE_BYTES, Upload
 from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.embedding_and_head import CopiedEnds
+from adapters.models.decoder.expert_products import list_host_tensors
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import Shard, ShardPlacement
-from adapters.models.kernels.interface import Kernels
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.load_request import build_layers_request
 from adapters.store.slab_memory import Buffer, SlabMemory
 from engine.loading.device_survey import Placement, free_memory
+from engine.loading.prove_numerics import ProvenKernels
 
 
 def build_shards(
     checkpoint: Checkpoint,
     plan: Sequence[Placement],
-    kernels: Sequence[Kernels | None],
+    kernels: ProvenKernels,
     sources: Sequence[WeightSource],
     room: ShardPlacement,
     *,
@@ -39,11 +41,11 @@ def build_shards(
 
     kernels, sources: of each shard, as `prove` and `stage_weights` return them. room: what every shard has room for;
     its device and layers come from the plan. Shards in other processes have no pages and keep nothing in host memory.
-    experts: those that are in host memory. fast: numerics are `fast`.
+    experts: those that are in host memory, from where they are brought. fast: numerics are `fast`.
     """
     config = checkpoint.config
     parts = list[Shard]()
-    for place, own, weights in zip(plan, kernels, sources, strict=True):
+    for place, own, weights in zip(plan, kernels.shards, sources, strict=True):
         placement = evolve(room, device=place.device, layers=place.layers)
         if place.peer is not None:
             ends = CopiedEnds(config, checkpoint, own, room.dtype, place.device)
@@ -52,8 +54,14 @@ def build_shards(
             parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None
+        computed = None
+        if place.cpu_experts:
+            assert kernels.experts is not None
+            own_experts = kernels.experts.copy_for_shard()
+            computed = CpuExperts.prepare(place.cpu_experts, own_experts, checkpoint, config.hidden_size, placement)
         with use_device(place.device):
-            parts.append(checkpoint.family.build(config, weights, own, placement, offloaded=experts))
+            shard = checkpoint.family.build(config, weights, own, placement, offloaded=experts, computed=computed)
+            parts.append(shard)
     return Pipeline(parts)
 
 
@@ -92,11 +100,12 @@ def stage_weights(
 def upload_weights(
     checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
 ) -> Upload:
-    """Return the upload of one shard to its GPU."""
+    """Return the upload of one shard to its GPU, without the experts that the host computes."""
+    elsewhere = set(list_host_tensors(checkpoint.config, place.cpu_experts))
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,
-        names=checkpoint.config.tensors(place.layers),
+        names=[name for name in checkpoint.config.tensors(place.layers) if name not in elsewhere],
         device=place.device,
         new_buffer=buffer,
         on_tensor_read=checkpoint.on_read,

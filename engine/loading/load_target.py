@@ -53,6 +53,7 @@ from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compre
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
+from engine.loading.place_experts import place_cpu_experts
 from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
 from engine.loading.shard_peers import (
     RemotePeers,
@@ -221,10 +222,11 @@ def load_on_lane(
 
     expected_identity: the one that the model must have; None: any.
     """
-    if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
-        torch.set_num_threads(options.runtime.threads)
     folder = find_model_folder(options.model)
     checkpoint = Checkpoint.open(folder)
+    experts_here = checkpoint.config.experts is not None and options.weights.cpu_expert_layers != 0
+    if options.runtime.threads and (experts_here or any(device.type == "cpu" for device in lane.devices)):
+        torch.set_num_threads(options.runtime.threads)
     peers = connect_peers(options, folder, checkpoint)
     try:
         target = load_with_peers(peers, checkpoint, options, lane, step=step, expected_identity=expected_identity)
@@ -252,11 +254,13 @@ def load_with_peers(
     """Load a target whose parts may be in other processes. peers: those processes, if any."""
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
-    plan = plan_placement(options.placement, checkpoint.config, peers.shards)
-    opened_draft = find_draft(options, checkpoint)
-    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
-    fit = load_plan.choose_fit()
     cache = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    opened_draft = find_draft(options, checkpoint)
+    plan = plan_placement(options.placement, checkpoint.config, peers.shards)
+    load_plan = place_cpu_experts(LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft), cache)
+    options = load_plan.options
+    plan = tuple(load_plan.placements)
+    fit = load_plan.choose_fit()
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
     reported = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
@@ -274,7 +278,7 @@ def load_with_peers(
         shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
-    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
+    neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
     proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
     draft = None if proposer is None else proposer.draft
     parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))

@@ -13,6 +13,7 @@ import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.expert_products import list_host_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.product_list import ProductPlan
@@ -27,10 +28,15 @@ from engine.loading.device_survey import (
     host_memory,
     measure_host_slots,
 )
-from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
+from engine.loading.expert_placement import choose_expert_bytes, count_brought_experts
 from engine.loading.load_draft import FoundDraft, plan_draft_placement
 from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
-from engine.loading.packed_estimate import count_packed_products, list_host_products, list_packed_tensors
+from engine.loading.packed_estimate import (
+    count_packed_products,
+    estimate_cpu_experts,
+    list_host_products,
+    list_packed_tensors,
+)
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
@@ -136,9 +142,9 @@ def estimate_needs(
         here = [one.layers for one in places]
         device = first.compute_device
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
-        fixed = sum(estimate_weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
+        fixed = sum(estimate_placed_weights(config, dtype, one, layouts, proven=proven) for one in places)
         if hosted and places:
-            fixed += hosted - count_expert_weights(config) * dtype.itemsize
+            fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
         if plan[0] in places:
             fixed -= table
         fixed += options.cache.state_checkpoints * sum(place for _, place in states)
@@ -164,10 +170,12 @@ def estimate_needs(
         name = str(device)
         free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))
-    if hosted or table:
+    on_device = [one for one in plan if one.compute_device.type != "cpu"]
+    computed = sum(estimate_cpu_experts(config, dtype, one.cpu_experts, layouts) for one in on_device)
+    if hosted or table or computed:
         host = torch.device("cpu")
-        experts = count_expert_weights(config) * dtype.itemsize if hosted else 0
-        found.append(DeviceNeed(str(host), measure_available(host), experts + table, 0))
+        experts = count_brought_experts(config, plan) * dtype.itemsize if hosted else 0
+        found.append(DeviceNeed(str(host), measure_available(host), experts + computed + table, 0))
     return found
 
 
@@ -183,9 +191,7 @@ def hosts_embedding(
     shapes = config.tensors()
     if not one.is_local or one.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
         return False
-    return 2 * estimate_weights(config, dtype, one.compute_device, one.layers, layouts) > measure_allowed(
-        one.compute_device
-    )
+    return 2 * estimate_placed_weights(config, dtype, one, layouts) > measure_allowed(one.compute_device)
 
 
 def estimate_expert_bytes(
@@ -199,10 +205,7 @@ def estimate_expert_bytes(
     if options.weights.device_expert_bytes is None:
         return 0
     one = plan[0]
-    rest = (
-        estimate_weights(config, dtype, one.device, one.layers, layouts)
-        - count_expert_weights(config, one.layers) * dtype.itemsize
-    )
+    rest = estimate_placed_weights(config, dtype, one, layouts) - count_brought_experts(config, plan) * dtype.itemsize
     return choose_expert_bytes(
         options.weights,
         config,
@@ -278,6 +281,26 @@ def estimate_weights(
     own = sum(list_packed_tensors(head, layouts, dtype).values())
     plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
     return (table + plain) * dtype.itemsize + own + sum(kept.values())
+
+
+def estimate_placed_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    place: Placement,
+    layouts: Mapping[str, StepLayout] = {},
+    *,
+    proven: ProductPlan | None = None,
+) -> int:
+    """Return the bytes of weights that a placement takes of its device: without experts that the host computes."""
+    device = place.compute_device
+    whole = estimate_weights(config, dtype, device, place.layers, layouts, proven=proven)
+    if device.type == "cpu" or not place.cpu_experts:
+        return whole
+    shapes = config.tensors(place.cpu_experts)
+    away = {name: shapes[name] for name in list_host_tensors(config, place.cpu_experts)}
+    kept = list_packed_tensors(away, layouts, dtype)
+    plain = sum(math.prod(shape) for name, shape in away.items() if name not in kept)
+    return whole - plain * dtype.itemsize - sum(kept.values())
 
 
 def outgrows_estimate(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import packed_parts
+from adapters.models.decoder.expert_products import list_expert_matrices
 from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.kernels.factory import explain_missing_library
 from adapters.models.kernels.packed_formats import PANEL, has_packed_kernel
 from adapters.models.kernels.product_list import ProductPlan, Products, Weight
@@ -41,8 +43,32 @@ def count_packed_products(
             return expected and part.layout.fits(part.inputs)
         return proven.multiplies_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
 
+    return count_packed(config.matrices(layers), layouts, stays)
+
+
+def estimate_cpu_experts(
+    config: ModelConfig, dtype: torch.dtype, layers: range, layouts: Mapping[str, StepLayout]
+) -> int:
+    """Return the bytes that experts of these layers take of host memory if the host computes them."""
+    has_library = not explain_missing_library()
+    matrices = list(list_expert_matrices(config, layers)) if layers else []
+    less, taken = count_packed(
+        matrices,
+        layouts,
+        lambda part: part.layout is None or (has_library and part.layout.fits(part.inputs)),
+    )
+    numbers = sum(weight.outputs * weight.inputs * (2 if weight.gated else 1) for weight, _ in matrices)
+    return (numbers - less) * dtype.itemsize + taken
+
+
+def count_packed(
+    matrices: Iterable[Matrix], layouts: Mapping[str, StepLayout], stays: Callable[[Weight], bool]
+) -> tuple[int, int]:
+    """Return how many weights stay packed, and the bytes that those take, 32 outputs at a time. stays: says of a part
+    of a weight whether it does.
+    """
     numbers = taken = 0
-    for weight, tensors in config.matrices(layers):
+    for weight, tensors in matrices:
         parts = packed_parts(weight, tensors, layouts)
         each = 2 if weight.gated else 1
         if all(map(stays, parts)):

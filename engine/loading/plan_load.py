@@ -8,17 +8,17 @@ from functools import partial
 import torch
 from attrs import frozen
 
-from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from engine.loading.device_survey import Placement, choose_chunk, prove
+from engine.loading.device_survey import Placement, choose_chunk
 from engine.loading.identity import compute_identity
 from engine.loading.load_draft import FoundDraft
 from engine.loading.memory_estimate import choose_fit, outgrows_estimate
 from engine.loading.memory_fit import Fit
+from engine.loading.prove_numerics import ProvenKernels, prove
 from engine.loading.warm_up import compile_kernels, digest_beside
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
@@ -53,7 +53,7 @@ class LoadPlan:
             proven=proven,
         )
 
-    def prove(self, context: int, kept: CalibrationCache) -> tuple[Numerics, tuple[Kernels | None, ...]]:
+    def prove(self, context: int, kept: CalibrationCache) -> tuple[Numerics, ProvenKernels]:
         """Prove numerics for a context of this many tokens, and return them with the kernels of each shard."""
         options = self.options
         return prove(
@@ -67,7 +67,7 @@ class ProvenPlan:
 
     fit: Fit
     numerics: Numerics
-    kernels: tuple[Kernels | None, ...]
+    kernels: ProvenKernels
     identity: str
 
 

@@ -41,16 +41,9 @@ from adapters.remote.protocol.lent_memory import Borrower
 from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.protocol.scorer_messages import LoadScorer
 from adapters.sequence_layout import torch_dtype
-from engine.loading.device_survey import (
-    build_kernels,
-    build_probe_shape,
-    choose_device,
-    choose_served_plan,
-    free_memory,
-    load_or_run_probe,
-    read_boot_id,
-)
+from engine.loading.device_survey import build_kernels, choose_device, free_memory, read_boot_id
 from engine.loading.load_draft import build_draft, build_own_kernels, open_draft
+from engine.loading.prove_numerics import build_probe_shape, choose_served_plan, load_or_run_probe
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import choose_draft_name, find_user_folder
@@ -122,7 +115,7 @@ class ServedModel:
             shard = checkpoint.family.build(
                 config,
                 checkpoint,
-                kernels.with_plan(choose_served_plan(numerics, fast=asked.fast)),
+                kernels.with_plan(choose_served_plan(numerics.plan, fast=asked.fast)),
                 ShardPlacement(
                     device=self.device,
                     dtype=dtype,
@@ -163,7 +156,7 @@ class ServedModel:
         config = checkpoint.config
         if not isinstance(config, DenseConfig) or isinstance(config, LayeredConfig):
             raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
-        own = kernels.with_plan(choose_served_plan(numerics, fast=asked.fast))
+        own = kernels.with_plan(choose_served_plan(numerics.plan, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
         return ServedScorer(scorer)
 

@@ -28,19 +28,15 @@ from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
 from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
+from adapters.models.numerics.layer_bench import PROBED_SLOTS
+from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.models.open_checkpoint import Checkpoint
 from effects.ids import PAGE
 from effects.job import Sampling
-from engine.loading.device_survey import (
-    Placement,
-    build_kernels,
-    build_probe_shape,
-    is_compile_cache_empty,
-    set_compile_cache,
-)
+from engine.loading.device_survey import Placement, build_kernels, is_compile_cache_empty, set_compile_cache
 from engine.loading.memory_fit import Fit
+from engine.loading.prove_numerics import build_probe_shape
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
 

@@ -9,7 +9,14 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.settings.option_types import Device, check_device, check_devices, check_experts, parse_integer
+from engine.settings.option_types import (
+    Device,
+    check_cpu_experts,
+    check_device,
+    check_devices,
+    check_experts,
+    parse_integer,
+)
 from engine.settings.options import Options, build_options
 
 
@@ -32,6 +39,10 @@ class FitOptions:
     experts: Annotated[str, Parameter(validator=check_experts)] = "device"
     """Where the weights of experts are kept: device, or host:N (host memory, and the most used ones also in N GiB of
     the CUDA device)."""
+
+    cpu_experts: Annotated[str, Parameter(validator=check_cpu_experts)] = "auto"
+    """The number of first layers whose experts are computed on the CPU. auto: as many as it takes, if the weights do
+    not fit the CUDA device."""
 
     max_ctx: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = 0
     """Maximum tokens of prompt and answer together. 0: what fits."""

@@ -26,6 +26,7 @@ from engine.settings.option_types import (
     ToolParser,
     check_aliases,
     check_chunk,
+    check_cpu_experts,
     check_curve,
     check_device,
     check_devices,
@@ -35,6 +36,7 @@ from engine.settings.option_types import (
     flag,
     parse_integer,
     parse_residency,
+    read_cpu_experts,
     read_curve,
     read_experts,
 )
@@ -137,6 +139,16 @@ class WeightOptions:
     """Where the weights of experts are kept. device: with their layers. host:N: all in host memory, and the most used
     ones also in N GiB of the CUDA device; the others are copied when they are chosen. host: half of the free device
     memory instead of N GiB."""
+
+    cpu_experts: Annotated[str, flag(MODEL, validator=check_cpu_experts)] = "auto"
+    """The number of first layers whose experts stay in host memory and are computed on the CPU. auto: none if the
+    weights fit the CUDA device; else as many as it takes, unless bringing experts to the device (--experts host) is
+    quicker here. The number changes rounding, so it is part of the model's identity."""
+
+    @property
+    def cpu_expert_layers(self) -> int | None:
+        """The number of first layers whose experts the host computes. None: measured times decide."""
+        return read_cpu_experts(self.cpu_experts)
 
     @property
     def quantized_bits(self) -> Literal[0, 4, 8]:

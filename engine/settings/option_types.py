@@ -140,6 +140,19 @@ def read_experts(text: str) -> int | None:
     return None if text == "device" else int(float(match[1] or 0) * (1 << 30))
 
 
+def check_cpu_experts(_: Any, value: str) -> None:
+    read_cpu_experts(value)
+
+
+def read_cpu_experts(text: str) -> int | None:
+    """Return the number of layers whose experts the host computes; None: measured times decide. Raises ValueError."""
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 5):
+        raise ValueError("Must be auto, or a number of layers, such as 24.")
+    return int(text)
+
+
 def check_host(_: Any, value: str) -> None:
     if not value or any(letter.isspace() or letter == "/" for letter in value):
         raise ValueError("Must be a host name or an address to listen on, such as 127.0.0.1 or ::1.")

@@ -20,6 +20,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import StackedWeight, select_rows
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.feed_forward import (
+    Feed,
     FeedShape,
     Matrix,
     feed_matrices,
@@ -31,7 +32,6 @@ from adapters.models.decoder.feed_forward import (
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
-from adapters.models.kernels.experts_interface import Experts, GatedWeights
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
@@ -83,7 +83,7 @@ class Frame:
     projection: Any
     out: Any
     post_norm: Tensor
-    feed: GatedWeights | Experts
+    feed: Feed
     eps: float
     after_mixing: Tensor | None = None
     after_feed: Tensor | None = None
@@ -281,13 +281,23 @@ def finish_layer(
     ending: LayerEnding | None = None,
 ) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
+    x = begin_feed(kernels, frame, residual, mixed)
+    fed = run_feed(kernels, frame.feed, x, batch)
+    if ending is not None:
+        fed = ending.join_feed(kernels, residual, fed, batch)
+    return end_feed(kernels, frame, fed)
+
+
+def begin_feed(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor) -> Tensor:
+    """Run a layer from the mixing of rows up to what its feed-forward reads."""
     found = kernels.linear(mixed, frame.out)
     if frame.out_bias is not None:
         found.add_(frame.out_bias)
     if frame.after_mixing is not None:
         found = kernels.add_norm(found, None, frame.after_mixing, frame.eps)
-    x = kernels.add_norm(residual, found, frame.post_norm, frame.eps)
-    fed = run_feed(kernels, frame.feed, x, batch)
-    if ending is not None:
-        fed = ending.join_feed(kernels, residual, fed, batch)
+    return kernels.add_norm(residual, found, frame.post_norm, frame.eps)
+
+
+def end_feed(kernels: Kernels, frame: Frame, fed: Tensor) -> Tensor:
+    """Return what must be added to the residual stream. fed: what the feed-forward returned."""
     return fed if frame.after_feed is None else kernels.add_norm(fed, None, frame.after_feed, frame.eps)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.cpu_experts import CpuExperts
+from adapters.models.decoder.decoder_layer import DecoderLayer, load_layer
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.layer_index import LayerIndex, RopeTables, build_crossing_port, build_rows, build_states
+from adapters.models.decoder.layer_runner import LayerRunner
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
-from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_checks import check_arguments, check_step
@@ -31,16 +31,23 @@ from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
 from adapters.models.kernels.decode_pass import DecodePass
 from adapters.models.kernels.interface import NARROW, Kernels
-from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.step import Forward, Step
-from adapters.models.kernels.step_batch import Batch, StateBatch
+from adapters.models.kernels.step_batch import StateBatch
+
+T = TypeVar("T")
+
+
+def run_piece(_: str, body: Callable[[], T]) -> T:
+    """Run a piece of a body as it is."""
+    return body()
 
 
 class DenseShard:
     """Layers `[first, last)` on one device; the embedding with layer 0, final norm and head with the last layer.
 
-    placement: see `ShardPlacement`. offloaded: has the experts' weights; None: this shard has them itself.
+    placement: see `ShardPlacement`. offloaded: has the experts' weights; None: this shard has them itself. computed:
+    computes the experts of its layers on the host.
     """
 
     def __init__(
@@ -51,12 +58,14 @@ class DenseShard:
         placement: ShardPlacement | None = None,
         *,
         offloaded: HostExperts | None = None,
+        computed: CpuExperts | None = None,
     ) -> None:
         placement = ShardPlacement() if placement is None else placement
         device = placement.device
         self.config = config
         self._kernels = kernels
         self._offloaded = offloaded
+        self._computed = computed
         layers = range(config.num_layers) if placement.layers is None else placement.layers
         check_arguments(config, layers, placement)
         self.spec = ShardSpec(
@@ -69,6 +78,7 @@ class DenseShard:
             dtype=placement.dtype,
             # Experts make the host wait for the router's choice in each layer.
             runs_ahead=device.type == "cuda" and config.experts is None,
+            cpu_experts=range(0) if computed is None else computed.layers,
         )
         self._aux_layers = tuple(placement.aux_layers)
         self._buffers: dict[int, Buffers] = {}
@@ -91,19 +101,35 @@ class DenseShard:
         needed = self.spec.layers.start == 0 or (last and config.tie_word_embeddings)
         table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self.spec.layers.start == 0 else None
-        self._decoder: list[DecoderLayer | DeltaLayer] = [self._load_layer(read, layer) for layer in self.spec.layers]
-        self._row_inputs = None if self._embedding is None else config.load_row_inputs(read, kernels)
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.spec.dtype))
+        decoder = [self._load_layer(read, layer) for layer in self.spec.layers]
+        row_inputs = None if self._embedding is None else config.load_row_inputs(read, kernels)
+        self._runner = LayerRunner(
+            config,
+            kernels,
+            self.spec,
+            decoder,
+            self._embedding,
+            row_inputs,
+            self._ropes,
+            self._layout,
+            self.states,
+            self._find_caches,
+        )
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
         self._host_bytes = 0 if table is None or table.device.type == self.spec.device.type else table.nbytes
         self._weights_bytes = (
-            count_bytes((self._embedding, self._norm, self._head, self._decoder, self._row_inputs)) - self._host_bytes
+            count_bytes((self._embedding, self._norm, self._head, decoder, row_inputs)) - self._host_bytes
         )
+        if self._computed is not None:
+            self._host_bytes += self._computed.host_bytes
+            self._weights_bytes += self._computed.device_bytes
 
     def _load_layer(self, read: WeightReader, layer: int) -> DecoderLayer | DeltaLayer:
         shape = self.config.shape_of(layer)
         prefix = f"model.layers.{layer}."
+        if self._computed is not None and layer in self._computed.layers:
+            read = evolve(read, computed=self._computed)
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
         if shape.latent is not None:
@@ -119,7 +145,7 @@ class DenseShard:
         if self.config.embedding_scale == 1:
             return self._embedding
         if self._scaled_embedding is None:
-            self._scaled_embedding = self._embedding * self._embedding_scale
+            self._scaled_embedding = self._embedding * self._runner.embedding_scale
         return self._scaled_embedding
 
     @property
@@ -148,7 +174,7 @@ class DenseShard:
             if self.states.specs and not early:
                 name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
             with self.states.settling(step):
-                self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
+                self._runner.run(self._launcher(name, buffers), buffers, early=early)
                 self._crossing.leave(step, buffers)
         return buffers.forward
 
@@ -161,10 +187,12 @@ class DenseShard:
             rope = self._ropes.of_layer(self.spec.layers.start)
             buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows)
         buffers.tree.load(step)
-        if self.spec.device.type == "cuda":
-            self._run_layers(buffers, buffers.tree)
-        else:
-            self._kernels.launch("tree", buffers.batch, lambda: self._run_layers(buffers, buffers.tree))
+        launch = run_piece if self.spec.device.type == "cuda" else self._launcher("tree", buffers)
+        self._runner.run(launch, buffers, buffers.tree)
+
+    def _launcher(self, name: str, buffers: Buffers) -> Callable[[str, Callable[[], T]], T]:
+        """Return what launches the pieces of a body."""
+        return lambda piece, body: self._kernels.launch(name, buffers.batch, body, piece=piece)
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         if len(kept) != len(step.parts):
@@ -206,78 +234,6 @@ class DenseShard:
         logits = buffers.logits_of(self.spec.vocab_size)
         return self._kernels.build_pass(layers, ending, buffers.batch, buffers.forward, logits)
 
-    def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
-        residual = buffers.hidden
-        delta = None
-        number = self.spec.layers.start
-        fused_layers = buffers.fused_layers if tree is None else {}
-        skipped = skipped_layers(self.spec.layers, self._decoder) if self.spec.device.type == "cuda" else ()
-        if self._embedding is not None and number not in fused_layers:
-            self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
-            if self.config.embedding_scale != 1:
-                residual.mul_(self._embedding_scale)
-            if self._row_inputs is not None:
-                buffers.row_inputs = self._row_inputs.compute(self._kernels, buffers.batch.tokens, residual)
-        while number < self.spec.layers.stop:
-            stop, whole = fused_layers.get(number, (number + 1, None))
-            stops = early and stop == self.spec.layers.stop
-            if whole is None and number not in skipped:
-                delta = self._run_layer(number, buffers, delta, tree, stops=stops)
-            elif whole is not None:
-                if delta is not None:
-                    residual.add_(delta)
-                delta = None
-                whole.run(residual, buffers.batch, stops=stops)
-            number = stop
-        if delta is not None:
-            residual.add_(delta)
-
-    def _run_layer(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
-    ) -> Tensor | None:
-        """One of them, operation by operation. stops: once its keys and values, or its state, are written."""
-        kernels = self._kernels
-        batch = buffers.batch
-        residual = buffers.hidden
-        layer = self._decoder[number - self.spec.layers.start]
-        index = self._layout.indices.get(number, 0)
-        own = project_inputs(kernels, layer.frame, residual, delta)
-        if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
-            before.copy_(residual)
-        if isinstance(layer, DeltaLayer):
-            assert kernels.delta is not None
-            assert isinstance(self.states, RecurrentCache)
-            mixed = layer.mix(kernels.delta, own, self.states.layers[index], batch)
-        elif tree is not None:
-            attended = tree.attend(index, select_heads(kernels, layer, own), layer.prep, layer.rule)
-            mixed = finish_attention(kernels, layer, attended, own)
-        else:
-            found = self._attend(number, layer, own, batch, stops=stops)
-            if found is None:
-                return None
-            mixed = finish_attention(kernels, layer, found, own)
-        if stops:
-            return None
-        if isinstance(layer, DeltaLayer) or layer.ending is None:
-            return finish_layer(kernels, layer.frame, residual, mixed, batch)
-        residual.add_(finish_layer(kernels, layer.frame, residual, mixed, batch, ending=layer.ending))
-        inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number - self.spec.layers.start]
-        layer.ending.end(kernels, residual, inputs)
-        return None
-
-    def _attend(self, number: int, layer: DecoderLayer, own: Tensor, batch: Batch, *, stops: bool) -> Tensor | None:
-        """Write the layer's keys and values, unless another layer has them, and attend. stops: as in `_run_layer`."""
-        kernels = self._kernels
-        k_cache, v_cache, pages = self._find_caches(number)
-        batch = batch.with_pages(pages)
-        rope = self._ropes.of_layer(number)
-        projected = select_heads(kernels, layer, own)
-        if layer.source is None:
-            q = kernels.rotate_store(projected, layer.prep, rope, batch, k_cache, v_cache)
-        elif not stops:
-            q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
-        return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
-
     def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         source = self.config.shape_of(number).traits.source
         owner = number if source is None else source
@@ -314,12 +270,7 @@ class DenseShard:
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
         """Return the layers that may be fused, by number, with their caches: none where layers are of several kinds."""
-        caches = self.rows.layers
-        indices = self._layout.indices
-        layers = zip(self.spec.layers, self._decoder, strict=True)
-        if isinstance(self.config, LayeredConfig):
-            return {}
-        return {number: (one, caches[indices[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
+        return {} if isinstance(self.config, LayeredConfig) else self._runner.list_attending(self.rows.layers)
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
         expected = (step.rows,) if self._embedding is not None else (step.bucket, self._crossing.given.width)
@@ -341,10 +292,11 @@ class DenseShard:
 
     def close(self) -> None:
         """Give the memory back; the shard is of no use afterwards."""
-        self._decoder.clear()
+        self._runner.close()
         self._buffers.clear()
-        self._embedding = self._scaled_embedding = self._norm = self._head = self._row_inputs = None
+        self._embedding = self._scaled_embedding = self._norm = self._head = None
         self.rows.close()
         self.states.close()
-        if self._offloaded is not None:
-            self._offloaded.close()
+        for experts in (self._offloaded, self._computed):
+            if experts is not None:
+                experts.close()

@@ -14,6 +14,7 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
+from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
@@ -135,10 +136,12 @@ class Build(Protocol):
         placement: ShardPlacement,
         *,
         offloaded: HostExperts | None = ...,
+        computed: CpuExperts | None = ...,
     ) -> Shard:
         """Return the shard that `placement` describes.
 
-        offloaded: gets the weights of experts; None: the shard keeps them on its device.
+        offloaded: gets the weights of experts; None: the shard keeps them on its device. computed: computes the experts
+        of its layers on the host; None: the device computes all.
         """
         ...
 

@@ -10,14 +10,18 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
+import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
+from adapters.models.decoder.cpu_experts import CpuExperts, CpuExpertsLayer
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.kernels.activations import SILU
+from adapters.models.kernels.expert_kernels import PackingKernels
 from adapters.models.kernels.experts_interface import (
     BiasedExpertsShape,
     Experts,
@@ -35,6 +39,8 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 _STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
 
 
+Feed: TypeAlias = GatedWeights | Experts | CpuExpertsLayer
+"""The weights of a feed-forward: dense, with experts, or with experts that the host computes."""
 Matrix: TypeAlias = tuple[Weight, tuple[tuple[str, int], ...]]
 """A weight, and the tensors that are stacked to make it, each with its number of rows."""
 
@@ -136,6 +142,16 @@ class FeedReader(Protocol):
         """The experts in host memory, to which experts are added; None: they stay on the device."""
         ...
 
+    @property
+    def computed(self) -> CpuExperts | None:
+        """The experts that the host computes, to which those of this layer are added; None: the device has them."""
+        ...
+
+    @property
+    def on_host(self) -> FeedReader:
+        """The reader of experts that the host computes, onto the host."""
+        ...
+
     def __call__(self, *names: str) -> Tensor:
         """Return the named tensors, stacked along their rows, in the model's dtype."""
         ...
@@ -149,39 +165,65 @@ class FeedReader(Protocol):
         ...
 
 
-def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
+def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> Feed:
     """Load the feed-forward of the layer whose names begin with `prefix`."""
     experts = shape.experts
-
-    def load_gated(name: str, *, packed: bool = True) -> GatedWeights:
-        gate, up, down = (f"{prefix}{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        both = read.matrix(gate, up)
-        own = read.matrix(down)
-        pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
-        biases: list[Tensor] = []
-        if isinstance(experts, BiasedExpertsShape):
-            gate_bias, up_bias, down_bias = (weight.replace("weight", "bias") for weight in (gate, up, down))
-            biases = [read(gate_bias, up_bias), read(down_bias)]
-        if not packed:
-            return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation, *biases)
-        return GatedWeights(pack_both(both), kernels.pack(own), shape.traits.activation, *biases)
-
     if experts is None:
-        return load_gated("mlp")
+        return _load_gated(read, kernels, shape, f"{prefix}mlp")
+    shared = _load_gated(read, kernels, shape, f"{prefix}mlp.shared_expert") if experts.shared else None
+    if read.computed is None:
+        return evolve(_load_experts(read, kernels, shape, prefix), shared=shared)
+    return read.computed.add_layer(_load_experts(read.on_host, read.computed.kernels, shape, prefix), shared)
+
+
+def _load_gated(
+    read: FeedReader, kernels: PackingKernels, shape: FeedShape, name: str, *, packed: bool = True
+) -> GatedWeights:
+    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    both = read.matrix(gate, up)
+    own = read.matrix(down)
+    pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
+    biases: list[Tensor] = []
+    if isinstance(shape.experts, BiasedExpertsShape):
+        gate_bias, up_bias, down_bias = (weight.replace("weight", "bias") for weight in (gate, up, down))
+        biases = [read(gate_bias, up_bias), read(down_bias)]
+    if not packed:
+        return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation, *biases)
+    return GatedWeights(pack_both(both), kernels.pack(own), shape.traits.activation, *biases)
+
+
+def _load_experts(read: FeedReader, kernels: PackingKernels, shape: FeedShape, prefix: str) -> Experts:
+    """Load router and experts, without the shared expert."""
+    experts = shape.experts
+    assert experts is not None
     correction = _name_correction(experts)
-    each = (load_gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
+    numbers = range(experts.count)
+    packed = kernels.packs_experts
+    each = (_load_gated(read, kernels, shape, f"{prefix}mlp.experts.{number}", packed=packed) for number in numbers)
     gates = ("gate", "shared_expert_gate") if experts.gates_shared else ("gate",)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.add_layer(each),
-        shared=load_gated("mlp.shared_expert") if experts.shared else None,
+        shared=None,
         correction=read.wide(prefix + correction) if correction else None,
     )
 
 
-def run_feed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
-    return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else run_feed_forward(kernels, x, feed)
+def run_feed(kernels: Kernels, feed: Feed, x: Tensor, batch: Batch) -> Tensor:
+    if isinstance(feed, GatedWeights):
+        return run_feed_forward(kernels, x, feed)
+    return run_chosen_experts(kernels, feed, x, batch)
+
+
+def run_chosen_experts(
+    kernels: Kernels, feed: Experts | CpuExpertsLayer, x: Tensor, batch: Batch, deciding: Tensor | None = None
+) -> Tensor:
+    """Run x `[R, D]` through the experts that its router chooses. deciding: what the router reads in place of x."""
+    if isinstance(feed, CpuExpertsLayer):
+        kernels.stop_recording()
+        return feed.run(kernels, x, batch, deciding, out=torch.empty_like(x))
+    return kernels.experts(x, feed, batch, deciding)
 
 
 def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.attention_rule import AttentionMask
-from adapters.models.kernels.experts_interface import Experts, GatedWeights
+from adapters.models.kernels.experts_interface import GatedWeights
 from adapters.models.kernels.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interface import Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
@@ -35,6 +35,13 @@ class Buffers:
     fused_layers: Mapping[int, tuple[int, FusedLayers]]
     tree: TreeAttention | None = field(init=False, default=None)
     row_inputs: Tensor | None = field(init=False, default=None)
+    fed: Tensor | None = field(init=False, default=None)
+
+    def make_fed(self) -> Tensor:
+        """Return the buffer of what experts of the host returned, `[R, D]`, made on first use."""
+        if self.fed is None:
+            self.fed = torch.zeros_like(self.hidden)
+        return self.fed
 
     def logits_of(self, vocabulary: int) -> Tensor:
         """Return the buffer of logits, made on first use: it is large, and a prefill's bucket never needs it."""
@@ -46,7 +53,7 @@ class Buffers:
     def nbytes(self) -> int:
         aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
         left = None if self.forward.hidden is self.hidden else self.forward.hidden
-        own = (self.logits, self.tree, self.batch.table, self.hidden, left, *aux_hidden_states)
+        own = (self.logits, self.fed, self.tree, self.batch.table, self.hidden, left, *aux_hidden_states)
         return sum(one.nbytes for one in own if one is not None)
 
 
@@ -65,7 +72,7 @@ def fuse_layers(
     found = dict[int, tuple[int, FusedLayers]]()
     whole = list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
-        if layer.is_plain and rope.query_scale is None and not isinstance(layer.frame.feed, Experts):
+        if layer.is_plain and rope.query_scale is None and isinstance(layer.frame.feed, GatedWeights):
             before = forward.aux_hidden_states.get(number - 1)
             whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):

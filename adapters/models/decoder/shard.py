@@ -74,6 +74,7 @@ class ShardSpec:
 
     capacity: rows of a slot.
     buckets: the row counts that `Shard.forward` accepts, ascending.
+    cpu_experts: the layers whose experts the host computes.
     runs_ahead: `Shard.forward` returns before the device is done, and accepts token ids on the device that are still
         being picked.
     """
@@ -86,6 +87,7 @@ class ShardSpec:
     device: torch.device
     dtype: torch.dtype
     runs_ahead: bool = False
+    cpu_experts: range = range(0)
 
 
 @frozen(kw_only=True)
@@ -285,7 +287,8 @@ class Shard(Protocol):
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of `weights`, `kv` and `buffers` on the device, and of `host`.
 
-        `host` counts weights in host memory that the device reads there, without those of experts.
+        `host` counts weights in host memory that the device reads there, and experts that the host computes. Experts
+        that are brought to the device are not counted.
         """
         ...
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StackedWeight
 from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.host_experts import HostExperts
 
@@ -17,7 +18,7 @@ class WeightReader:
     """Reads weights onto a device, in the model's dtype.
 
     offloaded: keeps the weights of experts in host memory; None: they go to the device. wide_norms: norms multiply in
-    float32, and round once.
+    float32, and round once. computed: computes the experts of this layer on the host; None: the device does.
     """
 
     weights: WeightSource
@@ -25,6 +26,13 @@ class WeightReader:
     dtype: torch.dtype
     offloaded: HostExperts | None = None
     wide_norms: bool = False
+    computed: CpuExperts | None = None
+
+    @property
+    def on_host(self) -> WeightReader:
+        """The reader of the experts that the host computes."""
+        assert self.computed is not None
+        return evolve(self, weights=self.computed.weights, device=torch.device("cpu"), offloaded=None, computed=None)
 
     def __call__(self, *names: str) -> Tensor:
         """Return the named tensors, stacked along their rows."""

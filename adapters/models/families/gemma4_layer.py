@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.cpu_experts import CpuExpertsLayer
 from adapters.models.decoder.feed_forward import (
     Matrix,
     feed_matrices,
     feed_products,
     feed_tensors,
     load_feed,
+    run_chosen_experts,
 )
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.weight_reader import WeightReader
@@ -92,7 +94,7 @@ class ParallelExperts:
     deciding: the norm of what the router reads. after_mlp, before, after: norms behind the MLP, and around the experts.
     """
 
-    experts: Experts
+    experts: Experts | CpuExpertsLayer
     deciding: Tensor
     after_mlp: Tensor
     before: Tensor
@@ -116,7 +118,7 @@ class Gemma4Ending:
         dense = kernels.add_norm(fed, None, parallel.after_mlp, self.eps)
         deciding = kernels.add_norm(residual, None, parallel.deciding, self.eps)
         x = kernels.add_norm(residual, None, parallel.before, self.eps)
-        sparse = kernels.experts(x, parallel.experts, batch, deciding)
+        sparse = run_chosen_experts(kernels, parallel.experts, x, batch, deciding)
         return dense.add_(kernels.add_norm(sparse, None, parallel.after, self.eps))
 
     def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
@@ -143,11 +145,13 @@ def load_ending(
 
 
 def _load_experts(read: WeightReader, kernels: Kernels, shape: SparseFeed, prefix: str) -> ParallelExperts:
-    found = load_feed(read, kernels, shape, prefix)
-    assert isinstance(found, Experts)
-    experts = Experts(
-        found.shape, found.router, found.each, found.shared, scales=read.wide(f"{prefix}router.per_expert_scale")
-    )
+    experts = load_feed(read, kernels, shape, prefix)
+    scales = read.wide(f"{prefix}router.per_expert_scale")
+    if isinstance(experts, CpuExpertsLayer):
+        experts.set_scales(scales)
+    else:
+        assert isinstance(experts, Experts)
+        experts = evolve(experts, scales=scales)
     deciding = read.wide(f"{prefix}router.scale") * shape.hidden_size**-0.5
     return ParallelExperts(experts, deciding, *(read.wide(f"{prefix}{name}.weight") for name in _PARALLEL_NORMS))
 

@@ -211,8 +211,30 @@ def run_experts(
     padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
     deciding: what the router reads in place of x.
     """
-    shape = experts.shape
     rows = sum(segment.count for segment in batch.segments)
+    total, gates = sum_experts(kernels, x, experts, rows, padded, deciding=deciding)
+    if experts.shared is not None:
+        total = add_shared(total, run_feed_forward(kernels, x, experts.shared)[:rows], compute_shares(gates))
+    out = torch.zeros_like(x)
+    out[:rows] = total
+    return out
+
+
+def sum_experts(
+    kernels: PackedProducts,
+    x: Tensor,
+    experts: Experts,
+    rows: int,
+    padded: Callable[[int], int],
+    *,
+    deciding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sums of the first rows, float32 `[rows, D]`, without the shared expert's.
+
+    Also returns the logits behind those of the experts, float32 `[rows, 0 or 1]`: those of the shared expert's gate.
+    padded, deciding: as in `run_experts`.
+    """
+    shape = experts.shape
     logits = kernels.linear(x if deciding is None else deciding, experts.router)[:rows].float()
     chosen, weights = choose_experts(logits[:, : shape.count], shape, experts.correction)
     if experts.scales is not None:
@@ -222,14 +244,20 @@ def run_experts(
     weighted = zip(parts, experts.weights_of(where.experts), strict=True)
     made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
     by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
-    total = add_in_order(by_rank.float() * weights.unsqueeze(2))
-    if experts.shared is not None:
-        own = run_feed_forward(kernels, x, experts.shared)[:rows]
-        gate = apply_in_vectors(torch.sigmoid, logits[:, shape.count :].contiguous()) if shape.gates_shared else 1
-        total = total + own.float() * gate
-    out = torch.zeros_like(x)
-    out[:rows] = total
-    return out
+    return add_in_order(by_rank.float() * weights.unsqueeze(2)), logits[:, shape.count :]
+
+
+def compute_shares(gates: Tensor) -> Tensor | None:
+    """Return what the shared expert's result is multiplied with, float32 `[rows, 1]`; None: with nothing.
+
+    gates: as `sum_experts` returns them.
+    """
+    return apply_in_vectors(torch.sigmoid, gates.contiguous()) if gates.shape[1] else None
+
+
+def add_shared(total: Tensor, own: Tensor, shares: Tensor | None) -> Tensor:
+    """Add the shared expert's result to the sum of the chosen ones, in float32."""
+    return total + (own.float() if shares is None else own.float() * shares)
 
 
 def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # all of these import torch
     import torch
 
     from adapters.models.kernels.compiler_interface import KernelCompiler
+    from adapters.models.kernels.expert_kernels import ExpertKernels
     from adapters.models.kernels.interface import Kernels
     from adapters.models.kernels.sampling_interface import SamplingKernels
     from adapters.models.kernels.step_pacer import StepPacer
@@ -39,6 +40,16 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         from adapters.models.kernels.cuda.kernels import TritonKernels
 
         return TritonKernels(device)
+    from adapters.models.kernels.cpu.kernels import CpuKernels
+
+    return CpuKernels(dtype)
+
+
+def build_expert_kernels(dtype: torch.dtype) -> ExpertKernels:
+    """Return the products by which the host computes experts of a device's layers. dtype: the model's.
+
+    Raises ValueError as `build_kernels` does.
+    """
     from adapters.models.kernels.cpu.kernels import CpuKernels
 
     return CpuKernels(dtype)

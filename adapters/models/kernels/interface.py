@@ -327,10 +327,15 @@ class Kernels(Protocol):
         """Do host work that all layers share. Called once a forward, after `batch.load` and before `launch`."""
         ...
 
-    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+    def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         """Run `body`, a fixed sequence of kernel calls over static buffers that never waits for the device.
 
         A plain implementation calls it. One that records graphs captures it on first use for (name, bucket) and
         replays it later. The tensors that `body` returned then belong to the graph and are filled again each time.
+        piece: which part this is of a body that is launched in several.
         """
+        ...
+
+    def stop_recording(self) -> None:
+        """Record and replay no graphs from now on, because a body waits for the device."""
         ...

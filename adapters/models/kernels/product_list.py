@@ -139,6 +139,11 @@ class ProductPlan:
     deltas: tuple[ServedDelta, ...] = ()
     packed: tuple[ServedWeight, ...] = ()
 
+    @property
+    def is_native(self) -> bool:
+        """Return whether the compiled library computes all products with weights. Its bits depend on no threads."""
+        return all(one.way == NATIVE for one in self.weights)
+
     def bit_signature(self) -> tuple[object, ...]:
         """Return all parts of the plan that bits depend on."""
         weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.way, one.rows) for one in self.weights)

@@ -21,26 +21,26 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import define, evolve, field, frozen
-from torch import Tensor
+from attrs import evolve, frozen
 
 from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.family import Family, ModelConfig
-from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
-from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
+from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products, Proof
-from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, build_proof_key, describe_machine
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
+from adapters.models.numerics.layer_bench import PROBED_SLOTS, LayerBench
+from adapters.models.numerics.probe_result import (
+    BLOCK_SIZE,
+    Numerics,
+    build_proof_key,
+    describe_expert_kernels,
+    describe_machine,
+)
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
-from adapters.sequence_layout import torch_dtype
 
-_MAX_BOUNDARIES = 16
-_NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
-PROBED_SLOTS = 3
-_FINGERPRINT_ROWS = 64
 _EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
 
 
@@ -78,11 +78,14 @@ class ProbeShape:
         )
 
 
-def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> str:
+def probe_key(
+    family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape, experts: ExpertKernels | None = None
+) -> str:
     """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
     kinds = (family.model_type, tuple(config.list_probed_layers()), *(() if config.experts is None else (_EXPERTS,)))
     dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
-    facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
+    own = () if experts is None else (describe_expert_kernels(experts), experts.bit_signature)
+    facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes, *own)
     return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
 
 
@@ -91,16 +94,28 @@ def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
     return (*(bucket for bucket in sorted(sizes) if bucket < chunk), chunk)
 
 
-def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> Numerics:
-    """Prove what holds of `kernels` on the device. It takes a second or two, and leaves the kernels as they were."""
+def probe(
+    family: Family,
+    config: ModelConfig,
+    kernels: Kernels,
+    shape: ProbeShape,
+    experts: ExpertKernels | None = None,
+    known: ProductPlan | None = None,
+) -> Numerics:
+    """Prove what holds of `kernels` on the device. It takes a second or two, and leaves the kernels as they were.
+
+    experts: those that compute the experts of the layers on the host, with a proven plan; None: the device does. known:
+    products that were proven for these kernels before.
+    """
     start = time.perf_counter()
     chunk = shape.chunk
     buckets = shape.buckets
     threads = torch.get_num_threads()
-    proof = kernels.prove(shape.list_products(config))
+    proof = kernels.prove(shape.list_products(config), known)
+    layouts = shape.layouts if proof.plan is None or experts is not None else {}
     found = [
-        _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers)
-        for small, layers, own in packed_in(config.list_probed_layers(), shape.layouts if proof.plan is None else {})
+        _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers, experts=experts)
+        for small, layers, own in packed_in(config.list_probed_layers(), layouts)
     ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
@@ -114,10 +129,15 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
         buckets=kept,
         block_size=BLOCK_SIZE if buckets_hold else chunk,
         chunk=chunk,
-        kernels=kernels.name,
+        kernels=kernels.name if experts is None else f"{kernels.name}, experts {experts.name}",
         threads=threads if shape.device.type == "cpu" else 0,
         numerics_class=", ".join(
-            (describe_machine(kernels, shape.device), digest_served_shapes(kept, proof, threads), fingerprint)
+            (
+                describe_machine(kernels, shape.device),
+                *(() if experts is None else (f"experts on {describe_expert_kernels(experts)}",)),
+                digest_served_shapes(kept, proof, threads, experts),
+                fingerprint,
+            )
         ),
         seconds=time.perf_counter() - start,
         checks=sum(one.checks for one in found) + proof.checks,
@@ -143,9 +163,16 @@ class LayerFindings:
 
 
 def _probe_layer(
-    family: Family, config: ModelConfig, kernels: Kernels, proof: Proof, shape: ProbeShape, *, layers: range
+    family: Family,
+    config: ModelConfig,
+    kernels: Kernels,
+    proof: Proof,
+    shape: ProbeShape,
+    *,
+    layers: range,
+    experts: ExpertKernels | None,
 ) -> LayerFindings:
-    """Probe one layer of a kind. layers: which one of the small model `config`."""
+    """Probe one layer of a kind. layers: which one of the small model `config`. experts: as in `probe`."""
     stored = torch.float32 if shape.device.type == "cpu" else shape.dtype
     weights = RandomWeights(config, 1, shape.device, stored, config.hidden_size**-0.5, shape.layouts)
     placement = ShardPlacement(
@@ -158,7 +185,11 @@ def _probe_layer(
         buckets=shape.buckets,
         state_checkpoints=1,
     )
-    shard = family.build(config, weights, kernels.with_plan(proof.plan), placement)
+    computed = None
+    if experts is not None:
+        on_host = evolve(weights, device=torch.device("cpu"))
+        computed = CpuExperts.prepare(layers, experts.copy_for_shard(), on_host, config.hidden_size, placement)
+    shard = family.build(config, weights, kernels.with_plan(proof.plan), placement, computed=computed)
     try:
         bench: LayerBench | StateBench
         if shard.states.specs:
@@ -174,177 +205,11 @@ def _probe_layer(
         shard.close()
 
 
-def digest_served_shapes(buckets: Sequence[int], proof: Proof, threads: int) -> str:
+def digest_served_shapes(
+    buckets: Sequence[int], proof: Proof, threads: int, experts: ExpertKernels | None = None
+) -> str:
     """Return 16 hex digits over the shapes that serve. Servers with other shapes get another numerics class."""
     plan = None if proof.plan is None else proof.plan.bit_signature()
-    parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
+    own = () if experts is None else (experts.bit_signature,)
+    parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest, *own)
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-
-
-@frozen
-class Computed:
-    """The results of one segment: hidden rows `[n, D]`, and KV tensors `[KV, n, hd]`."""
-
-    start: int
-    hidden: Tensor
-    kv: Mapping[str, Tensor]
-
-    def part(self, start: int, stop: int) -> Computed:
-        rows = slice(start - self.start, stop - self.start)
-        return Computed(start, self.hidden[rows], {name: tensor[:, rows] for name, tensor in self.kv.items()})
-
-    def tensors(self) -> list[Tensor]:
-        return [self.hidden, *self.kv.values()]
-
-
-def same_bits(ours: Computed, theirs: Computed) -> bool:
-    return all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
-    )
-
-
-@define(eq=False)
-class LayerBench:
-    """Runs segments of one token sequence, whose earlier K and V rows are random, and compares what comes out."""
-
-    shard: Shard
-    hidden_size: int
-    capacity: int
-    vectors: Tensor | None = field(init=False, default=None)
-    tokens: Tensor = field(init=False)
-    broken: dict[int, str] = field(init=False, factory=dict)
-    checks: int = field(init=False, default=0)
-    fingerprint: str = field(init=False, default="")
-
-    def __attrs_post_init__(self) -> None:
-        shard = self.shard
-        generator = make_generator(2)
-        self.tokens = torch.randint(0, shard.spec.vocab_size, (self.capacity,), generator=generator)
-        generator = make_generator(3, shard.spec.device)
-        if shard.spec.layers.start:  # hidden states come in, one vector for each token of the vocabulary
-            table = torch.empty(
-                shard.spec.vocab_size, self.hidden_size, device=shard.spec.device, dtype=shard.spec.dtype
-            )
-            self.vectors = table.normal_(generator=generator)
-        spec = shard.rows.spec
-        form = RowFormat(torch_dtype(shard.rows.spec.dtype))
-        rows = dict[str, Tensor]()
-        shape = (spec.heads, self.capacity, form.head_size(spec.width))
-        for name in spec.names:
-            drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
-            rows[name] = form.encode(drawn.normal_(generator=generator))
-        shard.rows.import_(0, 0, rows)
-        for slot in range(1, PROBED_SLOTS):
-            shard.rows.copy(0, slot, self.capacity)
-
-    def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
-        """The rows of every segment; slots all hold the same sequence."""
-        step = Step(segments, bucket)
-        inputs = torch.cat([self.tokens[segment.start : segment.start + segment.count] for segment in segments])
-        if self.vectors is not None:
-            padding = inputs.new_zeros(bucket - len(inputs))
-            inputs = self.vectors[torch.cat((inputs, padding)).to(self.vectors.device)]
-        hidden = self.shard.forward(step, inputs).hidden
-        found = []
-        row = 0
-        for segment in segments:
-            rows = slice(row, row + segment.count)
-            stop = segment.start + segment.count
-            kv = self.shard.rows.export(segment.slot, segment.start, stop)
-            found.append(Computed(segment.start, hidden[rows].clone(), kv))
-            row += segment.count
-        return found
-
-    def run(self, tile: int, *, every: bool) -> int:
-        """Check every bucket at key tile boundaries, `every` sampled one or the first and the last; returns how
-        many."""
-        rows = min(self.shard.spec.buckets[-1], self.capacity)
-        last = self.capacity - rows
-        at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
-        thorough = {0, *at[:1]}
-        starts = dict.fromkeys([*sorted(thorough), last, *(at if every else ())])
-        for start in starts:
-            self.check_span(start, rows, tile, thorough=start in thorough)
-        return len(starts)
-
-    def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
-        """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
-        chunk = self.shard.spec.buckets[-1]
-        [whole] = self.compute(chunk, Segment(0, start, rows))
-        if not self.fingerprint:
-            self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
-        edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
-        for bucket in self.shard.spec.buckets:
-            for at, count in pieces(start, rows, edge, bucket, thorough=thorough):
-                if bucket in self.broken:
-                    break
-                [part] = self.compute(bucket, Segment(0, at, count))
-                self._compare(bucket, "alone", whole, part)
-            if thorough and bucket not in self.broken:
-                self._check_batch(bucket, whole, start, rows, edge)
-            if bucket in self.broken:
-                self.shard.rows.import_(0, start, whole.kv)
-
-    def _check_batch(self, bucket: int, whole: Computed, start: int, rows: int, edge: int) -> None:
-        """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
-        count = max(1, min(bucket // PROBED_SLOTS, rows))
-        ends = {start, min(edge, start + rows - count), start + rows - count}
-        segments = [Segment(slot, at, count) for slot, at in enumerate(sorted(ends))]
-        if sum(segment.count for segment in segments) > bucket:
-            return
-        for slot in range(1, PROBED_SLOTS):
-            self.shard.rows.import_(slot, start, whole.kv)
-        for part in self.compute(bucket, *segments):
-            self._compare(bucket, "batched", whole, part)
-
-    def _compare(self, bucket: int, how: str, whole: Computed, part: Computed) -> None:
-        stop = part.start + len(part.hidden)
-        self.checks += 1
-        if bucket not in self.broken and not same_bits(whole.part(part.start, stop), part):
-            chunk = self.shard.spec.buckets[-1]
-            self.broken[bucket] = (
-                f"bucket {bucket}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
-            )
-
-    def _take_fingerprint(self, rows: Computed) -> None:
-        digest = hashlib.blake2b(digest_size=8)
-        for tensor in rows.tensors():
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-        self.fingerprint = digest.hexdigest()
-
-    def widths(self) -> set[int]:
-        """The buckets at which a row is the same alone, in another place and among others."""
-        at = self.capacity // 2
-        other = self.capacity // 3
-        found = set[int]()
-        for bucket in self.shard.spec.buckets[:-1]:
-            [alone] = self.compute(bucket, Segment(0, at, 1))
-            _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
-            if same_bits(alone, batched):
-                found.add(bucket)
-        return found
-
-
-def boundaries(tile: int, capacity: int) -> list[int]:
-    """Key tile boundaries up to the capacity, at most 16: all of them, or evenly many with the first and the last."""
-    count = capacity // tile
-    if count <= _MAX_BOUNDARIES:
-        return [tile * index for index in range(1, count + 1)]
-    spread = {round(1 + (count - 1) * index / (_MAX_BOUNDARIES - 1)) for index in range(_MAX_BOUNDARIES)}
-    return [tile * index for index in sorted(spread)]
-
-
-def pieces(start: int, rows: int, edge: int, bucket: int, *, thorough: bool) -> list[tuple[int, int]]:
-    """(position, count) of the pieces of `[start, start + rows)` that a bucket computes; one straddles `edge`."""
-    end = start + rows
-    full = min(bucket, rows)
-    straddling = min(max(start, edge - max(1, full // 2)), end - full)
-    found = [(straddling, full)]
-    if thorough or bucket <= _NARROW:
-        found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
-    if thorough:
-        odd = max(1, full - 1)
-        at = min(start + BLOCK_SIZE, end - 1)
-        found += [(start, full), (end - odd, odd), (at, min(bucket, end - at))]
-    return list(dict.fromkeys(found))

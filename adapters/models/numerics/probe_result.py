@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
+from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan, Products, check_plan
 
@@ -162,7 +163,9 @@ for _kind in (int, str, float, bool):
     _converter.register_structure_hook(_kind, _exactly)
 
 
-def build_proof_key(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
+def build_proof_key(
+    listed: Products, kernels: Kernels | ExpertKernels, device: torch.device, more: object = None
+) -> str:
     """Return the key under which the proof of these products may be kept: 32 hex digits.
 
     more: everything else that a kept value depends on.
@@ -173,7 +176,13 @@ def build_proof_key(listed: Products, kernels: Kernels, device: torch.device, mo
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def describe_machine(kernels: Kernels, device: torch.device) -> str:
+def describe_expert_kernels(kernels: ExpertKernels) -> str:
+    """Return in words what computes experts on the host. Threads are named where bits might depend on them."""
+    own = "" if kernels.ignores_threads else f", {torch.get_num_threads()} threads"
+    return describe_machine(kernels, torch.device("cpu")) + own
+
+
+def describe_machine(kernels: Kernels | ExpertKernels, device: torch.device) -> str:
     """Return the device kind, instruction set or GPU, torch build and kernels, in words."""
     build = f"torch {torch.__version__}"
     if device.type == "cuda":

@@ -21,7 +21,7 @@ from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import DTYPE_NAMES, LIMITS, RowFormat, row_dtype
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import LayerBench
+from adapters.models.numerics.layer_bench import LayerBench
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.sequence_layout import RowSpec, dtype_name
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters import demo
-from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.layer_runner import LayerRunner
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.layer_kinds import describe_kind, run_one_of_each, skipped_layers
@@ -62,13 +62,13 @@ def test_all_but_the_first_of_each_kind_are_left_out_and_only_where_that_is_aske
 def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    run, own = list[int](), DenseShard._run_layer  # noqa: SLF001
+    run, own = list[int](), LayerRunner.run_layer
 
-    def counted(self: DenseShard, number: int, *args: Any, **how: Any) -> Tensor | None:
+    def counted(self: LayerRunner, number: int, *args: Any, **how: Any) -> Tensor | None:
         run.append(number)
         return own(self, number, *args, **how)
 
-    monkeypatch.setattr(DenseShard, "_run_layer", counted)
+    monkeypatch.setattr(LayerRunner, "run_layer", counted)
     where, checkpoint = torch.device(device), Checkpoint.open(demo.FOLDER)
     kernels = build_kernels(where, torch.float32)
     monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)  # operation by operation everywhere
@@ -88,7 +88,7 @@ def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytes
 def test_nothing_is_recorded_or_replayed_where_layers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, replayed = list[str](), list[str]()
 
-    def record(_: GraphCache, body: Callable[[], str]) -> tuple[Any, str]:
+    def record(_: GraphCache, body: Callable[[], str], pool: object) -> tuple[Any, str]:
         recorded.append(body())
         return SimpleNamespace(replay=lambda: replayed.append("graph")), recorded[-1]
 
@@ -110,13 +110,13 @@ def test_graphs_that_a_start_records_have_all_layers(
     folder: Path, hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU would record, played on a processor: steps, names and keys are those of a start."""
-    run, own, graphs = list[int](), DenseShard._run_layer, dict[Any, list[int]]()  # noqa: SLF001
+    run, own, graphs = list[int](), LayerRunner.run_layer, dict[Any, list[int]]()
 
-    def counted(self: DenseShard, number: int, *args: Any, **how: Any) -> Tensor | None:
+    def counted(self: LayerRunner, number: int, *args: Any, **how: Any) -> Tensor | None:
         run.append(number)
         return own(self, number, *args, **how)
 
-    def record(_: GraphCache, body: Callable[[], Any]) -> tuple[Any, Any]:
+    def record(_: GraphCache, body: Callable[[], Any], pool: object) -> tuple[Any, Any]:
         run.clear()
         result = body()
         return SimpleNamespace(replay=lambda: None, layers=[*run]), result
@@ -124,7 +124,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     gpu: Any = SimpleNamespace(type="cuda")
     cache, attending = GraphCache(gpu), set[str]()
 
-    def launch(_: object, name: str, batch: Any, body: Callable[[], Any]) -> Any:
+    def launch(_: object, name: str, batch: Any, body: Callable[[], Any], *, piece: str = "") -> Any:
         alone = all(segment.count == 1 for segment in batch.segments)
         merges = hopper and batch.bucket <= 4 and alone and name in attending
 
@@ -136,7 +136,7 @@ def test_graphs_that_a_start_records_have_all_layers(
 
     checkpoint, cpu = Checkpoint.open(folder), torch.device("cpu")
     kernels = build_kernels(cpu, torch.float32)
-    monkeypatch.setattr(DenseShard, "_run_layer", counted)
+    monkeypatch.setattr(LayerRunner, "run_layer", counted)
     monkeypatch.setattr(GraphCache, "_record", record)
     monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)
     monkeypatch.setattr(type(kernels), "launch", launch)
@@ -145,10 +145,11 @@ def test_graphs_that_a_start_records_have_all_layers(
     for bucket in shard.spec.buckets:
         shard._at(bucket).logits_of(shard.spec.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
     monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=checkpoint.config.experts is None))
+    monkeypatch.setattr(shard._runner, "spec", shard.spec)  # noqa: SLF001
     target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
-    graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
+    graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}
     narrow = "settled" if shard.states.specs else "layers"
     assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
     assert {

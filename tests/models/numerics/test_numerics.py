@@ -15,7 +15,8 @@ from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.kernels.attention_rule import PLAIN
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.product_list import Weight, list_spans, span_of
-from adapters.models.numerics.probe import ProbeShape, boundaries, probe, probe_key
+from adapters.models.numerics.layer_bench import boundaries
+from adapters.models.numerics.probe import ProbeShape, probe, probe_key
 from adapters.models.numerics.probe_result import Numerics, describe_machine
 from adapters.models.numerics.synthetic import laid_out
 

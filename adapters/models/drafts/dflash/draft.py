@@ -39,7 +39,7 @@ from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.experts_interface import Experts
+from adapters.models.kernels.experts_interface import GatedWeights
 from adapters.models.kernels.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, Kernels, WholeLayer
 from adapters.models.kernels.step import Forward, Segment, Step
@@ -299,7 +299,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         layers = list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
-            assert not isinstance(feed, Experts), "drafts are dense"
+            assert isinstance(feed, GatedWeights), "drafts are dense"
             layers.append(whole_layer(layer.decoder, feed, caches, mask=mask))
         embedding = Embedding(self._head.embedding, loaded.mask, self._config.mask_token_id)
         return self._kernels.fuse_layers(layers, self._rope, bucket, embedding)

@@ -40,7 +40,7 @@ from adapters.models.kernels.cpu.step_plan import StepPlan
 from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
-from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
+from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts, sum_experts
 from adapters.models.kernels.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.multiplier import dtype_name
@@ -100,6 +100,10 @@ class CpuKernels:
     @property
     def bit_signature(self) -> tuple[object, ...]:
         return () if self._plan is None else self._plan.bit_signature()
+
+    @property
+    def ignores_threads(self) -> bool:
+        return self._plan is not None and self._plan.is_native
 
     def copy_for_shard(self) -> CpuKernels:
         return self.with_plan(self._plan)
@@ -220,6 +224,11 @@ class CpuKernels:
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
         return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)
 
+    def sum_experts(
+        self, x: Tensor, experts: Experts, rows: int, deciding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return sum_experts(self, x, experts, rows, self._pad_row_count, deciding=deciding)
+
     def _pad_row_count(self, rows: int) -> int:
         """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""
         steps = () if self._plan is None else self._plan.steps
@@ -312,7 +321,7 @@ class CpuKernels:
     ) -> Tensor:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
 
-    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+    def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         if self._plan is None:
             return body()
         narrow, wide = self._plan.threads
@@ -321,7 +330,10 @@ class CpuKernels:
             raise UnprovenProductError(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()
-        kind = (name, batch.bucket)
+        kind = (name + piece, batch.bucket)
         if kind not in self._tunings:
             self._tunings[kind] = ThreadTuning(narrow, wide)
         return self._tunings[kind].run(body)
+
+    def stop_recording(self) -> None:
+        """Nothing is ever recorded."""

@@ -163,7 +163,7 @@ class TritonKernels:
         each = experts.each
         if isinstance(each, StackedExperts):
             return self.grouped_experts.run_experts(self, x, experts, each.weights, batch, deciding)
-        self.graphs.enabled = False
+        self.stop_recording()
         weights = each.stacked.weights if isinstance(each, ChosenExperts) else None
         if weights is not None and can_be_grouped(weights) and weights.down_bias is None:
             return self.grouped_experts.run_experts(self, x, experts, weights, batch, deciding)
@@ -297,7 +297,7 @@ class TritonKernels:
         batch.plan.fresh.clear()
         batch.plan.merges = self._attention.merges_in_kernel(batch)
 
-    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+    def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         def run_planned() -> T:
             batch.plan.fresh.clear()
             self._attention.running = name
@@ -308,4 +308,7 @@ class TritonKernels:
             return body()
 
         merges = batch.plan.merges = batch.plan.merges and name in self._attention.planned_bodies
-        return self.graphs.run((name, batch.bucket, merges), run_planned)
+        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=bool(piece))
+
+    def stop_recording(self) -> None:
+        self.graphs.enabled = False

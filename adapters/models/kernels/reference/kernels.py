@@ -224,5 +224,8 @@ class ReferenceKernels:
     def prepare_step(self, batch: Batch) -> None:
         """Nothing is shared between layers."""
 
-    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002
+    def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:  # noqa: ARG002
         return body()
+
+    def stop_recording(self) -> None:
+        """Nothing is ever recorded."""
