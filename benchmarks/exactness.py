@@ -4,7 +4,7 @@ executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
-[--family gpt_oss] [--quantize int8] [--longest 700] [--answer 48]`
+[--family gpt_oss] [--quantize int8] [--cpu-experts 2] [--longest 700] [--answer 48]`
 
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. For GLM `--draft mtp` takes the checkpoint's prediction head, and for Gemma 4 `--draft assistant` an assistant.
@@ -360,6 +360,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     kinds = [kind for kind in (given.dtype, given.kv_dtype, given.quantize) if kind not in ("auto", "none")]
+    kinds += [] if given.cpu_experts == "auto" else [f"{given.cpu_experts} layers' experts on the CPU"]
     subject = ", ".join([Path(given.model).stem, *kinds])
     name = "-".join(["exactness", slug(subject)])
     publish(given, name, found, [make_figure(compared.rows, subject)], given.device)
@@ -430,6 +431,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of a prompt at most")
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
     parser.add_argument("--quantize", default="none")
+    parser.add_argument("--cpu-experts", default="auto", help="layers whose experts the host computes")
     parser.add_argument("--family", default="", choices=["", *FAMILIES])
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
@@ -443,6 +445,7 @@ def main() -> int:
             given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
         where = {"device": given.device, "threads": given.threads}
         kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "quantize": given.quantize}
+        kinds["cpu_experts"] = given.cpu_experts
         options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
         return 1 if anyio.run(measure, options, given) else 0
 

@@ -77,8 +77,8 @@ class AllTurns(ChosenExperts):
 class KernelsInTurns(ReferenceKernels):
     """Reads experts as kernels do that multiply with many at once."""
 
-    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return super().experts(x, evolve(experts, each=AllTurns(experts.each)), batch)
+    def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
+        return super().experts(x, evolve(experts, each=AllTurns(experts.each)), batch, deciding)
 
 
 def shard_with(offloaded: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
