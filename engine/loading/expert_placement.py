@@ -15,6 +15,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import WeightOptions
+from engine.settings.options import Options, evolve_options
 from engine.settings.user_error import UserError
 from states import experts
 from states.settings import Settings
@@ -78,6 +79,12 @@ def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settin
     if hosted is None:
         return settings
     return evolve(settings, experts=hosted.experts, expert_slots=hosted.expert_slots)
+
+
+def resolve_cpu_experts(options: Options, shard: Pipeline) -> Options:
+    """Return the options with the number of layers whose experts the host computes, if that was left open."""
+    stops = [part.spec.cpu_experts.stop for part in shard.parts]
+    return evolve_options(options, cpu_experts=str(max(stops)))
 
 
 def describe_expert_placement(hosted: HostExperts | None, shard: Pipeline) -> str:

@@ -82,7 +82,7 @@ def choose_automatically(plan: LoadPlan, layers: Sequence[int], kept: Calibratio
         return plan
     if kept is None:
         return assign_cpu_experts(plan, layers, least)
-    found = kept.load_or_make(build_key(plan), lambda: decide(plan, least, kept), to_json, from_json)
+    found = kept.load_or_make(build_key(plan), lambda: decide(plan, least), to_json, from_json)
     if not found.brings and not fits(found.cpu_layers):
         log.warning("--cpu-experts: less memory is free than at the first start, so answers will be computed anew")
         found = ExpertPlacement(least)
@@ -91,7 +91,7 @@ def choose_automatically(plan: LoadPlan, layers: Sequence[int], kept: Calibratio
     return assign_cpu_experts(plan, layers, found.cpu_layers)
 
 
-def decide(plan: LoadPlan, least: int, kept: CalibrationCache) -> ExpertPlacement:
+def decide(plan: LoadPlan, least: int) -> ExpertPlacement:
     """Decide by measured times. least: layers whose experts have to leave the device."""
     config = plan.checkpoint.config
     assert config.experts is not None

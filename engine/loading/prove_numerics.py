@@ -88,7 +88,9 @@ def prove(
             numerics = load_or_run_probe(checkpoint, kernels, kept, shape)
             offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, shape), numerics.to_json()))
             if any(one.cpu_experts for one in plan if one.device == device):
-                computed[device] = load_or_run_probe(checkpoint, kernels, kept, shape, experts, numerics.plan)
+                computed[device] = load_or_run_probe(
+                    checkpoint, kernels, kept, shape, experts=experts, known=numerics.plan
+                )
         found[device] = numerics, kernels
     proven = list[tuple[range, Numerics]]()
     for one in plan:
@@ -166,6 +168,7 @@ def load_or_run_probe(
     kernels: Kernels,
     kept: CalibrationCache,
     shape: ProbeShape,
+    *,
     experts: ExpertKernels | None = None,
     known: ProductPlan | None = None,
 ) -> Numerics:
@@ -178,7 +181,7 @@ def load_or_run_probe(
     key = probe_key(family, config, kernels, shape, experts)
     return kept.load_or_make(
         key,
-        lambda: probe(family, config, kernels, shape, experts, known),
+        lambda: probe(family, config, kernels, shape, experts=experts, known=known),
         Numerics.to_json,
         Numerics.from_json,
     )

@@ -28,7 +28,8 @@ def describe_costs(target: LoadedModel) -> str:
     on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
     in_all = format_bytes(target.weight_bytes)
     line = f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {in_all}{on_host})"
-    line += f"{describe_expert_placement(target.host_experts, shard)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
+    line += describe_expert_placement(target.host_experts, shard)
+    line += f"  context={format_bytes(shard.rows.spec.token_bytes)} a token"
     kv_dtype = target.model_info["kv_dtype"]
     line += "" if kv_dtype == target.model_info["dtype"] else f" in {kv_dtype}"
     return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")

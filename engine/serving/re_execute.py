@@ -301,7 +301,7 @@ def read_options(header: Header, model: str | None) -> Options:
     """Return the options of a trace that decide its numbers. Raises UserError, since traces are hostile input."""
     names = (
         *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
-        *("threads", "state_checkpoints", "quantize", "kv_dtype", "kv_memory"),
+        *("threads", "state_checkpoints", "quantize", "kv_dtype", "kv_memory", "cpu_experts"),
     )
     wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
     if model is not None:

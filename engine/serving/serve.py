@@ -42,6 +42,7 @@ from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
+from engine.loading.expert_placement import resolve_cpu_experts
 from engine.loading.load_target import LoadedModel
 from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
@@ -305,9 +306,8 @@ def build_recorder(options: Options, target: LoadedModel) -> Recorder | None:
     """Start to record a trace, if one is asked for. Raises UserError if its file cannot be written."""
     if options.diagnostics.trace is None:
         return None
-    header = Header(
-        VERSION, __version__, target.settings, target.identity, options.redacted_values(), options.diagnostics.redact
-    )
+    values = resolve_cpu_experts(options, target.shard).redacted_values()
+    header = Header(VERSION, __version__, target.settings, target.identity, values, options.diagnostics.redact)
     recorder = Recorder(options.diagnostics.trace, header)
     try:
         recorder.start()

@@ -25,13 +25,8 @@ from torch import Tensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.expert_kernels import ExpertKernels
-from adapters.models.kernels.experts_interface import (
-    Experts,
-    GatedWeights,
-    add_shared,
-    compute_shares,
-    run_feed_forward,
-)
+from adapters.models.kernels.expert_sums import add_shared, compute_shares
+from adapters.models.kernels.experts_interface import Experts, GatedWeights, run_feed_forward
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.layer_kinds import describe_kind
 from adapters.models.kernels.offload import allocate_pinned, count_bytes
@@ -155,7 +150,7 @@ class CpuExpertsLayer:
         self._experts = evolve(self._experts, scales=scales.cpu())
 
     def run(self, kernels: Kernels, x: Tensor, batch: Batch, deciding: Tensor | None = None, *, out: Tensor) -> Tensor:
-        """Run x `[R, D]` through the experts into `out` `[R, D]` and return it, all on the device. Waits for the device.
+        """Run x `[R, D]` through the experts into `out` `[R, D]` and return it. Waits for the device.
 
         kernels: the device's. deciding: what the router reads in place of x.
         """

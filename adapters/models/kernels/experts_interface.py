@@ -10,7 +10,7 @@ Three rules keep a row's bits independent of its neighbours:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
-from adapters.models.kernels.step_batch import Batch
 
 _VECTOR = 64  # a row of logits is padded to a multiple of this, whole vectors on every processor
 _LEAST = 1e-20  # added to the sum of the chosen experts' scores, as published models do
@@ -167,21 +166,6 @@ class PackedProducts(Protocol):
     def gated_linear(self, x: Tensor, packed: Any) -> Tensor: ...
 
 
-@frozen(eq=False)
-class Dispatch:
-    """The rows of a step sorted by expert: one run of rows for each expert that has any, padded at its end.
-
-    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each place
-    in the runs the row of x that stands there; padding has row 0. places: for each row and each of its experts, from
-    the largest weight on, the place of that pair in the runs.
-    """
-
-    experts: tuple[int, ...]
-    sizes: list[int]
-    sources: Tensor
-    places: Tensor
-
-
 def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
     """Return the experts of a layer as they are, for kernels that compute one expert after the other."""
     return tuple(experts)
@@ -195,69 +179,6 @@ def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) 
         both.add_(weights.gate_up_bias)
     out = kernels.linear(apply_gate(weights.activation, *both.chunk(2, dim=1)), weights.down)
     return out if weights.down_bias is None else out.add_(weights.down_bias)
-
-
-def run_experts(
-    kernels: PackedProducts,
-    x: Tensor,
-    experts: Experts,
-    batch: Batch,
-    padded: Callable[[int], int] = int,
-    *,
-    deciding: Tensor | None = None,
-) -> Tensor:
-    """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
-
-    padded: returns the row count to which this many rows of an expert are padded, so that the product is a proven one.
-    deciding: what the router reads in place of x.
-    """
-    rows = sum(segment.count for segment in batch.segments)
-    total, gates = sum_experts(kernels, x, experts, rows, padded, deciding=deciding)
-    if experts.shared is not None:
-        total = add_shared(total, run_feed_forward(kernels, x, experts.shared)[:rows], compute_shares(gates))
-    out = torch.zeros_like(x)
-    out[:rows] = total
-    return out
-
-
-def sum_experts(
-    kernels: PackedProducts,
-    x: Tensor,
-    experts: Experts,
-    rows: int,
-    padded: Callable[[int], int],
-    *,
-    deciding: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums of the first rows, float32 `[rows, D]`, without the shared expert's.
-
-    Also returns the logits behind those of the experts, float32 `[rows, 0 or 1]`: those of the shared expert's gate.
-    padded, deciding: as in `run_experts`.
-    """
-    shape = experts.shape
-    logits = kernels.linear(x if deciding is None else deciding, experts.router)[:rows].float()
-    chosen, weights = choose_experts(logits[:, : shape.count], shape, experts.correction)
-    if experts.scales is not None:
-        weights = weights * experts.scales[chosen]
-    where = dispatch_rows(chosen, shape.count, padded)
-    parts = torch.split(x.index_select(0, where.sources), where.sizes)
-    weighted = zip(parts, experts.weights_of(where.experts), strict=True)
-    made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
-    by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
-    return add_in_order(by_rank.float() * weights.unsqueeze(2)), logits[:, shape.count :]
-
-
-def compute_shares(gates: Tensor) -> Tensor | None:
-    """Return what the shared expert's result is multiplied with, float32 `[rows, 1]`; None: with nothing.
-
-    gates: as `sum_experts` returns them.
-    """
-    return apply_in_vectors(torch.sigmoid, gates.contiguous()) if gates.shape[1] else None
-
-
-def add_shared(total: Tensor, own: Tensor, shares: Tensor | None) -> Tensor:
-    """Add the shared expert's result to the sum of the chosen ones, in float32."""
-    return total + (own.float() if shares is None else own.float() * shares)
 
 
 def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -314,33 +235,6 @@ def _find_greatest(values: Tensor, count: int) -> Tensor:
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     places = torch.arange(values.shape[1], device=values.device)
     return ((ordered << 16) - places).topk(count).indices
-
-
-def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
-    """Sort rows by expert. Waits for the device, because only the device knows how many rows an expert has.
-
-    chosen: int64 `[n, k]`. count: experts of the layer. padded: returns the padded number for a number of rows.
-    """
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    experts = list[int]()
-    sizes = list[int]()
-    shifts = [0] * count
-    before = first = 0
-    for number, rows in enumerate(torch.bincount(flat, minlength=count).tolist()):
-        if rows:
-            shifts[number] = first - before
-            experts.append(number)
-            sizes.append(padded(rows))
-            first = first + sizes[-1]
-            before = before + rows
-    shift = torch.tensor(shifts, device=flat.device)
-    at = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
-    sources = flat.new_zeros(first)
-    places = torch.empty_like(flat)
-    sources[at] = order // chosen.shape[1]
-    places[order] = at
-    return Dispatch(tuple(experts), sizes, sources, places)
 
 
 def add_in_order(parts: Tensor) -> Tensor:

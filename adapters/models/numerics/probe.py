@@ -99,6 +99,7 @@ def probe(
     config: ModelConfig,
     kernels: Kernels,
     shape: ProbeShape,
+    *,
     experts: ExpertKernels | None = None,
     known: ProductPlan | None = None,
 ) -> Numerics:

@@ -1,4 +1,4 @@
-"""Experts that the host computes: the bits of its kernels, in whatever pieces rows come. The device is the host here."""
+"""Experts that the host computes: the bits of its kernels, however rows come. The device is the host here."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_the_probe_proves_such_layers_and_names_what_computes_their_experts() ->
     host = host.with_plan(host.prove(listed).plan)
     device = CpuKernels(FLOAT, own=False)
     plain = probe(family, config, device, shape)
-    found = probe(family, config, device, shape, host, plain.plan)
+    found = probe(family, config, device, shape, experts=host, known=plain.plan)
     assert found.mode == plain.mode == "buckets"
     assert found.plan == plain.plan
     assert "experts on cpu" in found.numerics_class

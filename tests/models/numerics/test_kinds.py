@@ -149,7 +149,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
-    graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}
+    graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
     narrow = "settled" if shard.states.specs else "layers"
     assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
     assert {

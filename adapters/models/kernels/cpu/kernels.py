@@ -28,6 +28,7 @@ from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention
 from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.experts import stack_experts, sum_cpu_experts
 from adapters.models.kernels.cpu.heads import CpuHeads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
@@ -40,7 +41,8 @@ from adapters.models.kernels.cpu.step_plan import StepPlan
 from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
-from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts, sum_experts
+from adapters.models.kernels.expert_sums import finish_experts
+from adapters.models.kernels.experts_interface import Experts
 from adapters.models.kernels.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.multiplier import dtype_name
@@ -73,7 +75,7 @@ class CpuKernels:
     kv_tile = TILE
     is_paged = False
     packs_experts = True
-    stack_experts = staticmethod(list_experts)
+    stack_experts = staticmethod(stack_experts)
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype = dtype
@@ -222,12 +224,14 @@ class CpuKernels:
         return torch.stack([self.linear(one, weight) for one, weight in heads], 1)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch, deciding: Tensor | None = None) -> Tensor:
-        return run_experts(self, x, experts, batch, self._pad_row_count, deciding=deciding)
+        rows = sum(segment.count for segment in batch.segments)
+        return finish_experts(self, x, experts, *self.sum_experts(x, experts, rows, deciding))
 
     def sum_experts(
         self, x: Tensor, experts: Experts, rows: int, deciding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return sum_experts(self, x, experts, rows, self._pad_row_count, deciding=deciding)
+        padded = self._pad_row_count
+        return sum_cpu_experts(self, self._native, x, experts, rows, padded, deciding=deciding)
 
     def _pad_row_count(self, rows: int) -> int:
         """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""

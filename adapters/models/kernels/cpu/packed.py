@@ -121,6 +121,15 @@ class CpuPacking:
         return None if self.plan is None or not self.plan.steps else frozenset(self.plan.steps)
 
 
+def list_native(packed: Any) -> tuple[NativeWeight | NativePacked, ...] | None:
+    """Return a weight in the library's form, or a gate and what it gates; None if a part of it has another form."""
+    if isinstance(packed, CpuWeight):
+        own = [one for one in packed.weights if isinstance(one, NativeWeight)]
+        return tuple(own) if len(own) == len(packed.weights) else None
+    own_packed = [one for one in packed.parts if isinstance(one, NativePacked)] if isinstance(packed, CpuStack) else []
+    return tuple(own_packed) if own_packed and len(own_packed) == len(packed.parts) else None
+
+
 def check_rows(x: Tensor, proven: Collection[int] | None) -> None:
     """Raise UnprovenProductError for a row count that is not proven."""
     if proven is not None and len(x) not in proven:

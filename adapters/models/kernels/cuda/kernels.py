@@ -28,14 +28,8 @@ from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.experts_interface import (
-    ChosenExperts,
-    EveryExpert,
-    Experts,
-    GatedWeights,
-    StackedExperts,
-    run_experts,
-)
+from adapters.models.kernels.expert_sums import run_experts
+from adapters.models.kernels.experts_interface import ChosenExperts, EveryExpert, Experts, GatedWeights, StackedExperts
 from adapters.models.kernels.fused_layers import FusedLayers
 from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors

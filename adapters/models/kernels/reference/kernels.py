@@ -12,7 +12,8 @@ from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
-from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
+from adapters.models.kernels.expert_sums import run_experts
+from adapters.models.kernels.experts_interface import Experts, list_experts
 from adapters.models.kernels.fused_layers import FusedLayers
 from adapters.models.kernels.interface import FusedContext, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof

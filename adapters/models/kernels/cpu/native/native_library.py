@@ -14,7 +14,7 @@ from attrs import frozen
 FOLDER = Path(__file__).parent
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
-    *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "rounds.h", "texts.h", "products.c"),
+    *("attention.h", "delta.h", "packed.h", "experts.h", "layers.h", "draw.h", "rounds.h", "texts.h", "products.c"),
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
@@ -86,6 +86,10 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_packed_product.argtypes = [
         *(pointer, number, size, size, pointer, pointer, pointer, size, size),
         *(pointer, size, number, number, number),
+    ]
+    code.rekindle_experts.argtypes = [
+        *(pointer, number, size, pointer, size, pointer, pointer, pointer, size, pointer, pointer),
+        *(pointer, number, size, size, pointer, number, number, number),
     ]
     real = ctypes.c_float
     code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]

@@ -568,6 +568,7 @@ void rekindle_heads(
 #include "attention.h"
 #include "delta.h"
 #include "packed.h"
+#include "experts.h"
 #include "layers.h"
 #include "draw.h"
 #include "rounds.h"

@@ -151,9 +151,7 @@ class NativeProducts:
         self, x: Tensor, weight: NativePacked, up: NativePacked | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Multiply as `multiply` does. out: where the outputs go, columns of a wider tensor."""
-        x = self._readable_rows(x, weight, up)
-        if weight.fixed and x.dtype != torch.bfloat16:
-            raise TypeError(f"rows of {x.dtype} with a weight for those of bfloat16 in fixed point")
+        x = self.read_rows(self._readable_rows(x, weight, up), weight)
         if out is None:
             out = self._output(x, weight)
         elif (
@@ -182,6 +180,13 @@ class NativeProducts:
         if failed:
             raise MemoryError(f"no memory for a product of {len(x)} rows of {weight.terms}")
         return out
+
+    def read_rows(self, x: Tensor, weight: NativeWeight | NativePacked) -> Tensor:
+        """Return x as products of experts read it. Raises TypeError or ValueError for rows that do not fit."""
+        x = self._readable_rows(x, weight, None)
+        if isinstance(weight, NativePacked) and weight.fixed and x.dtype != torch.bfloat16:
+            raise TypeError(f"rows of {x.dtype} with a weight for those of bfloat16 in fixed point")
+        return x
 
     def _readable_rows(
         self, x: Tensor, weight: NativeWeight | NativePacked, up: NativeWeight | NativePacked | None

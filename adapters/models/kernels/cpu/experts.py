@@ -1,0 +1,46 @@
+"""Experts on a CPU: all of a layer in one call of the compiled library where it has their form, else one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from adapters.models.kernels.cpu.native.experts import NativeExperts, collect_experts, run_experts
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.cpu.packed import list_native
+from adapters.models.kernels.expert_sums import route_rows, sum_experts
+from adapters.models.kernels.experts_interface import (
+    EveryExpert,
+    Experts,
+    GatedWeights,
+    PackedProducts,
+    add_in_order,
+)
+
+
+def stack_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
+    """Return the experts of a layer as they are, with tables of their weights if the library can use them."""
+    each = tuple(experts)
+    return collect_experts(each, [(list_native(one.gate_up), list_native(one.down)) for one in each])
+
+
+def sum_cpu_experts(
+    kernels: PackedProducts,
+    native: NativeProducts | None,
+    x: Tensor,
+    experts: Experts,
+    rows: int,
+    padded: Callable[[int], int],
+    *,
+    deciding: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `sum_experts` does. Products of the library have the same bits for any number of rows, so nothing is
+    padded there. padded: for other products.
+    """
+    each = experts.each
+    if native is None or native.to is None or not isinstance(each, NativeExperts):
+        return sum_experts(kernels, x, experts, rows, padded, deciding=deciding)
+    chosen, weights, gates = route_rows(kernels, x if deciding is None else deciding, experts, rows)
+    made = run_experts(native, x, each, chosen).view(rows, experts.shape.chosen, -1)
+    return add_in_order(made.float() * weights.unsqueeze(2)), gates
