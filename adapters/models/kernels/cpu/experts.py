@@ -15,7 +15,6 @@ from adapters.models.kernels.experts_interface import (
     Experts,
     GatedWeights,
     PackedProducts,
-    add_in_order,
 )
 
 
@@ -42,5 +41,4 @@ def sum_cpu_experts(
     if native is None or native.to is None or not isinstance(each, NativeExperts):
         return sum_experts(kernels, x, experts, rows, padded, deciding=deciding)
     chosen, weights, gates = route_rows(kernels, x if deciding is None else deciding, experts, rows)
-    made = run_experts(native, x, each, chosen).view(rows, experts.shape.chosen, -1)
-    return add_in_order(made.float() * weights.unsqueeze(2)), gates
+    return run_experts(native, x, each, chosen, weights), gates

@@ -118,3 +118,43 @@ int rekindle_experts(
     share(threads, jobs * all.groups, multiply_expert_group, &all);
     return 0;
 }
+
+#define ADDED 512 // columns at once, which stay near
+
+typedef struct {
+    const isa_t *isa;
+    const char *made;
+    int brain;
+    const int64_t *places; // of each pair of a row and an expert; NULL: they are in order
+    const float *weights;  // of each pair
+    long chosen, width;
+    float *out;
+} adding_t;
+
+static void add_row(void *of, long row) {
+    float part[ADDED];
+    const adding_t *const job = of;
+    for (long start = 0; start < job->width; start += ADDED) {
+        const long count = job->width - start < ADDED ? job->width - start : ADDED;
+        float *const sum = job->out + row * job->width + start;
+        for (long pair = row * job->chosen; pair < (row + 1) * job->chosen; pair++) {
+            const long at = (job->places ? job->places[pair] : pair) * job->width + start;
+            const float weight = job->weights[pair];
+            if (job->brain) job->isa->widen((const uint16_t *)job->made + at, part, count);
+            else memcpy(part, (const float *)job->made + at, (size_t)count * sizeof(float));
+            for (long i = 0; i < count; i++) part[i] *= weight;
+            if (pair == row * job->chosen) memcpy(sum, part, (size_t)count * sizeof(float));
+            else
+                for (long i = 0; i < count; i++) sum[i] += part[i];
+        }
+    }
+}
+
+// out[rows, width] = the sum of what each row's experts made, times their weights, one after the other in float32.
+void rekindle_add_experts(
+    const void *made, int brain, const int64_t *places, const float *weights, long rows, long chosen, long width,
+    float *out, int threads, int level
+) {
+    adding_t job = {isa_of(level), made, brain, places, weights, chosen, width, out};
+    share(rows <= NARROW ? 1 : threads, rows, add_row, &job);
+}

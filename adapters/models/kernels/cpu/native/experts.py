@@ -75,14 +75,14 @@ class ExpertJobs:
     """The pairs of a row and one of its experts, sorted by expert, in runs of at most MOST_ROWS.
 
     sources: of each place the row that stands there. experts, firsts, counts: of each run its expert, its first place
-    and its places. order: of each place its pair; None: the places are in the order of the pairs. All are int64.
+    and its places. places: of each pair its place; None: the places are in the order of the pairs. All are int64.
     """
 
     sources: np.ndarray
     experts: np.ndarray
     firsts: np.ndarray
     counts: np.ndarray
-    order: np.ndarray | None
+    places: np.ndarray | None
 
     @classmethod
     def sort(cls, chosen: Tensor) -> ExpertJobs:
@@ -100,7 +100,9 @@ class ExpertJobs:
                 for at in range(0, count, MOST_ROWS)
             ]
             experts, firsts, counts = np.array(parts, np.int64).T.copy()
-        return cls(order // each, experts, firsts, counts, order)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        return cls(order // each, experts, firsts, counts, places)
 
 
 def collect_experts(each: tuple[GatedWeights, ...], parts: Sequence[Sequence[Any]]) -> Sequence[GatedWeights]:
@@ -117,16 +119,30 @@ def collect_experts(each: tuple[GatedWeights, ...], parts: Sequence[Sequence[Any
     return NativeExperts(each, gates, downs)
 
 
-def run_experts(products: NativeProducts, x: Tensor, experts: NativeExperts, chosen: Tensor) -> Tensor:
-    """Run the first rows of x `[R, D]` through their experts: `[n k, D]`, in the order of `chosen`, int64 `[n, k]`."""
+def run_experts(products: NativeProducts, x: Tensor, experts: NativeExperts, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sums of the first rows of x `[R, D]`, float32 `[n, D]`.
+
+    chosen: int64 `[n, k]`, the experts of each row. weights: float32 `[n, k]`.
+    """
+    rows, each = chosen.shape
     jobs = ExpertJobs.sort(chosen)
     inner = multiply(products, x, experts.gates, jobs, jobs.sources)
     made = multiply(products, inner, experts.downs, jobs, None)
-    if jobs.order is None:
-        return made
-    found = torch.empty_like(made)
-    found[torch.from_numpy(jobs.order)] = made
-    return found
+    weights = weights.contiguous()
+    out = torch.empty(rows, made.shape[1])
+    products.compiled.code.rekindle_add_experts(
+        made.data_ptr(),
+        DTYPE_CODES[made.dtype],
+        None if jobs.places is None else jobs.places.ctypes.data,
+        weights.data_ptr(),
+        rows,
+        each,
+        made.shape[1],
+        out.data_ptr(),
+        torch.get_num_threads(),
+        products.level,
+    )
+    return out
 
 
 def multiply(

@@ -91,6 +91,10 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
         *(pointer, number, size, pointer, size, pointer, pointer, pointer, size, pointer, pointer),
         *(pointer, number, size, size, pointer, number, number, number),
     ]
+    code.rekindle_add_experts.argtypes = [
+        *(pointer, number, pointer, pointer, size, size, size, pointer, number, number),
+    ]
+    code.rekindle_add_experts.restype = None
     real = ctypes.c_float
     code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]
     code.rekindle_norm.restype = None
