@@ -26,6 +26,7 @@ from adapters.models.decoder.expert_products import list_expert_matrices, list_e
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from benchmarks.arguments import benchmark_parser
@@ -77,6 +78,15 @@ def kind_of(name: str) -> str:
     return name.rsplit(".", 2)[1] if ".mlp.experts." in name else name
 
 
+def device_kernels(setting: Setting) -> Kernels:
+    """Return the kernels of the device. A CPU that stands for one multiplies in another way than the host: oneDNN's."""
+    if setting.device.type == "cuda":
+        return kernels_for(setting, setting.device)
+    how = {"capacity": setting.capacity, "dtype": setting.dtype, "threads": torch.get_num_threads()}
+    kernels = CpuKernels(setting.dtype, own=False)
+    return kernels.with_plan(kernels.prove(setting.config.products(BUCKETS, **how)).plan)
+
+
 def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard:
     config = setting.config
     scale = config.hidden_size**-0.5
@@ -99,7 +109,7 @@ def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard
         print(f"proven in {time.perf_counter() - began:.1f} s", flush=True)
         own = AlikeExperts(RandomWeights(config, dtype=setting.dtype, scale=scale), layout)
         computed = CpuExperts.prepare(range(count), kernels.with_plan(plan), own, config.hidden_size, placement)
-    return DenseShard(config, weights, kernels_for(setting, setting.device), placement, computed=computed)
+    return DenseShard(config, weights, device_kernels(setting), placement, computed=computed)
 
 
 def are_bits_equal(setting: Setting, shard: DenseShard) -> bool:
