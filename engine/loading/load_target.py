@@ -34,11 +34,10 @@ from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
@@ -92,6 +91,7 @@ class LoadedModel:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    kv_dtype: str  # the formats of cached keys and values
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
@@ -117,7 +117,7 @@ class LoadedModel:
         return {
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
-            "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
             "size": self.weight_bytes,
             "packed": list(self.checkpoint.packing_names),
             "bits_per_weight": round(self.checkpoint.stored_bits, 2),
@@ -301,6 +301,7 @@ def load_with_peers(
         identity=proven.identity,
         model_id=choose_model_id(options.model),
         mode=options.runtime.numerics,
+        kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
         calibrations=cache,
@@ -330,7 +331,7 @@ def plan_shard_room(
     """Return what every shard of the target has room for. Its device and its layers are not known yet."""
     return ShardPlacement(
         dtype=dtype,
-        rows=row_dtype(options.weights.kv_dtype, dtype),
+        rows=read_row_types(options.weights.kv_dtype, dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),

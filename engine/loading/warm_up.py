@@ -25,6 +25,7 @@ from adapters.models.kernels.collector_pause import pause_collector
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.row_format import RowTypes
 from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
@@ -62,7 +63,7 @@ def compile_kernels(
     plan: Sequence[Placement],
     dtype: torch.dtype,
     *,
-    rows: torch.dtype,
+    rows: RowTypes,
     fit: Fit,
     chunk: int,
     kept: CalibrationCache,
