@@ -7,6 +7,10 @@ busy replicas are killed with SIGKILL, by turns the server and its actor, and th
 share a tier in an S3 store, `moto`'s server process, which is killed and started again without its objects. Every
 answer is compared token by token. Half of the answers are streams. `--outages 0` runs without a shared tier.
 
+What happens is placed by the number of the turn, and not by time (`TurnGate`): before the first turn behind a place
+begins, all earlier turns have been answered, and what is due there has begun. So an outage in the middle of the events
+lies in the middle of the turns, however slow the machine is.
+
 `python -m benchmarks.fleet --overhead` measures what the fleet adds to a request. Requests go by turns through the
 fleet, and straight to the server of the replica that the fleet has chosen, which is a server like any other. So both
 ways end in one process, and only the way differs. One kind of request is a few words, always the same. The other is a
@@ -49,7 +53,6 @@ SYSTEM_WORDS = 500
 TURN_WORDS = 60
 BUSY_S = 20.0  # for a replica to have a request, while there are turns left
 SETTLE_S = 180.0  # for a replica to come back
-OUTAGE_S = 15.0  # for which the store is away
 
 
 @frozen
@@ -71,6 +74,44 @@ class Outcome:
     failures: list[str] = field(factory=list)  # without a token
     cut: int = 0  # streams that ended after a token: their replica was killed
     shared: dict[str, int] = field(factory=dict)  # sums of the replicas that are there at the end
+
+
+@define(eq=False)
+class TurnGate:
+    """Holds turns back until what is due before them has begun.
+
+    opened: turns with smaller numbers may begin. answered: turns that have ended. changed: set, and replaced, whenever
+    either has changed.
+    """
+
+    opened: int
+    begun: int = 0
+    answered: int = 0
+    changed: anyio.Event = field(factory=anyio.Event)
+
+    async def begin_turn(self) -> None:
+        """Wait until the next turn may begin, and count it."""
+        while self.begun >= self.opened:
+            await self.changed.wait()
+        self.begun += 1
+
+    def open_until(self, number: int) -> None:
+        """Let the turns before this one begin."""
+        self.opened = number
+        self._notify()
+
+    def end_turn(self) -> None:
+        self.answered += 1
+        self._notify()
+
+    async def wait_for_answers(self, count: int) -> None:
+        """Wait until so many turns have ended."""
+        while self.answered < count:
+            await self.changed.wait()
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
 
 
 @contextmanager
@@ -160,14 +201,18 @@ async def record_sessions(url: str, sessions: int, turns: int) -> list[list[Flee
     return recorded
 
 
-async def replay_sessions(url: str, recorded: Sequence[Sequence[FleetTurn]], pause_s: float, outcome: Outcome) -> None:
+async def replay_sessions(
+    url: str, recorded: Sequence[Sequence[FleetTurn]], pause_s: float, gate: TurnGate, outcome: Outcome
+) -> None:
     """Ask the fleet for all turns. Each session waits for its answers, and then on average for `pause_s`."""
     dice = random.Random(51)
 
     async def replay(client: httpx.AsyncClient, own: Sequence[FleetTurn]) -> None:
         for turn in own:
             await anyio.sleep(dice.uniform(0, 2 * pause_s))
+            await gate.begin_turn()
             await replay_turn(client, turn, outcome)
+            gate.end_turn()
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client, anyio.create_task_group() as tasks:
         for own in recorded:
@@ -201,32 +246,38 @@ def plan_steps(given: argparse.Namespace) -> deque[str]:
 
 
 async def disturb(
-    url: str, update: Sequence[str], store: MotoServer | None, given: argparse.Namespace, outcome: Outcome
+    url: str, update: Sequence[str], store: MotoServer | None, given: argparse.Namespace, gate: TurnGate
 ) -> None:
     """Kill replicas, update the options and stop the store, evenly over the turns.
 
     update: the words of the command that updates the options.
     """
     steps = plan_steps(given)
+    places = [number * given.turns // (len(steps) + 1) for number in range(1, len(steps) + 1)]
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        for number, step in enumerate(steps, 1):
-            while outcome.answered < number * given.turns // (len(steps) + 1):  # noqa: ASYNC110 - one place asks
-                await anyio.sleep(0.05)
+        for number, (step, place, end) in enumerate(zip(steps, places, [*places[1:], given.turns], strict=True), 1):
+            gate.open_until(place)
+            await gate.wait_for_answers(place)
             began = time.monotonic()
-            if step == "kill":
-                killed = await kill_replica(client, with_actor=number % 2 == 0)
-                await wait_for_others(client, {killed})
-            elif step == "outage":
+            if step == "outage":
                 assert store is not None
                 store.kill()
-                await anyio.sleep(OUTAGE_S)
+                gate.open_until(end)
+                await gate.wait_for_answers((place + end) // 2)
                 await anyio.to_thread.run_sync(store.start)
+            elif step == "kill":
+                gate.open_until(end)
+                killed = await kill_replica(client, with_actor=number % 2 == 0)
+                await wait_for_others(client, {killed})
             else:
+                gate.open_until(end)
                 before = {one["id"] for one in await list_replicas(client)}
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
                 await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
                 await wait_for_others(client, before)
-            print(f"{step}: over after {outcome.answered} turns and {time.monotonic() - began:.1f} s", flush=True)
+            spent_s = time.monotonic() - began
+            print(f"{step}: turns {place} to {gate.answered} of {given.turns}, {spent_s:.1f} s", flush=True)
+    gate.open_until(given.turns)
 
 
 async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -373,12 +424,13 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
     with run_program(single, kept / "single.log") as (url, _):
         recorded = anyio.run(record_sessions, url, given.sessions, given.turns)
     outcome = Outcome()
+    gate = TurnGate(opened=0)
 
     async def run(url: str, address: str, words: Sequence[str], store: MotoServer | None) -> None:
         update = [*words, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(disturb, url, update, store, given, outcome)
-            await replay_sessions(url, recorded, given.pause, outcome)
+            tasks.start_soon(disturb, url, update, store, given, gate)
+            await replay_sessions(url, recorded, given.pause, gate, outcome)
             outcome.shared = await read_shared_figures(url)
 
     with open_shared_store(given) as (store, more):

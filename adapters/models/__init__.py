@@ -37,20 +37,23 @@ MISSING: Mapping[str, str] = {
     "glm_moe_dsa": "attention to rows that an indexer chooses (DSA)",
 }
 
-# `general.architecture` of a GGUF file -> the `model_type` that it is served as.
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3next": "qwen3_next",
-    "mistral3": "ministral3",
-    "seed_oss": "seed_oss",
-    "glm4moe": "glm4_moe",
-    "minimax-m2": "minimax_m2",
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gpt-oss": "gpt_oss",
+# `general.architecture` of a GGUF file -> each `model_type` that it may be served as.
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "llama": ("llama",),
+    "qwen2": ("qwen2",),
+    "qwen3": ("qwen3",),
+    "qwen3moe": ("qwen3_moe",),
+    "qwen35": ("qwen3_5_text",),
+    "qwen35moe": ("qwen3_5_moe_text",),
+    "qwen3next": ("qwen3_next",),
+    "mistral3": ("ministral3",),
+    "seed_oss": ("seed_oss",),
+    "glm4moe": ("glm4_moe",),
+    "minimax-m2": ("minimax_m2",),
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gpt-oss": ("gpt_oss",),
+    "deepseek2": ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4"),
+    "mistral4": ("mistral4",),
+    "laguna": ("laguna",),
 }

@@ -72,6 +72,9 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         serve.ingress()(IngressReplica),
         name=INGRESSES,
         num_replicas=1 if is_local else 2,
+        # The new ingress starts before the old one stops. Ray Serve would otherwise stop a single one first. On two
+        # cores of an AMD EPYC with little load, the longest request of an update took 2.5 s instead of 6.7 s.
+        max_surge_percent=100,
         max_ongoing_requests=MOST_REQUESTS,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
         logging_config={"enable_access_log": False},  # the ingress has a log of its own

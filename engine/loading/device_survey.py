@@ -16,6 +16,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.drafts.draft_parts import DraftShape
 from adapters.models.kernels import factory
+from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import Rows, RowTypes, name_row_types, read_row_types
@@ -255,10 +256,9 @@ def prove(
 def check_row_types(config: ModelConfig, types: RowTypes, device: torch.device) -> None:
     """Raise UserError for formats of rows that the device or the model's heads do not have."""
     is_fp8 = torch.float8_e4m3fn in {types.keys.dtype, types.values.dtype}
-    if is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
-    if (types.is_packed or types.is_mixed) and device.type == "cuda":
-        raise UserError(f"--kv-dtype {types.name}: {device} has no such rows; accepted here: auto, bf16, fp8, int8")
+    if is_fp8 and device.type == "cuda" and not read_capability(device).converts_e4m3:
+        others = "auto, bf16, int8, int4, int3.5"
+        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: {others}")
     try:
         config.check_rows(types)
     except ValueError as error:

@@ -22,6 +22,7 @@ from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
 from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.collector_pause import pause_collector
+from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
@@ -81,8 +82,8 @@ def compile_kernels(
     if device is None:
         return
     compiler = build_compiler()
-    major, minor = torch.cuda.get_device_capability(device)
-    answers = (compiler.start_key(), compiler.start_tool_versions(10 * major + minor))
+    capability = read_capability(device)
+    answers = (compiler.start_key(), compiler.start_tool_versions(10 * capability.major + capability.minor))
     buckets = buckets_of(BUCKETS, chunk)
     asked = build_probe_shape(checkpoint, device, (dtype, rows), chunk, fit.context)
     probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), asked))

@@ -78,7 +78,7 @@ def write_table() -> str:
     columns: Mapping[str, Callable[[Family, list[str], list[DenseConfig]], str]] = {
         "family": lambda _, types, __: ", ".join(f"`{one}`" for one in types),
         "GGUF": lambda _, types, __: (
-            ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if one in types) or NO
+            ", ".join(f"`{name}`" for name, served in ARCHITECTURES.items() if {*served} & {*types}) or NO
         ),
         "quantised": lambda family, _, __: YES if family.cut_up is cut_up else "MXFP4",
         # Whatever later layers read crosses a cut, so every model may be cut behind any layer.

@@ -21,6 +21,7 @@ from torch import Tensor
 from adapters.models.decoder.rope import Llama3, ScaledRotary, Yarn
 from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
+from tests.models.latent_ggufs import LATENT_NAMES, latent_settings, split_keys_values
 from tests.models.windowed_ggufs import (
     WINDOWED_NAMES,
     find_scale_name,
@@ -43,6 +44,7 @@ NAMES = {
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
     **WINDOWED_NAMES,
+    **LATENT_NAMES,
 }
 EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 ROUTERS = (
@@ -120,14 +122,17 @@ def write_gguf(
         if key != "rope_freqs":
             add(writer, key.replace("ARCH", name), value)
     layers = config.num_layers + (1 if checkpoint.others else 0)
-    arch = next(arch for arch, called in gguf.MODEL_ARCH_NAMES.items() if called == name)
+    # The package does not have Laguna yet, whose tensors are named as those of dots.llm1.
+    known = {called: arch for arch, called in gguf.MODEL_ARCH_NAMES.items()}
+    arch = known.get(name, gguf.MODEL_ARCH.DOTS1)
     names = gguf.get_tensor_name_map(arch, layers)
     wanted = checkpoint.tensors if spare else config.tensors()
     for published in (*wanted, *checkpoint.others) if weights else ():
         tensor = stacked(checkpoint, published, config, name)
         if tensor is None:
             continue
-        whole = {called(written_as(published, name), names, config.num_layers): tensor}
+        whole = split_keys_values(published, tensor, config)
+        whole = whole or {called(written_as(published, name), names, config.num_layers): tensor}
         for there, part in (
             whole.items() if older or "in_proj_qkvz" not in published else apart(published, tensor, config)
         ):
@@ -192,6 +197,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def settings(config: Any, name: str) -> dict[str, Any]:
+    if name in LATENT_NAMES.values():
+        return latent_settings(config, name)
     if name in WINDOWED_NAMES.values():
         return windowed_settings(config, name)
     found = {
@@ -270,6 +277,8 @@ def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
     elif published.startswith("mtp."):
         return gguf.TENSOR_NAMES[parts[published.split(".")[1]]].format(bid=layers) + ".weight"
     published = published.replace("e_score_correction_bias", "e_score_correction.bias")
+    if published.endswith("g_proj.weight"):
+        return f"blk.{published.split('.')[2]}.attn_gate.weight"
     published = EXPERT.sub(r".experts.\2.\3", published.replace(".dt_bias", ".dt_proj.bias"))
     if (scale := find_scale_name(published)) is not None:
         return scale

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from attrs import frozen
 from torch import Tensor
 
+from adapters.checkpoint.gguf.header import ListField
 from adapters.checkpoint.gguf.metadata import Metadata
 
 Inverse: TypeAlias = Callable[[Tensor], Tensor]
@@ -54,12 +55,12 @@ SPARSE = ("qwen3next",)  # architectures with experts whose names do not end in 
 class SplitTensor:
     """One published tensor that files store as several tensors.
 
-    names: of the stored tensors in a layer. count_rows: returns the rows of each of them. join: makes the published
+    names: of the stored tensors in a layer. list_shapes: returns the shape of each of them. join: makes the published
     tensor from them.
     """
 
     names: tuple[str, ...]
-    count_rows: Callable[[Any], tuple[int, ...]]
+    list_shapes: Callable[[Any], tuple[tuple[int, ...], ...]]
     join: Callable[[Any, Sequence[Tensor]], Tensor]
 
 
@@ -87,20 +88,23 @@ class Architecture:
     spare_parts: tuple[str, ...] = ()
 
 
-def read_frame_settings(metadata: Metadata) -> dict[str, Any]:
+def read_frame_settings(metadata: Metadata, *, heads_differ: bool = False) -> dict[str, Any]:
     """Return the settings that all architectures store alike, without those that layers may differ in.
 
+    heads_differ: layers may have different numbers of query heads; then those of the first layer are returned.
     Raises CheckpointError.
     """
     metadata.refuse("attention.causal", True)
     embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
         raise metadata.make_error("tensor token_embd.weight is missing")
+    layers = metadata.read_count("block_count") - count_prediction_layers(metadata)
+    heads = "attention.head_count"
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.read_count("embedding_length"),
-        "num_hidden_layers": metadata.read_count("block_count") - count_prediction_layers(metadata),
-        "num_attention_heads": metadata.read_count("attention.head_count"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": read_first_count(metadata, heads) if heads_differ else metadata.read_count(heads),
         "max_position_embeddings": metadata.read_count("context_length"),
         "rms_norm_eps": metadata.read_number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
@@ -108,6 +112,16 @@ def read_frame_settings(metadata: Metadata) -> dict[str, Any]:
         # stores float16.
         "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
     }
+
+
+def read_first_count(metadata: Metadata, name: str) -> int:
+    """Return a number of the first layer, for a field that has one for all layers or a list. Raises CheckpointError."""
+    if not isinstance(metadata.find_field(name), ListField):
+        return metadata.read_count(name)
+    found = metadata.header.read_integers(f"{metadata.architecture}.{name}")
+    if not found:
+        raise metadata.make_error(f"{metadata.architecture}.{name} is an empty list")
+    return found[0]
 
 
 def read_shared_settings(

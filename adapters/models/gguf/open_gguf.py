@@ -23,6 +23,8 @@ from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
 from adapters.models.gguf.architecture import OUTSIDE, Architecture, SplitTensor, count_prediction_layers
 from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
+from adapters.models.gguf.gguf_laguna import LAGUNA
+from adapters.models.gguf.latent_families import DEEPSEEK2, MISTRAL4
 from adapters.models.gguf.other_families import GLM4_MOE, MINIMAX_M2, MISTRAL3, SEED_OSS
 from adapters.models.gguf.qwen3next import QWEN3_NEXT
 from adapters.models.gguf.qwen35 import QWEN35, QWEN35_MOE
@@ -43,6 +45,9 @@ GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
     "gpt-oss": GPT_OSS,
+    "deepseek2": DEEPSEEK2,
+    "mistral4": MISTRAL4,
+    "laguna": LAGUNA,
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 STORED_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
@@ -74,7 +79,8 @@ def open_gguf(path: Path) -> OpenedGguf:
         what = f"general.architecture {describe_value(metadata.architecture)} is not supported; accepted: {accepted}"
         raise CheckpointError(f"{path}: {what}")
     architecture = GGUF_ARCHITECTURES[metadata.architecture]
-    raw = {"model_type": kind, **architecture.read_settings(metadata)}
+    # An architecture of several families says itself which one it is.
+    raw = {"model_type": kind[0], **architecture.read_settings(metadata)}
     family = family_of(raw)
     try:
         config = architecture.adjust_config(family.parse(raw), metadata)
@@ -160,12 +166,11 @@ def join_tensor(
 ) -> JoinedTensor:
     """Return a published tensor that the file stores as several. Raises CheckpointError."""
     entries = list[GgufTensor]()
-    for stored_name, rows in zip(names, parts.count_rows(config), strict=True):
+    for stored_name, wanted in zip(names, parts.list_shapes(config), strict=True):
         stored = metadata.tensors.get(stored_name)
-        wanted = (rows, *shape[1:])
         if stored is None:
             raise metadata.make_error(f"tensor {stored_name} is missing")
-        if stored.shape != wanted:
+        if drop_leading_ones(stored.shape) != drop_leading_ones(wanted):
             raise metadata.make_error(
                 f"tensor {stored_name} has shape {list(stored.shape)}; accepted here: {list(wanted)}"
             )

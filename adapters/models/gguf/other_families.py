@@ -68,9 +68,17 @@ def read_partial_rope(metadata: Metadata, head: int) -> dict[str, Any]:
     """Return the settings of rotary embedding over a part of each head. Raises CheckpointError."""
     metadata.refuse("rope.scaling.type", "none")
     rotated = metadata.read_count("rope.dimension_count", head)
-    # A little more than the quotient, because the family rotates the whole part of its product with the head's size.
-    part = rotated / max(head, 1) if rotated >= head else math.nextafter(rotated / max(head, 1), 1)
+    part = compute_rotated_part(rotated, head)
     return {"rope_theta": metadata.read_number("rope.freq_base"), "partial_rotary_factor": part}
+
+
+def compute_rotated_part(rotated: int, head: int) -> float:
+    """Return the part of a head that is rotated.
+
+    It is a little more than the quotient, because families round its product with the head's size down.
+    """
+    part = rotated / max(head, 1)
+    return part if rotated >= head else math.nextafter(part, 1)
 
 
 def read_glm_settings(metadata: Metadata) -> dict[str, Any]:

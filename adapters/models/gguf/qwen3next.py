@@ -44,9 +44,9 @@ def restore_log_decay(decay: Tensor) -> Tensor:
     return (-decay).log()
 
 
-def count_part_rows(config: Qwen3NextConfig) -> tuple[int, int]:
-    """Return the rows of the two stored tensors: those of `q | k | v`, and those of `z`."""
-    return config.linear.channels, config.linear.values
+def list_part_shapes(config: Qwen3NextConfig) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the two stored tensors: that of `q | k | v`, and that of `z`."""
+    return (config.linear.channels, config.hidden_size), (config.linear.values, config.hidden_size)
 
 
 def join_by_key_head(config: Qwen3NextConfig, parts: Sequence[Tensor]) -> Tensor:
@@ -63,5 +63,5 @@ QWEN3_NEXT = Architecture(
     LAYER,
     find_inverse,
     head_names=HEAD,
-    split_tensors={PROJECTED: SplitTensor((KEYS_VALUES, GATE), count_part_rows, join_by_key_head)},
+    split_tensors={PROJECTED: SplitTensor((KEYS_VALUES, GATE), list_part_shapes, join_by_key_head)},
 )

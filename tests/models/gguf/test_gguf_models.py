@@ -29,10 +29,13 @@ from tests.models.checkpoints import (
     EXPERTS,
     GLM,
     GLM_GROUPS,
+    LATENT,
+    LATENT_GROUPS,
     LLAMA3,
     MINIMAX,
     MINISTRAL,
     VARIANTS,
+    YARN,
     partial,
     rope,
     save_model,
@@ -42,7 +45,18 @@ from tests.models.checkpoints import (
 from tests.models.gguf.test_gguf_reader import listed, made, tensor, text
 from tests.models.ggufs import NAMES, packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, SPARSE, sizes
-from tests.models.windowed import BESIDE, FULL, GEMMA3, GEMMA4, GPT_OSS, KEYS_AS_VALUES, SLIDING, WINDOWED
+from tests.models.windowed import (
+    BESIDE,
+    FULL,
+    GEMMA3,
+    GEMMA4,
+    GPT_OSS,
+    KEYS_AS_VALUES,
+    LAGUNA,
+    LAGUNA_YARN,
+    SLIDING,
+    WINDOWED,
+)
 
 ALL = {name: how for name, how in VARIANTS.items() if "qwen3_moe" not in name}  # what files have of experts is less
 ALL.pop("mistral")  # its files say that they are Llama's
@@ -52,6 +66,13 @@ ALL |= {name: how for name, how in WINDOWED.items() if "odd scale" not in name}
 ALL = {name: how for name, how in ALL.items() if how[0] in NAMES or how[0].startswith("qwen")}
 ALL |= {"qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}), "qwen3_5_moe": SPARSE["qwen3_5_moe"]}
 ALL["qwen3_next"] = ("qwen3_next", {**SPARSE["qwen3_next"][1], "norm_topk_prob": True, "mlp_only_layers": []})
+# Files have one weight of YaRN's logarithm, neighbours together, and dense layers first.
+SAME_WEIGHTS = rope("yarn", **YARN, mscale=0.9, mscale_all_dim=0.9)
+for variant in ("deepseek_v2, groups, yarn", "deepseek_v3, groups, yarn"):
+    ALL[variant] = (ALL[variant][0], {**ALL[variant][1], **SAME_WEIGHTS})
+del ALL["deepseek_v3, neighbours apart, tied"]
+DENSE_FIRST = {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
+ALL["laguna, mqa, yarn, wide gates"] = ("laguna", {**LAGUNA_YARN, **DENSE_FIRST})
 # Rows of whole blocks of 256, and value heads of whole blocks of 32, since those change places among columns
 WIDE = {
     "hidden_size": 256,
@@ -85,6 +106,23 @@ WIDE_FAMILIES: dict[str, dict[str, object]] = {
         **WIDE,
         **sizes((4, 2, 64), (2, 4, 32, 64), 4),
         **EXPERTS,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+BLOCKS = {"kv_lora_rank": 64, "q_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# transformers calls the rotated part of these models their head.
+COMPRESSED = {**WIDE, **LATENT, **BLOCKS, "head_dim": 32}
+WIDE_FAMILIES |= {
+    "deepseek_v2": {**COMPRESSED, "moe_intermediate_size": 64},
+    "deepseek_v3": {**COMPRESSED, **LATENT_GROUPS, **BLOCKS, **SAME_WEIGHTS, "moe_intermediate_size": 64},
+    "laguna": {
+        **WIDE,
+        **LAGUNA,
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL],
+        "num_attention_heads_per_layer": [4, 2],
+        "mlp_layer_types": ["dense", "sparse"],
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 32,
     },
@@ -147,6 +185,15 @@ GREEDY = [
 ]
 
 
+def list_stored_parts(family: str, name: str, weight: torch.Tensor, config: Any) -> list[torch.Tensor]:
+    """Views of a weight, each with the rows that a file has: numbers of one row are packed together."""
+    if name.endswith("kv_b_proj.weight"):
+        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        keys, values = weight.view(-1, sum(sizes), config.kv_lora_rank).split(sizes, 1)
+        return [keys.mT, values]
+    return [weight.mT if family == "gpt_oss" and ".experts." in name else weight]
+
+
 @pytest.mark.parametrize(("family", "kind"), GREEDY)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     family: str, kind: Kind, tmp_path: Path
@@ -155,9 +202,9 @@ def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
     path = write_gguf(tmp_path / "m.gguf", tmp_path / "m", kind)
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
-            rows = weight.mT if family == "gpt_oss" and ".experts." in name else weight
-            data, stored = packed(name, np.ascontiguousarray(rows.numpy()), kind)
-            rows.copy_(torch.from_numpy(gguf.dequantize(data, stored).copy()))
+            for rows in list_stored_parts(family, name, weight, oracle.config):
+                data, stored = packed(name, np.ascontiguousarray(rows.numpy()), kind)
+                rows.copy_(torch.from_numpy(gguf.dequantize(data, stored).copy()))
     assert greedy(path, tokens_of(40), 16) == told(oracle, tokens_of(40), 16)
 
 

@@ -115,7 +115,7 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
     x = x.to(DEVICE)
     (part,) = kernels.pack(stack_of(matrix)).parts
     expected = multiply_in_pieces(kernels, x, matrix.unpack(torch.bfloat16).to(DEVICE), part)
-    rooms = (99 << 10, kernels._shared)  # noqa: SLF001 - the smallest GPUs', and this one's
+    rooms = (99 << 10, kernels.traits.shared)  # the smallest GPUs', and this one's
     for count, shared in itertools.product((1, 4, 16, 32, 64), rooms):
         tile = triton_packed.choose_packed_tile(count, part.pieces, part.block_form.block, shared)
         out = torch.full_like(expected[:count], float("nan"))

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import triton
 from attrs import define, field
 from torch import Tensor
 
@@ -22,11 +21,12 @@ from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
 from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
+from adapters.models.kernels.cuda.device_traits import DeviceTraits, read_traits
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
-from adapters.models.kernels.cuda.tiles import H200_SHARED, KV_TILE, StepTiles, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import (
@@ -60,15 +60,14 @@ def _pad_row_count(rows: int) -> int:
 class TritonKernels:
     """`Kernels` for one CUDA device.
 
-    pdl: let a kernel start while the one before it drains; the default is wherever the device can (compute
-    capability 9.0 on). Bits are the same either way.
+    pdl: let a kernel start while the one before it drains; the default is wherever the device can. Bits are the same
+    either way. traits: of the device; the default is to ask it.
     """
 
     device: torch.device
     pdl: bool | None = None
+    traits: DeviceTraits = field()
     graphs: GraphCache = field(init=False)
-    _processors: int = field(init=False, default=4)
-    _shared: int = field(init=False, default=H200_SHARED)
     _attention: CudaAttention = field(init=False)
     grouped_experts: CudaExperts = field(init=False)
     products: CudaProducts = field(init=False)
@@ -80,28 +79,28 @@ class TritonKernels:
     packs_experts = False  # the products of all of a layer's are one launch
     delta: CudaDelta = field(init=False)
 
+    @traits.default
+    def _read_traits(self) -> DeviceTraits:
+        return read_traits(self.device)
+
     def __attrs_post_init__(self) -> None:
         self.graphs = GraphCache(self.device)
-        hopper = False
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            self._processors = properties.multi_processor_count
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-            self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
-            hopper = properties.major == 9
-        self.delta = CudaDelta(self.device, self.pdl, hopper)
-        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, hopper)
-        self.grouped_experts = CudaExperts(self._shared, self.pdl)
-        self.products = CudaProducts(self._processors, self._shared, self.pdl, hopper)
-        self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
+        traits = self.traits
+        can = traits.capability
+        self.pdl = can.overlaps_launches if self.pdl is None else self.pdl
+        self.delta = CudaDelta(self.device, self.pdl, can.has_hopper_kernels)
+        own = (traits.processors, traits.shared, self.pdl)
+        self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
+        self.products = CudaProducts(*own, can.has_hopper_kernels)
+        self._packing = CudaPacking(self.device, *own, can.converts_e4m3)
+        self.grouped_experts = CudaExperts(traits.shared, self.pdl)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:
         return ()
 
     def copy_for_shard(self) -> TritonKernels:
-        return TritonKernels(self.device, self.pdl)
+        return TritonKernels(self.device, self.pdl, self.traits)
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
         """Every element is one chain over ascending K, or chains of pieces that follow from the weight's shape.

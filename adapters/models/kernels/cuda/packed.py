@@ -36,7 +36,6 @@ _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
 _ROOMY = 200 << 10  # bytes of shared memory
-_CONVERTS = (8, 9)  # compute capability from which E4M3 has instructions
 _LARGEST = 2.0**7  # scale of E4M3; without those instructions scales are stored 2 ** 120 times as great
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -107,13 +106,14 @@ class Multiply(Protocol):
 @define(eq=False)
 class CudaPacking:
     """Packs and multiplies weights of one device. Its scratch memory is kept for good, because recorded graphs hold
-    its address.
+    its address. converts_e4m3: see `CudaCapability`.
     """
 
     device: torch.device
     processors: int
     shared: int
     pdl: bool | None
+    converts_e4m3: bool
     _scratch: Tensor | None = field(init=False, default=None)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
@@ -143,7 +143,7 @@ class CudaPacking:
             return None
         if self._scratch is None:
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
-        return pack_steps(matrix, self.device)
+        return pack_steps(matrix, self.device, converts_e4m3=self.converts_e4m3)
 
     def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
         share = 2 if weight.gated else 1
@@ -175,12 +175,12 @@ class CudaPacking:
             plain(x, part, out[:, first // share : stop // share], gated=gated, piece=piece)
 
 
-def pack_steps(matrix: PackedMatrix, device: torch.device) -> CudaPackedMatrix | None:
+def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: bool) -> CudaPackedMatrix | None:
     """Arrange a packed matrix for which there are kernels; None for scales that are too great."""
     layout = matrix.layout
     (rows, columns) = matrix.shape
     scale = matrix.scale
-    converts = layout.steps == "e4m3" and torch.cuda.get_device_capability(device) >= _CONVERTS
+    converts = layout.steps == "e4m3" and converts_e4m3
     if layout.steps == "e4m3":
         if float(scale.abs().max()) > _LARGEST:
             return None

@@ -1,0 +1,217 @@
+"""Kernels compiled for devices that are not there: what the launching code would launch on them, and what it takes.
+
+Launches are withheld, so tensors lie on the processor and nothing is computed. Tiles are chosen as on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, field, frozen
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.models.kernels import triton_launch
+from adapters.models.kernels.attention_rule import AttentionMask, AttentionRule
+from adapters.models.kernels.cuda.device_traits import DeviceTraits
+from adapters.models.kernels.cuda.draw import draw_tokens
+from adapters.models.kernels.cuda.extremes import find_extremes
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda_capability import CudaCapability
+from adapters.models.kernels.delta_interface import DeltaShape, DeltaWeights
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, SigmoidExpertsShape
+from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.row_format import RowLayout, Rows, row_types
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
+from adapters.models.numerics.synthetic import random_matrix
+from effects.job import Sampling
+
+CPU = torch.device("cpu")
+# The shared memory of a program, as NVIDIA's programming guide gives it for each compute capability.
+TARGETS = {
+    "sm_80": DeviceTraits(CudaCapability(8, 0), 108, 163 << 10),
+    "sm_86": DeviceTraits(CudaCapability(8, 6), 82, 99 << 10),
+    "sm_89": DeviceTraits(CudaCapability(8, 9), 128, 99 << 10),
+    "sm_90": DeviceTraits(CudaCapability(9, 0), 132, 227 << 10),
+}
+BUCKETS = (4, 16, 64, 1024)
+Body = Callable[[TritonKernels], None]
+
+
+@frozen
+class CompiledKernel:
+    """The name of a compiled kernel, and the bytes of shared memory of one program."""
+
+    name: str
+    shared: int
+
+
+@define
+class Compilation:
+    """The kernels that have been compiled, or found in Triton's cache."""
+
+    kernels: list[CompiledKernel] = field(factory=list[CompiledKernel])
+
+    def __call__(self, *, metadata: Any, **_: object) -> None:
+        about = metadata if isinstance(metadata, dict) else metadata._asdict()
+        self.kernels.append(CompiledKernel(about["name"], about["shared"]))
+
+
+@contextmanager
+def compile_for(traits: DeviceTraits, cache: str) -> Iterator[Compilation]:
+    """Compile all launches of this context for such a device. cache: the folder of compiled kernels."""
+    can = traits.capability
+    arch = 10 * can.major + can.minor
+    answers = {"device": 1000 + arch, "target": GPUTarget("cuda", arch, 32), "stream": 0}
+    fake = {f"get_current_{name}": lambda *_, found=found: found for name, found in answers.items()}
+    found = Compilation()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        patch.setattr(driver, "_active", SimpleNamespace(**fake))
+        patch.setattr(triton_launch, "suppress", lambda *_: nullcontext())  # no error is passed over
+        patch.setattr(knobs.compilation, "listener", found)
+        with triton_launch.withhold_launches():
+            yield found
+
+
+def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def make_batch(kind: type[Batch], bucket: int, *, settles: bool = False) -> Any:
+    """Return a batch of one segment that fills its bucket. settles: of a `StateBatch`."""
+    batch = kind(bucket, CPU)
+    if isinstance(batch, BlockBatch | StateBatch):
+        batch.before = (0,)
+    if isinstance(batch, StateBatch):
+        batch.settles = settles
+    batch.load(Step((Segment(0, 0, bucket),), bucket), None)
+    return batch
+
+
+def multiply(dtype: torch.dtype, columns: int, *buckets: int) -> Body:
+    """Products with weights that are not packed, of so many columns."""
+
+    def run(kernels: TritonKernels) -> None:
+        weight = make(columns, 256, dtype=dtype)
+        plain, gated = kernels.pack(weight), kernels.pack_gated(weight)
+        for count in buckets:
+            kernels.linear(make(count, 256, dtype=dtype), plain)
+            kernels.gated_linear(make(count, 256, dtype=dtype), gated)
+
+    return run
+
+
+def multiply_packed(layout: StepLayout, outputs: int, *buckets: int, dtype: torch.dtype = torch.bfloat16) -> Body:
+    """Products with packed weights. outputs: from `FEW` on a sum is one chain, below that it has pieces."""
+
+    def run(kernels: TritonKernels) -> None:
+        matrix = random_matrix((outputs, 512), layout, "w")
+        plain = kernels.pack(StackedWeight((matrix,), dtype, CPU))
+        gated = kernels.pack_gated(StackedWeight((matrix, matrix), dtype, CPU))
+        for count in buckets:
+            kernels.linear(make(count, 512, dtype=dtype), plain)
+            kernels.gated_linear(make(count, 512, dtype=dtype), gated)
+
+    return run
+
+
+def attend(
+    head: int, *buckets: int, rows: Rows = torch.bfloat16, group: int = 4, rule: AttentionRule | None = None
+) -> Body:
+    """Heads rotated and written to a cache of such rows, and attention over it."""
+
+    def run(kernels: TritonKernels) -> None:
+        own = rule or AttentionRule()
+        kv = 1 if own.latent else 2
+        types = row_types(rows)
+        layout = RowLayout(types, head, latent=bool(own.latent))
+        dtype = torch.float32 if types.keys.dtype is torch.float32 else torch.bfloat16
+        memory = torch.zeros(len(layout.parts), 2, kv, 4096, layout.width, dtype=layout.dtype)
+        keys, values = layout.open_parts(tuple(memory))
+        rotated = head - own.latent if own.latent else head
+        rope = Rope(make(4096, rotated // 2, dtype=torch.float32), make(4096, rotated // 2, dtype=torch.float32))
+        heads = group * kv + (1 if own.latent else 2 * kv)
+        for bucket in buckets:
+            batch = make_batch(Batch, bucket)
+            kernels.prepare_step(batch)
+            q = kernels.rotate_store(make(bucket, heads * head, dtype=dtype), HeadPrep(), rope, batch, keys, values)
+            kernels.attend(q, keys, values, batch, own)
+
+    return run
+
+
+def attend_block(head: int, bucket: int) -> Body:
+    def run(kernels: TritonKernels) -> None:
+        batch = make_batch(BlockBatch, bucket)
+        keys = make(2, 2, 4096, head)
+        kernels.attend_block(make(bucket, 8, head), keys, keys, batch, AttentionMask(causal=True))
+
+    return run
+
+
+def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body:
+    """A layer of the gated delta rule, settled and not."""
+
+    def run(kernels: TritonKernels) -> None:
+        delta = kernels.delta
+        wide = {"dtype": torch.float32}
+        weights = DeltaWeights(
+            shape, make(shape.channels, 4, **wide), make(shape.value_heads, **wide), make(shape.value_heads, **wide)
+        )
+        state = delta.make_state(shape, 2, 1, dtype, CPU)
+        for bucket in buckets:
+            for settles in (False, True):
+                batch = make_batch(StateBatch, bucket, settles=settles)
+                delta.begin_body("body", batch)
+                convolved = delta.convolve(make(bucket, shape.channels, dtype=dtype), weights, state, batch)
+                gates = make(bucket, 2 * shape.value_heads, dtype=dtype)
+                made = delta.delta_rule(convolved, gates, weights, state, batch)
+                flat = make(bucket, shape.value_heads * shape.value_size, dtype=dtype)
+                delta.gated_norm(made, flat, make(shape.value_size, **wide), 1e-6)
+                delta.apply_gate(flat, flat)
+
+    return run
+
+
+def run_experts(shape: ExpertsShape, dtype: torch.dtype, *buckets: int, layout: StepLayout | None = None) -> Body:
+    """A layer of experts, of which the grouped products are one launch each. layout: of packed experts."""
+
+    def run(kernels: TritonKernels) -> None:
+        hidden = 512
+
+        def pack(pack_one: Any, *rows: int, columns: int) -> Any:
+            if layout is None:
+                return pack_one(make(sum(rows), columns, dtype=dtype))
+            parts = tuple(random_matrix((each, columns), layout, "w") for each in rows)
+            return pack_one(StackedWeight(parts, dtype, CPU))
+
+        def make_expert() -> GatedWeights:
+            both = pack(kernels.pack_gated, shape.inner, shape.inner, columns=hidden)
+            return GatedWeights(both, pack(kernels.pack, hidden, columns=shape.inner))
+
+        router = kernels.pack(make(shape.router_outputs, hidden, dtype=dtype))
+        each = kernels.stack_experts((make_expert() for _ in range(shape.count)), shape.count)
+        correction = make(shape.count, dtype=torch.float32) if isinstance(shape, SigmoidExpertsShape) else None
+        experts = Experts(shape, router, each, None, correction=correction)
+        for bucket in buckets:
+            kernels.experts(make(bucket, hidden, dtype=dtype), experts, make_batch(Batch, bucket))
+
+    return run
+
+
+def pick_tokens(kernels: TritonKernels) -> None:
+    """Picking tokens: the greatest logits, and draws."""
+    logits = torch.zeros(4, 5000)
+    tokens, extremes = find_extremes(logits)
+    sampling = Sampling(seed=1, temperature=0.7, top_k=20, top_p=0.9)
+    found = torch.zeros(1, 3, dtype=torch.float64)
+    draw_tokens(logits, extremes, [0], [sampling], [5], tokens=tokens[:1], found=found)

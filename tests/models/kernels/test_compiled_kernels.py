@@ -1,0 +1,124 @@
+"""Every kernel compiles for Ampere, Ada and Hopper, in tiles that fit into the shared memory there. Nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.models.kernels.attention_rule import AttentionRule
+from adapters.models.kernels.cuda_capability import NO_CAPABILITY, CudaCapability, read_capability
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
+from adapters.models.kernels.row_format import INT4, read_row_types
+from adapters.models.numerics.synthetic import random_matrix
+
+CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
+    CudaCapability(8, 0): (False, False, False),
+    CudaCapability(8, 6): (False, False, False),
+    CudaCapability(8, 9): (False, False, True),
+    CudaCapability(9, 0): (True, True, True),
+    CudaCapability(12, 0): (False, True, True),
+    NO_CAPABILITY: (False, False, False),
+}
+
+
+@pytest.mark.parametrize(("can", "expected"), CAPABILITIES.items(), ids=str)
+def test_a_capability_says_which_kernels_a_device_has(can: CudaCapability, expected: tuple[bool, ...]) -> None:
+    assert (can.has_hopper_kernels, can.overlaps_launches, can.converts_e4m3) == expected
+
+
+def test_a_processor_has_no_capability() -> None:
+    assert read_capability(torch.device("cpu")) == NO_CAPABILITY
+
+
+compiled = pytest.importorskip(
+    "tests.models.kernels.compiled_kernels", reason="Triton comes with CUDA builds of torch", exc_type=ImportError
+)
+
+Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
+FP8 = StepLayout("e4m3", 128, scale="float32")
+LAYOUTS = {
+    "Q4_K": Q4_K,
+    "Q6_K": StepLayout("int8", 16, per=16, inner=True),
+    "Q5_K": StepLayout("int8", 32, per=8, inner=True, least="own"),
+    "Q8_0": StepLayout("int8", 32),
+    "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
+    "AWQ": StepLayout("uint4", 128, least="scale"),
+    "FP8": FP8,
+}
+BF16 = torch.bfloat16
+HEADS = (64, 128, 256, 512)
+EXPERTS = ExpertsShape(8, 2, 256, is_normalized=True)
+SINKS = AttentionRule(window=128, sinks=torch.zeros(8))
+BODIES = {
+    "products": compiled.multiply(BF16, 128, 4, 16, 64, 1024),
+    "products of many columns": compiled.multiply(BF16, 24576, 1024),
+    "products in float16": compiled.multiply(torch.float16, 128, 4, 64, 1024),
+    "products in float32": compiled.multiply(torch.float32, 128, 4, 64, 1024),
+    **{f"{name} in pieces": compiled.multiply_packed(one, 64, 4, 16, 64, 1024) for name, one in LAYOUTS.items()},
+    **{f"{name} in one chain": compiled.multiply_packed(LAYOUTS[name], 16384, 4, 16, 64) for name in ("Q4_K", "FP8")},
+    **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
+    **{f"attention, int8, heads of {head}": compiled.attend(head, 4, 1024, rows=torch.int8) for head in HEADS},
+    **{
+        f"attention, {name}, heads of {head}": compiled.attend(head, 4, 1024, rows=read_row_types(name, BF16))
+        for name in ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int4")
+        for head in (64, 128, 256)
+    },
+    "attention over latents in int4": compiled.attend(
+        576, 4, 1024, rows=INT4, group=20, rule=AttentionRule(latent=512)
+    ),
+    "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
+    "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
+    "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
+    "attention of blocks": compiled.attend_block(128, 16),
+    "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),
+    "recurrent layers in float32": compiled.advance_states(DeltaShape(2, 4, 128, 128), torch.float32, 4, 1024),
+    "experts": compiled.run_experts(EXPERTS, BF16, 4, 64, 1024),
+    "experts by sigmoids in float32": compiled.run_experts(
+        SigmoidExpertsShape(8, 2, 256, is_normalized=True), torch.float32, 4, 64, 1024
+    ),
+    "picking": compiled.pick_tokens,
+}
+FP8_ROWS = compiled.attend(128, 4, 1024, rows=torch.float8_e4m3fn)
+
+
+@pytest.fixture
+def cache(pytestconfig) -> str:
+    """The folder of compiled kernels, which later runs find again."""
+    return str(pytestconfig.cache.mkdir("triton"))
+
+
+def check(target: str, body, cache: str) -> None:
+    traits = compiled.TARGETS[target]
+    with compiled.compile_for(traits, cache) as found:
+        body(compiled.TritonKernels(compiled.CPU, traits=traits))
+    assert found.kernels
+    for kernel in found.kernels:
+        assert kernel.shared <= traits.shared, kernel
+        assert traits.capability.has_hopper_kernels or "ahead" not in kernel.name
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
+def test_a_product_with_packed_weights_compiles_with_and_without_instructions_for_e4m3(target, cache):
+    def multiply(kernels) -> None:
+        weight = StackedWeight((random_matrix((64, 512), FP8, "w"),), BF16, compiled.CPU)
+        kernels.linear(compiled.make(4, 512), kernels.pack(weight))
+
+    check(target, multiply, cache)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", compiled.TARGETS)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_every_kernel_compiles_and_fits_into_shared_memory(target, body, cache):
+    check(target, body, cache)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["sm_89", "sm_90"])
+def test_rows_in_e4m3_compile_where_there_are_instructions_for_them(target, cache):
+    check(target, FP8_ROWS, cache)
