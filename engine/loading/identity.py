@@ -38,3 +38,13 @@ def compute_identity(
         mode,
     )
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+class IdentityMismatch(Exception):
+    """The model's identity, which is the argument, is not the one that is wanted."""
+
+
+def check_identity(found: str, expected: str | None) -> None:
+    """Raise IdentityMismatch for another identity than the expected one. None: any will do."""
+    if expected not in {None, found}:
+        raise IdentityMismatch(found)

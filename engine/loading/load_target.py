@@ -47,6 +47,7 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.loading.identity import check_identity
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
@@ -210,10 +211,6 @@ class LoadedModel:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-class IdentityMismatch(Exception):
-    """The model's identity, which is the argument, is not the one that is wanted."""
-
-
 def load_on_lane(
     options: Options, lane: DeviceLane, step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
@@ -263,8 +260,7 @@ def load_with_peers(
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, step=step)
         numerics = proven.numerics
-        if expected_identity not in {None, proven.identity}:
-            raise IdentityMismatch(proven.identity)
+        check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
         step(start_progress.WEIGHTS)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -230,13 +231,9 @@ class LayerBench:
         spec = shard.rows.spec
         assert isinstance(shard.rows, KvCache)
         layout = shard.rows.layout
-        shape = (spec.heads, self.capacity, layout.head)
-
-        def draw() -> Tensor:
-            drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
-            return drawn.normal_(generator=generator)
-
-        drawn = [part for _ in shard.rows.layers for part in layout.encode(draw)]
+        place = {"device": shard.spec.device, "dtype": shard.spec.dtype}
+        heads = partial(torch.empty, (spec.heads, self.capacity, layout.head), **place)
+        drawn = [one for _ in shard.rows.layers for one in layout.encode(lambda: heads().normal_(generator=generator))]
         shard.rows.import_(0, 0, dict(zip(spec.names, drawn, strict=True)))
         for slot in range(1, PROBED_SLOTS):
             shard.rows.copy(0, slot, self.capacity)
