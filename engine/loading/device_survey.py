@@ -259,6 +259,10 @@ def check_row_types(config: ModelConfig, types: RowTypes, device: torch.device) 
     if is_fp8 and device.type == "cuda" and not read_capability(device).converts_e4m3:
         others = "auto, bf16, int8, int4, int3.5"
         raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: {others}")
+    if device.type == "cuda" and types.is_packed and config.latent is not None:
+        # Unpacking 576 numbers a row takes more shared memory than cards of 99 KiB have.
+        others = "auto, bf16, fp8, int8"
+        raise UserError(f"--kv-dtype {types.name}: {device} has no such rows of compressed models; accepted: {others}")
     try:
         config.check_rows(types)
     except ValueError as error:

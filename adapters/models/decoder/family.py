@@ -17,6 +17,7 @@ from adapters.models import FAMILIES, MISSING
 from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
@@ -59,6 +60,11 @@ class ModelConfig(Protocol):
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the weights according to config.json; None if it names none."""
+        ...
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The sizes of attention over compressed rows; None if the layers have other attention."""
         ...
 
     def kv_bytes_per_token(self, rows: Rows, layers: range | None = None) -> int:

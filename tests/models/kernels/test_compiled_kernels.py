@@ -10,7 +10,7 @@ from adapters.models.kernels.attention_rule import AttentionRule
 from adapters.models.kernels.cuda_capability import NO_CAPABILITY, CudaCapability, read_capability
 from adapters.models.kernels.delta_interface import DeltaShape
 from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
-from adapters.models.kernels.row_format import INT4, read_row_types
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.synthetic import random_matrix
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
@@ -65,9 +65,6 @@ BODIES = {
         for name in ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int4")
         for head in (64, 128, 256)
     },
-    "attention over latents in int4": compiled.attend(
-        576, 4, 1024, rows=INT4, group=20, rule=AttentionRule(latent=512)
-    ),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
