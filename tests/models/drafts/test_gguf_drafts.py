@@ -99,8 +99,9 @@ def test_names_of_older_files_are_known(tmp_path):
         "selector_hidden.weight": "selector.hidden_proj.weight",
         "selector_predecessor.weight": "selector.pred_codebook",
         "selector_successor.weight": "selector.succ_codebook",
-        **{f"blk.{layer}.{part}_conv_base": f"blk.{layer}.{part}_conv.base" for layer in range(3) for part in ("attn", "ffn")},
-    }  # fmt: skip
+    }
+    for layer in range(3):
+        nested |= {f"blk.{layer}.{part}_conv_base": f"blk.{layer}.{part}_conv.base" for part in ("attn", "ffn")}
     path = write_draft_gguf(tmp_path / "b.gguf", config, tensors_of(config), renamed=nested)
     assert opened(path).config == config
 
