@@ -34,7 +34,7 @@ LEAST_CHANCE = 0.1
 
 @frozen
 class BlockOutput:
-    """What a block's forward gave for the places of one request. logits: float32 `[n, V]`. features: `[n, F]`, what
+    """The result of a forward for the places of one request. logits: float32 `[n, V]`. features: `[n, F]`, which
     the draft's correction has projected from hidden states.
     """
 
@@ -55,7 +55,7 @@ class PaddedProducts:
         return self.kernels.linear(torch.nn.functional.pad(x, (0, 0, 0, bucket - rows)), packed)[:rows]
 
 
-class Walk(ABC):
+class PlaceWalk(ABC):
     """The way through the places of several blocks, one place after the other."""
 
     @abstractmethod
@@ -78,11 +78,11 @@ class Correction(ABC):
         """Return what the walk needs of the block's hidden states `[R, D]`: `[R, F]`. Runs with the block's forward."""
 
     @abstractmethod
-    def begin(self, blocks: Sequence[BlockOutput], products: PaddedProducts) -> Walk:
+    def begin(self, blocks: Sequence[BlockOutput], products: PaddedProducts) -> PlaceWalk:
         """Return a walk through the places of these blocks."""
 
 
-def pick_in_order(walk: Walk, requests: Sequence[BlockRequest], pick: ChooseTokens, device: torch.device) -> None:
+def pick_in_order(walk: PlaceWalk, requests: Sequence[BlockRequest], pick: ChooseTokens, device: torch.device) -> None:
     """Choose the proposals of all requests, one place after the other. `pick` is called once for each place."""
     live = list(range(len(requests)))
     tokens = [request.token for request in requests]
@@ -127,7 +127,7 @@ class MarkovHead(Correction):
 
 
 @define(eq=False)
-class MarkovWalk(Walk):
+class MarkovWalk(PlaceWalk):
     """A walk with a Markov head. chances: for each block, the chance that all proposals so far are right.
 
     state: `[blocks, R]`, of a recurrent head.
@@ -206,7 +206,7 @@ class Selector(Correction):
 
 
 @define(eq=False)
-class SelectorWalk(Walk):
+class SelectorWalk(PlaceWalk):
     """A walk through the likeliest tokens of all places. found: for each block their logits and ids, `[n, k]`."""
 
     selector: Selector

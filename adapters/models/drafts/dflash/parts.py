@@ -1,4 +1,4 @@
-"""What DFlash 2 and DSpark add to a DFlash draft: the fields of config.json, and the tensors that go with them.
+"""The parts that DFlash 2 and DSpark add to a DFlash draft: fields of config.json, and the tensors that go with them.
 
 DFlash 2 has a short convolution around attention and feed-forward of each layer, and a selector that chooses a path
 through the likeliest tokens of all places. DSpark has a Markov head: logits of a place are corrected by the token
@@ -93,9 +93,7 @@ class MarkovShape:
 
 @frozen
 class LogitScale:
-    """What the draft does with the logits of the head: they are multiplied, and then bounded by `cap * tanh(x / cap)`
-    if there is a cap.
-    """
+    """A change of the head's logits. They are multiplied, then bounded by `cap * tanh(x / cap)` if there is a cap."""
 
     multiplier: float = 1.0
     cap: float = 0.0
