@@ -188,7 +188,7 @@ def _read_target_layers(metadata: Metadata) -> list[int] | None:
 
 
 def _read_windows(metadata: Metadata, layers: int) -> dict[str, Any]:
-    """Return which layers have a window. Lucebox's files may have a window without a pattern, which nobody uses."""
+    """Return which layers have a window. Lucebox ignores a window without a pattern."""
     window = metadata.read_count("attention.sliding_window", 0)
     pattern = "attention.sliding_window_pattern"
     if not window or (metadata.architecture != MAINLINE and metadata.find_field(pattern) is None):

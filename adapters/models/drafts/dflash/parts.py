@@ -178,7 +178,7 @@ def read_parts(fields: Mapping[str, Any], names: Collection[str], hidden: int, v
 
 def _check_architecture(fields: Mapping[str, Any], *, has_selector: bool, has_markov: bool) -> None:
     """Raise CheckpointError if config.json names another kind of draft than the tensors show."""
-    named = " ".join(map(str, fields.get("architectures") or ()))
+    named = str(fields.get("architectures"))
     if "DFlash2" in named and not has_selector:
         raise CheckpointError(f"config.json: architectures {named[:80]}, but tensors candidate_selector.* are missing")
     if "DSpark" in named and not has_markov:
