@@ -21,7 +21,8 @@ Invariants:
   compressed after all, it stops being a leader.
 
 Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
-stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a place on the device.
+stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a checkpoint on the
+device.
 
 Example. Requests 1, 2 and 3 arrive together. Their prompts have 8,000 tokens in common and 1,000 tokens of their own.
 Request 1 is admitted and computes 9,000 rows. Requests 2 and 3 wait until row 8,000 is there, and compute 1,000 rows

@@ -46,7 +46,7 @@ from states.request_states import (
 from states.residency import make_unload
 from states.settings import DecisionContext, Settings
 
-NO_MATCH = "no_match"  # why a request proposes nothing before its text has matched an earlier place
+NO_MATCH = "no_match"  # why a request proposes nothing before its text has matched an earlier position
 
 StartDecode: TypeAlias = Transition[Speculating, RunDecode]
 PrefillOrDecode: TypeAlias = Transition[Prefilling, RunPrefill] | StartDecode

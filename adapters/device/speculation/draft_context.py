@@ -116,7 +116,7 @@ class DraftContext(Proposer, Generic[D]):
             last.room = last.count + min(self.deferred_buffer.spare, self.backlog - self._deferred_counts[slot])
 
     def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:
-        """Return the place of the slot's next row, if that is the row behind the last one that was deferred.
+        """Return the destination of the slot's next row, if that is the row behind the last one that was deferred.
 
         The draft is loaded then: one that is sent away follows everything before that.
         """

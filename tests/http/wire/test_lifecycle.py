@@ -218,8 +218,8 @@ async def test_a_long_prefill_is_kept_alive_by_comments_and_by_events(folder: Pa
                 if len(beats) == 3 and not event.startswith(":"):
                     site.door.go.set()
         assert len(beats) >= 3
-        for place in beats:
-            (choice,) = json.loads(found[place + 1])["choices"]
+        for index in beats:
+            (choice,) = json.loads(found[index + 1])["choices"]
             assert choice["finish_reason"] is None
             assert not choice.get("delta")
             assert not choice.get("text")

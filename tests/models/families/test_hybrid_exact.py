@@ -124,10 +124,10 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
     shard.states.keep(1, 1)  # at 256
     computed(shard, tokens[:70].flip(0), [(64, 64)], slot=1)
     shard.rows.copy(0, 2, LENGTH)
-    for slot, place, at in ((1, 0, 192), (2, 1, 256), (2, 0, 192)):
+    for slot, checkpoint, at in ((1, 0, 192), (2, 1, 256), (2, 0, 192)):
         if slot == 1:
             shard.rows.copy(0, 1, LENGTH)
-        shard.states.load(place, slot)
+        shard.states.load(checkpoint, slot)
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
     with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
@@ -186,11 +186,11 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
 
 def test_states_are_counted(whole):
     shard, _, _ = whole
-    held, place = shard.config.state_bytes(shard.spec.dtype)
-    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    held, checkpoint = shard.config.state_bytes(shard.spec.dtype)
+    assert checkpoint == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * shard.config.kv_bytes_per_token(shard.spec.dtype)
-    taken, kernels = shard.memory()["kv"] - rows - 2 * place, shard._kernels.delta  # noqa: SLF001
-    assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * place < taken < SLOTS * held
+    taken, kernels = shard.memory()["kv"] - rows - 2 * checkpoint, shard._kernels.delta  # noqa: SLF001
+    assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * checkpoint < taken < SLOTS * held
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

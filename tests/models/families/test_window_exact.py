@@ -153,18 +153,18 @@ def test_windows_in_pages_are_those_in_one_piece(name):
 def test_memory_of_windows_is_counted(whole):
     shard, _, _ = whole
     own = shard.config
-    held, place = own.state_bytes(shard.spec.dtype)
-    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    held, checkpoint = own.state_bytes(shard.spec.dtype)
+    assert checkpoint == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * own.kv_bytes_per_token(shard.spec.dtype)
-    assert shard.memory()["kv"] == rows + 2 * place + SLOTS * held
+    assert shard.memory()["kv"] == rows + 2 * checkpoint + SLOTS * held
     window = max(kind.traits.window for kind in own.kinds)
-    token = place // window
+    token = checkpoint // window
     assert held == token * count_window_rows(window)
     paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)
-    held, place = paged.config.state_bytes(torch.float32)
+    held, checkpoint = paged.config.state_bytes(torch.float32)
     shared = paged.config.shared_bytes(torch.float32, paged.spec.buckets[-1])
-    assert shared == place // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
-    assert paged.states.nbytes == SLOTS * held + 2 * place + shared + paged.states.table.nbytes
+    assert shared == checkpoint // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
+    assert paged.states.nbytes == SLOTS * held + 2 * checkpoint + shared + paged.states.table.nbytes
 
 
 def test_rows_behind_a_window_give_their_memory_back():

@@ -109,5 +109,5 @@ class StepPlan:
         for heads, cache in both:
             coded = form.encode(heads).transpose(0, 1)
             for row, segment in self.segments_with_rows:
-                place = cache.select(0, segment.slot).narrow(1, segment.start, segment.count)
-                place.copy_(coded.narrow(1, row, segment.count))
+                target = cache.select(0, segment.slot).narrow(1, segment.start, segment.count)
+                target.copy_(coded.narrow(1, row, segment.count))
