@@ -24,12 +24,12 @@ from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import (
     CHUNKS,
     LENGTH,
+    check_rolled_back_rows,
+    check_rows_in_pieces,
+    check_slots_side_by_side,
     computed,
     in_pieces,
-    rows_in_pieces_are_rows_of_chunks,
     same_sequence,
-    slots_side_by_side_are_each_as_if_alone,
-    what_is_rolled_back_has_never_happened,
     whole_of,
 )
 from tests.models.windowed import WINDOWED, read_config
@@ -57,7 +57,7 @@ def whole(request):
 
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+    check_rows_in_pieces(whole, pieces)
 
 
 def test_rows_in_random_pieces_too(whole):
@@ -71,7 +71,7 @@ def test_rows_in_random_pieces_too(whole):
 
 @pytest.mark.parametrize(("start", "kept"), [(64, 0), (100, 30), (127, 1), (128, 5), (250, 30)])
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
-    what_is_rolled_back_has_never_happened(whole, start, kept)
+    check_rolled_back_rows(whole, start, kept)
 
 
 def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
@@ -85,7 +85,7 @@ def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    slots_side_by_side_are_each_as_if_alone(whole)
+    check_slots_side_by_side(whole)
 
 
 def test_windows_are_kept_in_places_taken_out_and_copied(whole):
