@@ -43,10 +43,10 @@ from states.request_states import (
     LookingUp,
     Prefilling,
     Prompt,
-    Releasing,
     Restoring,
     State,
-    Unparking,
+    UnloadingScorer,
+    UnparkingDraft,
     Waiting,
 )
 from states.sequences import count_continuable_rows
@@ -124,7 +124,7 @@ def estimate_cost(rates: Rates, start: int, stop: int) -> int:
 
 def measure_leader(request: RequestId, state: State, prompt: Prompt, context: DecisionContext) -> Leader | None:
     """Return the request as the leader of a prompt; None: it does not compute its prompt, or may yet shorten it."""
-    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
+    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return None
     settings = context.settings
     valid_rows = state.slot_lease.valid_rows
@@ -137,7 +137,7 @@ def measure_leader(request: RequestId, state: State, prompt: Prompt, context: De
 
 
 def find_state_rows(
-    state: Prefilling | Unparking | Releasing | LookingUp | Restoring, rows: int, settings: Settings
+    state: Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring, rows: int, settings: Settings
 ) -> int:
     """Return `rows` if the leader can still keep its positional state after them; 0 if it cannot.
 
@@ -161,7 +161,7 @@ def is_shortened(prompt: Prompt, rows: int, context: DecisionContext) -> bool:
 def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
     """Is the leader still computing the rows that its follower waits for?"""
     state = requests.get(follow.leader)
-    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
+    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return False
     return state.slot_lease.valid_rows < follow.awaited_rows
 
@@ -178,7 +178,7 @@ def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
 
 def note_awaited_rows(state: State, rows: int) -> State:
     """Return the state of a leader that knows that a request waits for its first `rows` rows."""
-    assert isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring), (
+    assert isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring), (
         "such a state leads no follower"
     )
     if rows in state.prompt.awaited_rows:

@@ -244,15 +244,15 @@ def prove_remote_scorer(
         raise UserError(f"--prefill-drafter-device {found.location}: {error}") from error
 
 
-def describe_compression(options: Options, settings: Settings, drafter: LoadedScorer | None) -> Mapping[str, Any]:
+def describe_compression(options: Options, settings: Settings, prompt_scorer: LoadedScorer | None) -> Mapping[str, Any]:
     """Return what `/props` shows as `pflash`."""
     return {
         "mode": options.compression.prefill_compression,
         "threshold": options.compression.prefill_threshold,
         "keep_ratio": options.compression.prefill_keep_ratio,
         "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
-        "drafter": None if drafter is None else Path(drafter.found.name).name,
-        "device": None if drafter is None else drafter.found.location,
+        "drafter": None if prompt_scorer is None else Path(prompt_scorer.found.name).name,
+        "device": None if prompt_scorer is None else prompt_scorer.found.location,
         "most_tokens": settings.scorer_max_tokens,
         "draft_residency": settings.residency.policy,
         "freeze": options.cache.disk_prefix_cache_compress,

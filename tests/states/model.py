@@ -19,8 +19,8 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import CheckpointId, DeviceFailed, LeaseId, Side, SlotId, StoreFailed
 from effects.job import Job, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.scope import Scope
@@ -29,7 +29,17 @@ from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.events import Admitted, Cancelled, Rejected, SlotEmptied, Submitted
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
-from states.request_states import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, get_remainder
+from states.request_states import (
+    Done,
+    Draining,
+    Held,
+    New,
+    Parking,
+    Snapshotting,
+    UnloadingScorer,
+    Waiting,
+    get_remainder,
+)
 from states.residency import Resolved, get_action_after_use
 from states.settings import DecisionContext, Settings
 
@@ -275,7 +285,7 @@ def going_on(event: Any, answered: Effect | None) -> frozenset[Effect]:
 
 def told(state: Any) -> Any:
     """Without what is only reported: why a compression failed decides nothing once it has been looked at."""
-    if isinstance(state, Releasing):
+    if isinstance(state, UnloadingScorer):
         return state
     remainder = getattr(state, "remainder", None)
     if remainder is not None:

@@ -25,14 +25,14 @@ from states.request_states import (
     Compressing,
     Done,
     Draining,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     Parking,
     Prefilling,
     SlotLease,
     Snapshotting,
     Speculating,
-    Unparking,
+    UnparkingDraft,
     get_remainder,
 )
 from states.settings import DecisionContext
@@ -63,7 +63,7 @@ def settle(hold: Any, event: Event, known: DecisionContext = KNOWN, flying: int 
     return step(TABLE, a(Draining, hold, flying), event, known)
 
 
-@pytest.mark.parametrize("state", [LookingUp, Fetching, Compressing, Unparking, Prefilling, Speculating])
+@pytest.mark.parametrize("state", [LookingUp, LoadingScorer, Compressing, UnparkingDraft, Prefilling, Speculating])
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
     hold = answering()
     before = a(state, hold)

@@ -142,7 +142,8 @@ def test_windows_in_pages_are_those_in_one_piece(name):
     plain = whole_of(shard_of(name, ReferenceKernels()))
     paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
     assert paged.states.table is not None
-    for number, pieces in enumerate(([(0, 0)], [(64, 64)], [(4, 1)], [(128, 100), (0, 300), (16, 9)])):
+    one_by_one = [(0, PAGE - 20), *[(4, 1)] * 40, (0, 0)]  # from one page into the next
+    for number, pieces in enumerate(([(0, 0)], [(64, 64)], one_by_one, [(128, 100), (0, 300), (16, 9)])):
         shard, tokens, _ = plain
         slot = number % SLOTS
         assert torch.equal(computed(paged, tokens, pieces, slot=slot), computed(shard, tokens, pieces, slot=1))
