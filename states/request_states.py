@@ -132,7 +132,7 @@ class RequestRemainder:
     leased_model: ModelName | None = None
 
     @property
-    def rows(self) -> Tokens:
+    def valid_tokens(self) -> Tokens:
         """The tokens that the slot's valid rows stand for."""
         prompt = self.prompt.tokens
         valid_rows = self.slot_lease.valid_rows

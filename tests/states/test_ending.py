@@ -121,7 +121,7 @@ def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept()
     assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Transition(
         a(Parking, evolve(before, valid=23)), UnloadModel("draft")
     )
-    assert evolve(before, valid=23).remainder.rows == (*PROMPT, 7, 8)
+    assert evolve(before, valid=23).remainder.valid_tokens == (*PROMPT, 7, 8)
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:

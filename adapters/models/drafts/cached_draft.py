@@ -205,7 +205,7 @@ class CachedDraft(ABC, Generic[L]):
         return self.rows.capacity
 
     @property
-    def state(self) -> State:
+    def weights_state(self) -> State:
         return self._offloadable.state
 
     # --- rows ---
@@ -222,7 +222,7 @@ class CachedDraft(ABC, Generic[L]):
         On CUDA the weights stay in pinned host memory. On a CPU, loading reads the checkpoint again, which the page
         cache may still hold.
         """
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return 0
         self._forget_recordings()
         return self._offloadable.offload()
@@ -284,7 +284,7 @@ class CachedDraft(ABC, Generic[L]):
     def _all_weights(self) -> HeldWeights[L]:
         held = self._offloadable.loaded
         if held is None:
-            raise NotLoaded(f"the draft is {self.state}")
+            raise NotLoaded(f"the draft is {self.weights_state}")
         return held
 
     # --- arguments ---

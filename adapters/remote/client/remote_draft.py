@@ -112,7 +112,7 @@ class RemoteDraft:
         return self._loaded.branches
 
     @property
-    def state(self) -> Literal["loaded", "parked", "released", "lost"]:
+    def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
     def set_presence_listener(self, listener: Callable[[bool], object]) -> None:
@@ -123,7 +123,7 @@ class RemoteDraft:
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         """Let the draft follow rows of the target: with the next request, or at once if many rows wait."""
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return
         features = self.projection.project(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
         self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
