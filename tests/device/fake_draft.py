@@ -67,8 +67,8 @@ class FakeDraft:
             assert 0 < block_request.count < self.block
             total = self.cache[block_request.slot, block_request.first : block_request.position].sum()
             token = block_request.token
-            for place in range(block_request.position, block_request.position + block_request.count):
-                total = total + row_of(torch.tensor(token), torch.tensor(place))
+            for position in range(block_request.position, block_request.position + block_request.count):
+                total = total + row_of(torch.tensor(token), torch.tensor(position))
                 logits = logits_of(mix(total).reshape(1, 1), vocab)
                 found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
                 token = int(logits.argmax())

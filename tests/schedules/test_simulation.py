@@ -18,8 +18,8 @@ from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens, StopLaunch

@@ -392,7 +392,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     weights.error = error
     with pytest.raises(raised):
         draft.load_back()
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert draft.memory()["weights"] == 0
     weights.error = None
     draft.load_back()

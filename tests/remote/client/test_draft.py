@@ -206,7 +206,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     assert apart.heard == [False, True], "one that dies while it comes back was gone already"
     assert not apart.fates.coming
     assert apart.draft.peer.restarts == 1
-    if apart.draft.state != "loaded":
+    if apart.draft.weights_state != "loaded":
         apart.draft.load_back()
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0, "its context went with it"
     same(story(apart.draft, apart.drafting), expected)
