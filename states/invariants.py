@@ -206,4 +206,6 @@ def check_cache(state: State, settings: Settings) -> None:
         most = limits[scope.kind]
         lost = left.slot_lease.valid_rows == 0
         assert lost or 0 < rows <= min(most, left.slot_lease.valid_rows), "more is kept than the scope allows"
-        assert scope.kind == "full" or left.valid_tokens[:rows] == prompt.job.prompt[:rows], "an answer is kept as a prompt"
+        assert scope.kind == "full" or left.valid_tokens[:rows] == prompt.job.prompt[:rows], (
+            "an answer is kept as a prompt"
+        )

@@ -250,7 +250,9 @@ def snapshot_new_rows(settings: Settings, left: RequestRemainder) -> Transition[
         return None
     rows = scope.select_rows_to_keep(settings, left).rows
     has_state = rows == find_own_state(settings, left)
-    return Transition(Snapshotting(left), SaveSnapshot(left.slot_lease.slot, left.valid_tokens[:rows], checkpoint=has_state))
+    return Transition(
+        Snapshotting(left), SaveSnapshot(left.slot_lease.slot, left.valid_tokens[:rows], checkpoint=has_state)
+    )
 
 
 def release_model(settings: Settings, left: RequestRemainder) -> ReleaseModel | Transition[Done]:

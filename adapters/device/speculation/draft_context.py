@@ -66,7 +66,7 @@ class DraftContext(Proposer, Generic[D]):
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
         """Defer the rows that stay, or follow them at once if proposals were rejected or if they are too many."""
-        if self.draft.state != "loaded" or not any(kept):
+        if self.draft.weights_state != "loaded" or not any(kept):
             return
         counts = [segment.count for segment in step.segments]
         if (step.rows_only or sum(counts) == len(kept)) and max(counts) <= self.backlog:
