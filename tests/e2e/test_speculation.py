@@ -336,7 +336,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed == 0
         assert shown()["draft"]["last_error"] == "out_of_memory: no room"
-        assert shown()["draft"]["state"] == draft.state == "parked"
+        assert shown()["draft"]["state"] == draft.weights_state == "parked"
         one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed > 0

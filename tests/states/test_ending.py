@@ -127,7 +127,7 @@ def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept()
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
     before = answering(evolve(DRAFT, stateful=True), control=leased())
     left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remainder
-    assert (left.slot_lease.valid_rows, left.rows) == (24, (*PROMPT, 7, 8, 9))
+    assert (left.slot_lease.valid_rows, left.valid_tokens) == (24, (*PROMPT, 7, 8, 9))
 
 
 def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> None:

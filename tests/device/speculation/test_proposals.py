@@ -271,7 +271,7 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     await driver.decode(client, propose=7)
     assert [(block_request.first, block_request.position) for block_request in draft.asked[0]] == [(40, 69)]
     await driver.perform(EffectRequest(request, UnloadModel("draft", keep=False)))
-    assert draft.state == "released"
+    assert draft.weights_state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
     await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
@@ -380,7 +380,7 @@ async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_wor
     await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     draft.exhausted = {what}
     assert await driver.perform(EffectRequest(RequestId(2), LoadModel("draft"))) == (failure,)
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
     assert isinstance((await driver.perform(EffectRequest(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
