@@ -17,6 +17,7 @@ from adapters.models.drafts.draft_parts import DraftShape
 from adapters.models.kernels import factory
 from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.row_format import Rows
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Facts
 from engine.loading.memory_fit import Fit
@@ -151,11 +152,11 @@ class SlotMemory:
 
 
 def measure_host_slots(
-    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: torch.dtype, plan: Sequence[Placement]
+    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: Rows, plan: Sequence[Placement]
 ) -> SlotMemory:
     """Return what slots take of host memory.
 
-    rows: the dtype of cached rows. draft: its rows are in host memory as well.
+    rows: the types of cached rows. draft: its rows are in host memory as well.
     """
     here = [one.layers for one in plan if one.is_on_host]
     token = sum(config.kv_bytes_per_token(rows, layers) for layers in here)

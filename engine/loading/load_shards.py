@@ -45,21 +45,23 @@ def build_shards(
     """
     config = checkpoint.config
     parts = list[Shard]()
-    for place, own, weights in zip(plan, kernels.shards, sources, strict=True):
-        placement = evolve(room, device=place.device, layers=place.layers)
-        if place.peer is not None:
-            ends = CopiedEnds(config, checkpoint, own, room.dtype, place.device)
+    for part_placement, own, weights in zip(plan, kernels.shards, sources, strict=True):
+        placement = evolve(room, device=part_placement.device, layers=part_placement.layers)
+        if part_placement.peer is not None:
+            ends = CopiedEnds(config, checkpoint, own, room.dtype, part_placement.device)
             request = build_layers_request(config, placement, fast=fast)
-            left = config.find_crossing(place.layers.stop, room.dtype, room.rows or room.dtype).width
-            parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers, left))
+            left = config.find_crossing(part_placement.layers.stop, room.dtype, room.rows or room.dtype).width
+            parts.append(RemoteShard(part_placement.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None
         computed = None
-        if place.cpu_experts:
+        if part_placement.cpu_experts:
             assert kernels.experts is not None
             own_experts = kernels.experts.copy_for_shard()
-            computed = CpuExperts.prepare(place.cpu_experts, own_experts, checkpoint, config.hidden_size, placement)
-        with use_device(place.device):
+            computed = CpuExperts.prepare(
+                part_placement.cpu_experts, own_experts, checkpoint, config.hidden_size, placement
+            )
+        with use_device(part_placement.device):
             shard = checkpoint.family.build(config, weights, own, placement, offloaded=experts, computed=computed)
             parts.append(shard)
     return Pipeline(parts)
@@ -98,17 +100,17 @@ def stage_weights(
 
 
 def upload_weights(
-    checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
+    checkpoint: Checkpoint, part_placement: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
 ) -> Upload:
     """Return the upload of one shard to its GPU, without the experts that the host computes."""
-    elsewhere = set(list_host_tensors(checkpoint.config, place.cpu_experts))
+    elsewhere = set(list_host_tensors(checkpoint.config, part_placement.cpu_experts))
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,
-        names=[name for name in checkpoint.config.tensors(place.layers) if name not in elsewhere],
-        device=place.device,
+        names=[name for name in checkpoint.config.tensors(part_placement.layers) if name not in elsewhere],
+        device=part_placement.device,
         new_buffer=buffer,
         on_tensor_read=checkpoint.on_read,
         served_dtype=dtype,
-        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
+        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(part_placement.device) // 4),
     )

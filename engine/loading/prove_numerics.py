@@ -8,13 +8,14 @@ import torch
 from attrs import evolve, frozen
 
 from adapters.models.decoder.expert_products import list_expert_products
+from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import RowTypes, name_row_types, read_row_types
 from adapters.models.numerics.probe import ProbeShape, buckets_of, probe, probe_key
 from adapters.models.numerics.probe_result import (
     Numerics,
@@ -68,7 +69,7 @@ def prove(
     kernels; they are offered the outcomes that are known here.
     """
     chunk = choose_chunk(runtime, plan)
-    rows = row_dtype(weights.kv_dtype, dtype)
+    rows = read_row_types(weights.kv_dtype, dtype)
     fast = runtime.numerics == "fast"
     experts = None
     expert_plan = None
@@ -103,7 +104,7 @@ def prove(
         else:
             asked = Prove(
                 dtype_name(dtype),  # type: ignore[arg-type]
-                dtype_name(rows),  # type: ignore[arg-type]
+                name_row_types(rows, dtype),
                 chunk,
                 context,
                 read_boot_id(),
@@ -136,15 +137,30 @@ def prove_expert_products(
     return kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
 
 
+def check_row_types(config: ModelConfig, types: RowTypes, device: torch.device) -> None:
+    """Raise UserError for formats of rows that the device or the model's heads do not have."""
+    is_fp8 = torch.float8_e4m3fn in {types.keys.dtype, types.values.dtype}
+    if is_fp8 and device.type == "cuda" and not read_capability(device).converts_e4m3:
+        others = "auto, bf16, int8, int4, int3.5"
+        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: {others}")
+    if device.type == "cuda" and types.is_packed and config.latent is not None:
+        # Unpacking 576 numbers a row takes more shared memory than cards of 99 KiB have.
+        others = "auto, bf16, fp8, int8"
+        raise UserError(f"--kv-dtype {types.name}: {device} has no such rows of compressed models; accepted: {others}")
+    try:
+        config.check_rows(types)
+    except ValueError as error:
+        raise UserError(f"--kv-dtype {error}") from error
+
+
 def build_probe_shape(
-    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
+    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, RowTypes], chunk: int, context: int
 ) -> ProbeShape:
     """Return what a probe depends on, besides the configuration and the machine. dtypes: of weights and of rows.
 
     Raises UserError if the device cannot keep such rows.
     """
-    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and not read_capability(device).converts_e4m3:
-        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
+    check_row_types(checkpoint.config, dtypes[1], device)
     return ProbeShape(
         device=device,
         dtype=dtypes[0],

@@ -26,6 +26,7 @@ from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.row_format import RowTypes
 from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.layer_bench import PROBED_SLOTS
@@ -59,11 +60,11 @@ def compile_kernels(
     plan: Sequence[Placement],
     dtype: torch.dtype,
     *,
-    rows: torch.dtype,
+    rows: RowTypes,
     fit: Fit,
     chunk: int,
     kept: CalibrationCache,
-    step: start_progress.StepListener,
+    report_step: start_progress.StepListener,
 ) -> None:
     """Compile what steps of each bucket launch on a GPU, side by side, or read what an earlier start compiled.
 
@@ -100,7 +101,7 @@ def compile_kernels(
                 log.debug("kernels will be compiled when they are first used: %s", error)
             for thread in answers:
                 thread.join()
-            step(start_progress.COMPILE)
+            report_step(start_progress.COMPILE)
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
             if not probed:
                 compile_first(steps)

@@ -27,15 +27,15 @@ from adapters.models.kernels.step_batch import Batch
 class Dispatch:
     """The rows of a step sorted by expert: one run of rows for each expert that has any, padded at its end.
 
-    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each place
-    in the runs the row of x that stands there; padding has row 0. places: for each row and each of its experts, from
-    the largest weight on, the place of that pair in the runs.
+    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each row
+    in the runs the row of x that stands there; padding has row 0. indices: for each row and each of its experts, from
+    the largest weight on, the index of that pair in the runs.
     """
 
     experts: tuple[int, ...]
     sizes: list[int]
     sources: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 def run_experts(
@@ -90,7 +90,7 @@ def sum_experts(
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
     weighted = zip(parts, experts.weights_of(where.experts), strict=True)
     made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
-    by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
+    by_rank = made.index_select(0, where.indices).view(rows, shape.chosen, -1)
     return add_in_order(by_rank.float() * weights.unsqueeze(2)), gates
 
 
@@ -140,7 +140,7 @@ def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> D
     shift = torch.tensor(shifts, device=flat.device)
     at = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
     sources = flat.new_zeros(first)
-    places = torch.empty_like(flat)
+    indices = torch.empty_like(flat)
     sources[at] = order // chosen.shape[1]
-    places[order] = at
-    return Dispatch(tuple(experts), sizes, sources, places)
+    indices[order] = at
+    return Dispatch(tuple(experts), sizes, sources, indices)

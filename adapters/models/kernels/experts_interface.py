@@ -133,7 +133,7 @@ class ChosenExperts(ABC):
 
     @abstractmethod
     def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """Bring all of these experts, some in each turn, and return their places by number. The launches that read a
+        """Bring all of these experts, some in each turn, and return their slots by number. The launches that read a
         turn are made before the next turn is asked for.
         """
 
@@ -226,15 +226,15 @@ def _hide_groups(wanted: Tensor, shape: GroupedExpertsShape, best: int) -> Tenso
 
 
 def _find_greatest(values: Tensor, count: int) -> Tensor:
-    """Return the places of the greatest values of each row, the greatest first, and of equal ones the lower place.
+    """Return the indices of the greatest values of each row, the greatest first, and of equal ones the lower index.
 
-    For that the values become integers that compare alike, from which each place is subtracted. All of them differ, so
+    For that the values become integers that compare alike, from which each index is subtracted. All of them differ, so
     there is one way to sort them.
     """
     bits = (values + 0.0).view(torch.int32)  # makes -0 equal to 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    places = torch.arange(values.shape[1], device=values.device)
-    return ((ordered << 16) - places).topk(count).indices
+    indices = torch.arange(values.shape[1], device=values.device)
+    return ((ordered << 16) - indices).topk(count).indices
 
 
 def add_in_order(parts: Tensor) -> Tensor:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
-from adapters.sequence_layout import torch_dtype
 
 _MAX_BOUNDARIES = 16
 _NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
@@ -69,13 +69,12 @@ class LayerBench:
             )
             self.vectors = table.normal_(generator=generator)
         spec = shard.rows.spec
-        form = RowFormat(torch_dtype(shard.rows.spec.dtype))
-        rows = dict[str, Tensor]()
-        shape = (spec.heads, self.capacity, form.head_size(spec.width))
-        for name in spec.names:
-            drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
-            rows[name] = form.encode(drawn.normal_(generator=generator))
-        shard.rows.import_(0, 0, rows)
+        assert isinstance(shard.rows, KvCache)
+        layout = shard.rows.layout
+        place = {"device": shard.spec.device, "dtype": shard.spec.dtype}
+        heads = partial(torch.empty, (spec.heads, self.capacity, layout.head), **place)
+        drawn = [one for _ in shard.rows.layers for one in layout.encode(lambda: heads().normal_(generator=generator))]
+        shard.rows.import_(0, 0, dict(zip(spec.names, drawn, strict=True)))
         for slot in range(1, PROBED_SLOTS):
             shard.rows.copy(0, slot, self.capacity)
 

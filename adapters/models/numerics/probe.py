@@ -30,6 +30,7 @@ from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.row_format import Rows, row_types
 from adapters.models.numerics.layer_bench import PROBED_SLOTS, LayerBench
 from adapters.models.numerics.probe_result import (
     BLOCK_SIZE,
@@ -48,14 +49,14 @@ _EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of ano
 class ProbeShape:
     """Everything about the served model and its device that a probe depends on.
 
-    rows: the dtype that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
+    rows: the types that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
     slot. sizes: the buckets that are tried in addition to the chunk. memory: bytes that weights may take in host
     memory. layouts: of tensors that may be multiplied in packed form.
     """
 
     device: torch.device
     dtype: torch.dtype
-    rows: torch.dtype | None = None
+    rows: Rows | None = None
     chunk: int
     capacity: int
     sizes: Sequence[int] = BUCKETS
@@ -83,7 +84,7 @@ def probe_key(
 ) -> str:
     """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
     kinds = (family.model_type, tuple(config.list_probed_layers()), *(() if config.experts is None else (_EXPERTS,)))
-    dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
+    dtypes = str(shape.dtype), f"torch.{row_types(shape.rows or shape.dtype).name}"
     own = () if experts is None else (describe_expert_kernels(experts), experts.bit_signature)
     facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes, *own)
     return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
