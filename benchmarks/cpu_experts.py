@@ -93,7 +93,7 @@ def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard
     how = {"dtype": setting.dtype, "slots": 4, "capacity": setting.capacity, "buckets": BUCKETS}
     placement = ShardPlacement(device=setting.device, **how)
     weights = AlikeExperts(RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=scale), None)
-    computed = None
+    cpu_experts = None
     if count:
         layouts = (
             {}
@@ -108,8 +108,8 @@ def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard
         plan = kernels.prove(listed).plan
         print(f"proven in {time.perf_counter() - began:.1f} s", flush=True)
         own = AlikeExperts(RandomWeights(config, dtype=setting.dtype, scale=scale), layout)
-        computed = CpuExperts.prepare(range(count), kernels.with_plan(plan), own, config.hidden_size, placement)
-    return DenseShard(config, weights, device_kernels(setting), placement, computed=computed)
+        cpu_experts = CpuExperts.prepare(range(count), kernels.with_plan(plan), own, config.hidden_size, placement)
+    return DenseShard(config, weights, device_kernels(setting), placement, cpu_experts=cpu_experts)
 
 
 def are_bits_equal(setting: Setting, shard: DenseShard) -> bool:

@@ -54,15 +54,15 @@ def build_shards(
             parts.append(RemoteShard(part_placement.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None
-        computed = None
+        cpu_experts = None
         if part_placement.cpu_experts:
             assert kernels.experts is not None
             own_experts = kernels.experts.copy_for_shard()
-            computed = CpuExperts.prepare(
+            cpu_experts = CpuExperts.prepare(
                 part_placement.cpu_experts, own_experts, checkpoint, config.hidden_size, placement
             )
         with use_device(part_placement.device):
-            shard = checkpoint.family.build(config, weights, own, placement, offloaded=experts, computed=computed)
+            shard = checkpoint.family.build(config, weights, own, placement, offloaded=experts, cpu_experts=cpu_experts)
             parts.append(shard)
     return Pipeline(parts)
 

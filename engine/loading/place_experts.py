@@ -28,7 +28,7 @@ from engine.settings.user_error import UserError
 from states.experts import ExpertPlacement, ExpertPrices, choose_expert_placement
 
 log = logging.getLogger("rekindle")
-LEAST_CONTEXT = 8192  # tokens that must fit beside the weights, or as many as the model allows
+LEAST_CONTEXT = 8192  # tokens that must fit next to the weights, or as many as the model allows
 _VERSION = 1  # of what is kept
 
 
@@ -111,7 +111,7 @@ def log_decision(prices: ExpertPrices, found: ExpertPlacement, chosen: int) -> N
 
 
 def has_room(plan: LoadPlan) -> bool:
-    """Return whether a useful context fits beside the weights."""
+    """Return whether there is room for a useful context with the weights."""
     config = plan.checkpoint.config
     asked = estimate_needs(
         plan.options,

@@ -152,6 +152,7 @@ def describe_shard(part: Shard) -> ShardMemory:
         layers=(part.spec.layers.start, part.spec.layers.stop),
         device=name_device(part),
         remote=remote is not None,
+        cpu_experts=(part.spec.cpu_experts.start, part.spec.cpu_experts.stop),
         process=find_process(remote),
         bytes=part.memory(),
         error="" if remote is None else remote.error,

@@ -36,10 +36,13 @@ class ModelMemory:
 
 @frozen
 class ShardMemory(ModelMemory):
-    """The location of a shard. layers: the first, and the one behind the last. remote: another process has it."""
+    """The location of a shard. layers: the first, and the one behind the last. remote: another process has it.
+    cpu_experts: the layers whose experts the host computes, likewise; (0, 0): none.
+    """
 
     layers: tuple[int, int] = (0, 0)
     remote: bool = False
+    cpu_experts: tuple[int, int] = (0, 0)
 
 
 @frozen

@@ -30,6 +30,8 @@ from engine.loading.expert_placement import count_expert_weights
 from engine.loading.load_draft import find_draft
 from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.memory_fit import DeviceNeed, Fit
+from engine.loading.place_experts import place_cpu_experts
+from engine.loading.plan_load import LoadPlan
 from engine.settings.formatting import format_bytes
 from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_folder, list_local_models
 from engine.settings.options import Options, evolve_options
@@ -47,7 +49,7 @@ class ListedModel:
     devices: bytes taken and bytes available, by device name.
     bits: the size of one stored weight.
     token: bytes of memory for each token of context. state: bytes for each sequence of any length.
-    experts: bytes of experts that host memory keeps.
+    experts: bytes of experts that host memory keeps. cpu_experts: first layers whose experts the CPU computes.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ListedModel:
     token: int = 0
     state: int = 0
     experts: int = 0
+    cpu_experts: int = 0
     fits: bool = False
     devices: dict[str, tuple[int, int]] = attrs.field(factory=dict)
     advice: tuple[str, ...] = ()
@@ -102,17 +105,25 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     if not can_host_experts(options, config):
         options = evolve_options(options, experts="device")
+    if config.experts is None:
+        options = evolve_options(options, cpu_experts="0")
 
-    def estimate_with(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
-        """Return the needs and the fit with other options."""
+    def plan_with(**changes: Any) -> LoadPlan:
+        """Return the plan with other options. Nothing is measured for it."""
         other = evolve_options(options, **changes)
         kind = resolve_dtype(other.weights.dtype, checkpoint)
-        asked = estimate_needs(
-            other, config, kind, plan_placement(other.placement, config), draft, layouts=checkpoint.layouts
+        return place_cpu_experts(
+            LoadPlan(other, checkpoint, kind, plan_placement(other.placement, config), draft), None
         )
-        return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
 
-    asked, fit = estimate_with()
+    def estimate(plan: LoadPlan) -> tuple[list[DeviceNeed], Fit]:
+        """Return the needs and the fit of a plan."""
+        layouts = checkpoint.layouts
+        asked = estimate_needs(plan.options, config, plan.dtype, plan.placements, draft, layouts=layouts)
+        return asked, compute_fit(plan.options.runtime, asked, config.max_positions, plan.placements)
+
+    plan = plan_with()
+    asked, fit = estimate(plan)
     return ListedModel(
         **named,
         family=checkpoint.family.model_type,
@@ -127,11 +138,12 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         token=sum(need.row for need in asked),
         state=sum(need.state for need in asked),
         experts=0 if options.weights.device_expert_bytes is None else count_expert_weights(config) * dtype.itemsize,
+        cpu_experts=max(one.cpu_experts.stop for one in plan.placements),
         devices={need.name: (need.compute_taken(fit), need.available) for need in asked},
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
             for name in list_alternatives(options, config, dtype)
-            if is_better(estimate_with(**{name: CHANGES[name]})[1], fit, config.max_positions)
+            if is_better(estimate(plan_with(**{name: CHANGES[name]}))[1], fit, config.max_positions)
         ),
     )
 
@@ -246,6 +258,8 @@ def list_notes(found: list[ListedModel]) -> Iterator[str]:
         elif one.experts:
             experts = format_bytes(one.experts)
             yield f"{one.name}: its experts ({experts}) stay in host memory, and the most used ones also on the device"
+        elif one.cpu_experts:
+            yield f"{one.name}: the experts of its first {one.cpu_experts} layers stay in host memory, for the CPU"
         elif one.advice:
             yield f"{one.name}: for a longer context: {' or '.join(one.advice)}"
     where = f"{format_path(find_own_folder())} and {format_path(find_hub_folder(os.environ))}"

@@ -8,12 +8,48 @@ from effects.all import EffectRequest
 from effects.experts import MoveExperts
 from effects.ids import ENGINE
 from states.events import ExpertsUsed, ForEngine
-from states.experts import MAX_MOVES, USE_UNIT, Residents, choose_moves, make_residents
+from states.experts import (
+    MAX_MOVES,
+    USE_UNIT,
+    ExpertPlacement,
+    ExpertPrices,
+    Residents,
+    choose_expert_placement,
+    choose_moves,
+    make_residents,
+)
 from states.invariants import check_world
 from states.machine import IllegalEvent
 from states.settings import Settings
 from states.world import make_world as world_of
 from tests.states.builders import advance
+
+
+@pytest.mark.parametrize(
+    ("compute_ns", "bring_ns", "found"),
+    [
+        (700, 100, ExpertPlacement(cpu_layers=5)),
+        (799, 100, ExpertPlacement(cpu_layers=5)),
+        (800, 100, ExpertPlacement(brings=True)),  # eight of them are brought in this time
+        (801, 100, ExpertPlacement(brings=True)),
+    ],
+)
+def test_the_sooner_way_is_taken_for_all_layers(compute_ns: int, bring_ns: int, found: ExpertPlacement) -> None:
+    assert choose_expert_placement(ExpertPrices(compute_ns, bring_ns), 5, 8) == found
+
+
+def test_no_mixture_of_both_ways_is_quicker_than_the_better_one() -> None:
+    """What the decision rests on, counted out: a device with room for 30 of 48 layers of 16 experts, two a row."""
+    layers, count, chosen, room = 48, 16, 2, 30 * 16
+    for prices in (ExpertPrices(50, 20), ExpertPrices(50, 30), ExpertPrices(50, 25)):
+        times = list[float]()
+        for computed in range(layers - 30 + 1):
+            rest = (layers - computed) * count
+            brought = (layers - computed) * chosen * (1 - min(1, room / rest))
+            times.append(computed * prices.compute_ns + brought * prices.bring_ns)
+        assert min(times) >= min(times[0], times[-1]) - 1e-9
+        found = choose_expert_placement(prices, layers - 30, chosen)
+        assert times[0 if found.brings else -1] == pytest.approx(min(times))
 
 
 def test_before_anything_is_known_every_layer_has_as_many() -> None:

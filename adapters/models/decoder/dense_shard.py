@@ -46,8 +46,8 @@ def run_piece(_: str, body: Callable[[], T]) -> T:
 class DenseShard:
     """Layers `[first, last)` on one device; the embedding with layer 0, final norm and head with the last layer.
 
-    placement: see `ShardPlacement`. offloaded: has the experts' weights; None: this shard has them itself. computed:
-    computes the experts of its layers on the host.
+    placement: see `ShardPlacement`. offloaded: has the experts' weights; None: this shard has them itself. cpu_experts:
+    compute the experts of their layers on the host.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class DenseShard:
         placement: ShardPlacement | None = None,
         *,
         offloaded: HostExperts | None = None,
-        computed: CpuExperts | None = None,
+        cpu_experts: CpuExperts | None = None,
     ) -> None:
         placement = ShardPlacement() if placement is None else placement
         device = placement.device
         self.config = config
         self._kernels = kernels
         self._offloaded = offloaded
-        self._computed = computed
+        self._cpu_experts = cpu_experts
         layers = range(config.num_layers) if placement.layers is None else placement.layers
         check_arguments(config, layers, placement)
         self.spec = ShardSpec(
@@ -78,7 +78,7 @@ class DenseShard:
             dtype=placement.dtype,
             # Experts make the host wait for the router's choice in each layer.
             runs_ahead=device.type == "cuda" and config.experts is None,
-            cpu_experts=range(0) if computed is None else computed.layers,
+            cpu_experts=range(0) if cpu_experts is None else cpu_experts.layers,
         )
         self._aux_layers = tuple(placement.aux_layers)
         self._buffers: dict[int, Buffers] = {}
@@ -121,15 +121,15 @@ class DenseShard:
         self._weights_bytes = (
             count_bytes((self._embedding, self._norm, self._head, decoder, row_inputs)) - self._host_bytes
         )
-        if self._computed is not None:
-            self._host_bytes += self._computed.host_bytes
-            self._weights_bytes += self._computed.device_bytes
+        if self._cpu_experts is not None:
+            self._host_bytes += self._cpu_experts.host_bytes
+            self._weights_bytes += self._cpu_experts.device_bytes
 
     def _load_layer(self, read: WeightReader, layer: int) -> DecoderLayer | DeltaLayer:
         shape = self.config.shape_of(layer)
         prefix = f"model.layers.{layer}."
-        if self._computed is not None and layer in self._computed.layers:
-            read = evolve(read, computed=self._computed)
+        if self._cpu_experts is not None and layer in self._cpu_experts.layers:
+            read = evolve(read, cpu_experts=self._cpu_experts)
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
         if shape.latent is not None:
@@ -297,6 +297,6 @@ class DenseShard:
         self._embedding = self._scaled_embedding = self._norm = self._head = None
         self.rows.close()
         self.states.close()
-        for experts in (self._offloaded, self._computed):
+        for experts in (self._offloaded, self._cpu_experts):
             if experts is not None:
                 experts.close()

@@ -147,11 +147,11 @@ class Build(Protocol):
         placement: ShardPlacement,
         *,
         offloaded: HostExperts | None = ...,
-        computed: CpuExperts | None = ...,
+        cpu_experts: CpuExperts | None = ...,
     ) -> Shard:
         """Return the shard that `placement` describes.
 
-        offloaded: gets the weights of experts; None: the shard keeps them on its device. computed: computes the experts
+        offloaded: gets the weights of experts; None: the shard keeps them on its device. cpu_experts: compute the experts
         of its layers on the host; None: the device computes all.
         """
         ...

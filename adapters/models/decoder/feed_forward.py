@@ -143,7 +143,7 @@ class FeedReader(Protocol):
         ...
 
     @property
-    def computed(self) -> CpuExperts | None:
+    def cpu_experts(self) -> CpuExperts | None:
         """The experts that the host computes, to which those of this layer are added; None: the device has them."""
         ...
 
@@ -171,9 +171,9 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
     if experts is None:
         return _load_gated(read, kernels, shape, f"{prefix}mlp")
     shared = _load_gated(read, kernels, shape, f"{prefix}mlp.shared_expert") if experts.shared else None
-    if read.computed is None:
+    if read.cpu_experts is None:
         return evolve(_load_experts(read, kernels, shape, prefix), shared=shared)
-    return read.computed.add_layer(_load_experts(read.on_host, read.computed.kernels, shape, prefix), shared)
+    return read.cpu_experts.add_layer(_load_experts(read.on_host, read.cpu_experts.kernels, shape, prefix), shared)
 
 
 def _load_gated(

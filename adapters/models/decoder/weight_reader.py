@@ -18,7 +18,7 @@ class WeightReader:
     """Reads weights onto a device, in the model's dtype.
 
     offloaded: keeps the weights of experts in host memory; None: they go to the device. wide_norms: norms multiply in
-    float32, and round once. computed: computes the experts of this layer on the host; None: the device does.
+    float32, and round once. cpu_experts: compute the experts of this layer on the host; None: the device does.
     """
 
     weights: WeightSource
@@ -26,13 +26,15 @@ class WeightReader:
     dtype: torch.dtype
     offloaded: HostExperts | None = None
     wide_norms: bool = False
-    computed: CpuExperts | None = None
+    cpu_experts: CpuExperts | None = None
 
     @property
     def on_host(self) -> WeightReader:
         """The reader of the experts that the host computes."""
-        assert self.computed is not None
-        return evolve(self, weights=self.computed.weights, device=torch.device("cpu"), offloaded=None, computed=None)
+        assert self.cpu_experts is not None
+        return evolve(
+            self, weights=self.cpu_experts.weights, device=torch.device("cpu"), offloaded=None, cpu_experts=None
+        )
 
     def __call__(self, *names: str) -> Tensor:
         """Return the named tensors, stacked along their rows."""

@@ -187,11 +187,11 @@ def _probe_layer(
         buckets=shape.buckets,
         state_checkpoints=1,
     )
-    computed = None
+    cpu_experts = None
     if experts is not None:
         on_host = evolve(weights, device=torch.device("cpu"))
-        computed = CpuExperts.prepare(layers, experts.copy_for_shard(), on_host, config.hidden_size, placement)
-    shard = family.build(config, weights, kernels.with_plan(proof.plan), placement, computed=computed)
+        cpu_experts = CpuExperts.prepare(layers, experts.copy_for_shard(), on_host, config.hidden_size, placement)
+    shard = family.build(config, weights, kernels.with_plan(proof.plan), placement, cpu_experts=cpu_experts)
     try:
         bench: LayerBench | StateBench
         if shard.states.specs:

@@ -254,6 +254,8 @@ async def test_a_placement_has_caches_of_its_own_and_finds_them_after_a_restart(
             assert hosted >= layers * LAYER
             assert hosted < (layers + 1) * LAYER
             assert resolve_cpu_experts(build_options(), target.shard).weights.cpu_expert_layers == layers
+            shown = [one.cpu_experts for one in target.build_ledger(0).shards]
+            assert shown == ([(0, 1), (1, 2)] if "split" in name else [(0, layers)])
             line = describe_costs(target)
             shown = {"none": "", "all": "cpu-experts=layers 0..2"}.get(name, "cpu-experts=layers 0..")
             assert shown in line

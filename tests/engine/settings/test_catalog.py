@@ -202,6 +202,7 @@ def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(
     save_qwen3(tmp_path / "wide", **wide)
     write_gguf(models / "wide.gguf", tmp_path / "wide", Kind.Q8_0, tokenizer=None)
     found = told("--json", "--experts", "host")
+    assert told("--json", "--cpu-experts", "1")["sparse"]["cpu_experts"] == 1
     rows = 2 * 3 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
     assert (found["mine"]["bits"], found["mine"]["token"], found["mine"]["state"]) == (32, rows, 0)
     assert (found["sparse"]["bits"], found["sparse"]["token"]) == (32, rows)

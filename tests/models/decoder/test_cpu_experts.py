@@ -67,11 +67,11 @@ def shard_with(
     """A shard whose layers `layers` have their experts on the host, where `host` computes them."""
     placement = ShardPlacement(slots=3, capacity=512, buckets=BUCKETS, dtype=dtype, state_checkpoints=1)
     weights = RandomWeights(config, scale=0.15, layouts=layouts or {})
-    computed = None
+    cpu_experts = None
     if layers:
         own = CpuKernels(dtype) if host is None else host
-        computed = CpuExperts.prepare(layers, own, weights, config.hidden_size, placement)
-    return DenseShard(config, weights, kernels, placement, computed=computed)
+        cpu_experts = CpuExperts.prepare(layers, own, weights, config.hidden_size, placement)
+    return DenseShard(config, weights, kernels, placement, cpu_experts=cpu_experts)
 
 
 def prove_experts(config: DenseConfig, dtype: torch.dtype, layouts: dict[str, StepLayout] | None = None) -> CpuKernels:
