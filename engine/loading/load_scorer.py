@@ -237,7 +237,7 @@ def prove_remote_scorer(
     kept_in: Any = dtype_name(dtype)
     try:
         numerics = peer.prove(
-            Prove(kept_in, kept_in, count_scored_rows(options.runtime, placement), found.limit, read_boot_id())
+            Prove(kept_in, "auto", count_scored_rows(options.runtime, placement), found.limit, read_boot_id())
         )
         return RemoteScorer(peer, build_scorer_request(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:

@@ -34,11 +34,10 @@ from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
@@ -48,6 +47,7 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import assign_first_experts, with_expert_counts
+from engine.loading.identity import check_identity
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
@@ -92,6 +92,7 @@ class LoadedModel:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    kv_dtype: str  # the formats of cached keys and values
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
@@ -117,7 +118,7 @@ class LoadedModel:
         return {
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
-            "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
             "size": self.weight_bytes,
             "packed": list(self.checkpoint.packing_names),
             "bits_per_weight": round(self.checkpoint.stored_bits, 2),
@@ -210,10 +211,6 @@ class LoadedModel:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-class IdentityMismatch(Exception):
-    """The model's identity, which is the argument, is not the one that is wanted."""
-
-
 def load_on_lane(
     options: Options, lane: DeviceLane, report_step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
@@ -267,8 +264,7 @@ def load_with_peers(
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)
         numerics = proven.numerics
-        if expected_identity not in {None, proven.identity}:
-            raise IdentityMismatch(proven.identity)
+        check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
         report_step(start_progress.WEIGHTS)
@@ -305,6 +301,7 @@ def load_with_peers(
         identity=proven.identity,
         model_id=choose_model_id(options.model),
         mode=options.runtime.numerics,
+        kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
         calibrations=cache,
@@ -334,7 +331,7 @@ def plan_shard_room(
     """Return what every shard of the target has room for. Its device and its layers are not known yet."""
     return ShardPlacement(
         dtype=dtype,
-        rows=row_dtype(options.weights.kv_dtype, dtype),
+        rows=read_row_types(options.weights.kv_dtype, dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),

@@ -16,7 +16,7 @@ from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from engine.loading.device_survey import (
@@ -79,7 +79,7 @@ def choose_fit(
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
     shape = draft.shape if draft and on_host else None
-    rows = row_dtype(options.weights.kv_dtype, dtype)
+    rows = read_row_types(options.weights.kv_dtype, dtype)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
     return found
 
@@ -146,7 +146,7 @@ def estimate_needs(
             chunk = choose_chunk(options.runtime, plan)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
         own = 0
-        row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
+        row = sum(config.kv_bytes_per_token(read_row_types(options.weights.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in placements:
             fixed += estimate_buffers(options.runtime, config, dtype, plan)
         if draft is not None and memory == drafted.memory:

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
@@ -82,7 +82,7 @@ def prove_plan(
     checkpoint = plan.checkpoint
     placements = plan.placements
     options = plan.options
-    rows = row_dtype(options.weights.kv_dtype, plan.dtype)
+    rows = read_row_types(options.weights.kv_dtype, plan.dtype)
     chunk = choose_chunk(options.runtime, placements)
     compiling = partial(
         compile_kernels,

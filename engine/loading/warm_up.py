@@ -26,6 +26,7 @@ from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.row_format import RowTypes
 from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
@@ -63,7 +64,7 @@ def compile_kernels(
     plan: Sequence[Placement],
     dtype: torch.dtype,
     *,
-    rows: torch.dtype,
+    rows: RowTypes,
     fit: Fit,
     chunk: int,
     kept: CalibrationCache,

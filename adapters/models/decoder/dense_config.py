@@ -26,7 +26,7 @@ from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, 
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import Rows, RowTypes, row_types
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 PROBED_VOCABULARY = 256  # of a small model whose layers are probed
@@ -105,8 +105,8 @@ class DenseConfig:
         """Return the layers before `start` whose rows the layers from there on read."""
         return ()
 
-    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:  # noqa: ARG002
-        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: Rows) -> Crossing:  # noqa: ARG002
+        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: their types."""
         return Crossing(self.hidden_size)
 
     @property
@@ -138,17 +138,22 @@ class DenseConfig:
         """Return whether the layer keeps a row for every token."""
         return not self.recurrent(layer) and self.shape_of(layer).traits.keeps_rows
 
-    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
+    def kv_bytes_per_token(self, rows: Rows, layers: range | None = None) -> int:
         kept = self._list_kept(range(self.num_layers) if layers is None else layers)
-        return sum(self.shape_of(layer).row_bytes(dtype) for layer in kept if self.keeps_rows(layer))
+        return sum(self.shape_of(layer).row_bytes(rows) for layer in kept if self.keeps_rows(layer))
 
     def _list_kept(self, layers: range) -> list[int]:
         """Return the layers that a shard of these layers has memory for: those that it borrows, and its own."""
         return [*self.list_borrowed(layers.start), *layers]
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
+    def check_rows(self, types: RowTypes) -> None:
+        """Raise ValueError for formats of rows that the heads of some layer do not have."""
+        for shape in map(self.shape_of, filter(self.keeps_rows, range(self.num_layers))):
+            types.check_heads(shape.head_dim, latent=bool(shape.traits.latent))
+
+    def row_bytes(self, rows: Rows) -> int:
         """Return the bytes of one row of keys and values in this layer."""
-        return 2 * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+        return self.num_kv_heads * row_types(rows).row_bytes(self.head_dim)
 
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
         own = range(self.num_layers) if layers is None else layers

@@ -15,6 +15,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
@@ -36,6 +37,7 @@ from tests.models.windowed import WINDOWED, read_config
 from tests.pairs import take_turns
 
 SLOTS = 4
+MIXED = read_row_types("k=int8,v=fp8", torch.float32)
 MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts", "laguna")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -206,7 +208,7 @@ def test_layers_split_over_shards_give_the_bits_of_one():
     assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
 
 
-@pytest.mark.parametrize("rows", [None, torch.int8], ids=["plain", "coded"])
+@pytest.mark.parametrize("rows", [None, torch.int8, MIXED], ids=["plain", "coded", "of two types"])
 @pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (5,), (2, 5)], ids=str)
 def test_layers_split_from_those_whose_rows_they_read_give_the_bits_of_one(cuts, rows):
     """Layers 4 and 5 read the rows of layers 2 and 3, and each layer has inputs that the first shard makes."""
