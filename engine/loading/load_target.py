@@ -45,7 +45,6 @@ from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import assign_first_experts, with_expert_counts
 from engine.loading.identity import check_identity
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
@@ -53,8 +52,8 @@ from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compre
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
-from engine.loading.place_experts import place_cpu_experts
-from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
+from engine.loading.place_experts import make_load_plan
+from engine.loading.plan_load import ProvenPlan, prove_plan
 from engine.loading.shard_peers import (
     RemotePeers,
     connect_peers,
@@ -255,15 +254,13 @@ def load_with_peers(
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
     cache = CalibrationCache(find_user_folder(), proving=lambda: report_step(start_progress.PROBE))
     opened_draft = find_draft(options, checkpoint)
-    plan = plan_placement(options.placement, checkpoint.config, peers.shards)
-    load_plan = place_cpu_experts(LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft), cache)
+    load_plan = make_load_plan(options, checkpoint, dtype, peers, opened_draft, kept=cache)
     options = load_plan.options
-    plan = tuple(load_plan.placements)
+    plan = load_plan.placements
     fit = load_plan.choose_fit()
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    reported = checkpoint.with_hook(
-        start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
-    )
+    hook = start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
+    reported = checkpoint.with_hook(hook)
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)

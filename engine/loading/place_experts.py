@@ -18,18 +18,34 @@ import torch
 from attrs import asdict, evolve
 
 from adapters.models.decoder.expert_products import list_expert_layers
-from engine.loading.device_survey import Placement
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.device_survey import Placement, plan_placement
 from engine.loading.expert_prices import measure_expert_prices
+from engine.loading.load_draft import FoundDraft
 from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.plan_load import LoadPlan
+from engine.loading.shard_peers import RemotePeers
 from engine.settings.calibration_cache import CalibrationCache
-from engine.settings.options import evolve_options
+from engine.settings.options import Options, evolve_options
 from engine.settings.user_error import UserError
 from states.experts import ExpertPlacement, ExpertPrices, choose_expert_placement
 
 log = logging.getLogger("rekindle")
 LEAST_CONTEXT = 8192  # tokens that must fit next to the weights, or as many as the model allows
 _VERSION = 1  # of what is kept
+
+
+def make_load_plan(
+    options: Options,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    peers: RemotePeers,
+    draft: FoundDraft | None,
+    kept: CalibrationCache,
+) -> LoadPlan:
+    """Return where the layers of a target go, and of which the host computes the experts. Raises UserError."""
+    placements = plan_placement(options.placement, checkpoint.config, peers.shards)
+    return place_cpu_experts(LoadPlan(options, checkpoint, dtype, placements, draft, peers.draft), kept)
 
 
 def place_cpu_experts(plan: LoadPlan, kept: CalibrationCache | None) -> LoadPlan:
