@@ -21,6 +21,7 @@ from engine.loading.calibrate_compute import (
     load_or_measure_rates,
 )
 from engine.loading.device_survey import Placement, count_state_tokens
+from engine.loading.expert_placement import with_expert_counts
 from engine.loading.load_draft import (
     BATCH_ROWS,
     choose_proposal_widths,
@@ -81,10 +82,9 @@ def choose_settings(
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
     shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
-    locations = describe_placement(shard.parts) + ("" if draft is None else f",draft@{draft.location}")
-    locations += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
+    locations = describe_locations(options, shard, draft)
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
-    return Settings(
+    found = Settings(
         slots=shard.spec.slots,
         max_context=fit.context,
         pages=fit.pages,
@@ -112,3 +112,10 @@ def choose_settings(
         checkpoint_interval=options.cache.kv_cache_interval,
         shared_checkpoint_limit=options.cache.kv_cache_cold_max,
     )
+    return with_expert_counts(found, parts.experts)
+
+
+def describe_locations(options: Options, shard: Pipeline, draft: DraftModel | None) -> str:
+    """Return where layers, draft and experts are: measured times depend on it."""
+    found = describe_placement(shard.parts) + ("" if draft is None else f",draft@{draft.location}")
+    return found if options.weights.device_expert_bytes is None else f"{found},experts {options.weights.experts}"

@@ -45,7 +45,7 @@ from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.expert_placement import assign_first_experts, with_expert_counts
+from engine.loading.expert_placement import assign_first_experts
 from engine.loading.identity import check_identity
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
@@ -53,7 +53,7 @@ from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
 from engine.loading.place_experts import make_load_plan
-from engine.loading.plan_load import ProvenPlan, prove_plan
+from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
 from engine.loading.shard_peers import (
     RemotePeers,
     connect_peers,
@@ -261,7 +261,6 @@ def load_with_peers(
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
     hook = start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
     reported = checkpoint.with_hook(hook)
-    embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)
         numerics = proven.numerics
@@ -271,7 +270,7 @@ def load_with_peers(
         report_step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
-        room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
+        room = plan_shard_room(load_plan, proven, usable_draft)
         shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
@@ -283,7 +282,6 @@ def load_with_peers(
     warm_up(shard, draft, BATCH_ROWS)
     report_step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
-    settings = with_expert_counts(settings, host_experts)
     scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
     report_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
@@ -321,25 +319,20 @@ def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.
     return checkpoint.with_dtype(dtype)
 
 
-def plan_shard_room(
-    options: Options,
-    proven: ProvenPlan,
-    dtype: torch.dtype,
-    draft: FoundDraft | None,
-    *,
-    offload_embedding: bool,
-) -> ShardPlacement:
+def plan_shard_room(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft | None) -> ShardPlacement:
     """Return what every shard of the target has room for. Its device and its layers are not known yet."""
+    options = plan.options
+    checkpoint = plan.checkpoint
     return ShardPlacement(
-        dtype=dtype,
-        rows=read_row_types(options.weights.kv_dtype, dtype),
+        dtype=plan.dtype,
+        rows=read_row_types(options.weights.kv_dtype, plan.dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
         state_checkpoints=options.cache.state_checkpoints,
         pages=proven.fit.pages,
-        offload_embedding=offload_embedding,
+        offload_embedding=hosts_embedding(checkpoint.config, plan.dtype, plan.placements, checkpoint.layouts),
     )
 
 
