@@ -18,7 +18,8 @@ from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from engine.loading.load_draft import DraftNeighbours, FoundDraft, load_draft
+from engine.loading.find_draft import FoundDraft
+from engine.loading.load_draft import DraftNeighbours, load_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
 from engine.settings.paths import copies_text

@@ -14,7 +14,7 @@ from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.parts import PLAIN_PARTS, DraftParts
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.load_draft import open_draft
+from engine.loading.find_draft import open_draft
 from engine.settings.options import build_options
 from engine.settings.paths import find_model_folder
 from engine.settings.user_error import UserError

@@ -194,7 +194,7 @@ class AssistantDraft(SequentialDraft[LoadedAssistant]):
             found[rotary] = Rope(whole.cos[1:], whole.sin[1:])
         return found
 
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedAssistant:  # noqa: ARG002
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> LoadedAssistant:  # noqa: ARG002
         wide = WeightReader(weights, self._device, self._dtype, wide_norms=True)
         return load_assistant(wide, self._kernels, self._config)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead
 from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
@@ -66,5 +67,5 @@ class MtpDraft(ChainedDraft[LoadedHead]):
     def _write_logits(self, loaded: LoadedHead, normed: Tensor, logits: Tensor) -> None:  # noqa: ARG002
         logits.copy_(self._kernels.linear(normed, self._head.packed))
 
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedHead:  # noqa: ARG002
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> LoadedHead:  # noqa: ARG002
         return load_head(read, self._kernels, self._config)
