@@ -30,9 +30,10 @@ from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
 from tests.models.corrected_drafts import Picked, add
-from tests.models.draft_models import TARGET, Tensors, head_of, norm, turned
+from tests.models.draft_models import TARGET, Tensors, norm, turned
 
 SLOTS, CAPACITY = 4, 512
+CPU = torch.device("cpu")
 PLAIN = Eagle3Config(64, 104, 4, 2, 16, Rotary(16, 1e4), (1, 3, 5), 64, vocab=80, has_map=True)
 KINDS = {
     "reduced vocabulary": PLAIN,
@@ -82,8 +83,9 @@ def draft_of(config: Eagle3Config, tensors: Any = None, dtype: torch.dtype = tor
     return Eagle3Draft(config, weights, kernels.copy_for_shard(), head, placement)
 
 
-def target_head(kernels: Any, dtype: torch.dtype = torch.float32) -> TargetHead:
-    return head_of(evolve(PLAIN, hidden_size=TARGET.hidden_size), kernels, dtype)  # type: ignore[arg-type]
+def target_head(kernels: Any, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> TargetHead:
+    table = torch.randn(TARGET.vocab_size, TARGET.hidden_size, generator=make_generator(99)).to(device, dtype)
+    return TargetHead(table, kernels.pack(table.clone()), torch.ones(TARGET.hidden_size, dtype=dtype, device=device))
 
 
 def taps_of(config: Eagle3Config, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
@@ -194,10 +196,16 @@ class SimpleKernels:
 
 
 def save_eagle3(
-    folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor], layout: str = "sglang", **changes: Any
+    folder: Path,
+    config: Eagle3Config,
+    tensors: Mapping[str, Tensor],
+    layout: str = "sglang",
+    *,
+    vocab: int = TARGET.vocab_size,
+    **changes: Any,
 ) -> Path:
-    """A folder as published. layout: "sglang" (SpecForge's), "vllm" or "speculators". A change to "absent" leaves the
-    field out.
+    """A folder as published. layout: "sglang" (SpecForge's), "vllm" or "speculators". vocab: tokens of the target. A
+    change to "absent" leaves the field out.
     """
     layer: dict[str, Any] = {
         "model_type": "llama",
@@ -210,7 +218,7 @@ def save_eagle3(
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rotary.theta,
-        "vocab_size": TARGET.vocab_size,
+        "vocab_size": vocab,
     }
     own: dict[str, Any] = {"draft_vocab_size": config.vocab or None, "tie_word_embeddings": False}
     own["norm_before_residual"] = config.norms.before_residual
@@ -229,18 +237,18 @@ def save_eagle3(
     folder.mkdir(exist_ok=True, parents=True)
     kept = {name: value for name, value in raw.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(kept))
-    save_file(published(tensors, layout), folder / "model.safetensors")
+    save_file(published(tensors, layout, vocab), folder / "model.safetensors")
     return folder
 
 
-def published(tensors: Mapping[str, Tensor], layout: str = "sglang") -> dict[str, Tensor]:
+def published(tensors: Mapping[str, Tensor], layout: str, vocab: int) -> dict[str, Tensor]:
     """The tensors under the names of a layout, with `d2t` as differences and its inverse beside it."""
     found = {
         name.replace("layers.0.", "midlayer.") if layout == "sglang" else name: tensor
         for name, tensor in tensors.items()
     }
     if "d2t" in found:
-        found["t2d"] = torch.zeros(TARGET.vocab_size, dtype=torch.bool).index_fill(0, found["d2t"], True)
+        found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, found["d2t"], True)
         found["d2t"] = found["d2t"] - torch.arange(len(found["d2t"]))
     return found
 

@@ -104,7 +104,6 @@ def test_a_draft_is_known_by_its_tensors_if_its_configuration_says_nothing(tmp_p
 
 
 BAD_FIELDS = {
-    "vocab_size": (999, "the target has 211: a draft of another target"),
     "target_hidden_size": (32, "the target has 64: a draft of another target"),
     "draft_vocab_size": (81, "lm_head.weight has 80 rows"),
     "hidden_size": (65, "the tensors' shapes say 64"),
@@ -117,6 +116,11 @@ BAD_FIELDS = {
     "rope_scaling": ({"rope_type": "longrope"}, "'longrope' is not supported"),
     "eagle_config": ({"use_aux_hidden_state": False}, "only the last hidden state"),
 }
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
+    said = refusal(save_eagle3(tmp_path / "draft", PLAIN, TENSORS, vocab=999))
+    assert "vocab_size is 999, but the target has 211: a draft of another target" in said
 
 
 @pytest.mark.parametrize("field", [*BAD_FIELDS])
