@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -66,6 +66,18 @@ class FoundDraft:
         return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
 
 
+class OpenedDraft(Protocol):
+    """An opened draft of any kind."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def digest(self) -> str: ...
+
+
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
     """Return the draft that was requested, or that comes with a demo.
 
@@ -100,46 +112,21 @@ def drop_unverifiable_draft(found: FoundDraft | None, numerics: Numerics) -> Fou
     return found
 
 
-def find_dflash(folder: Path, target: ModelConfig) -> FoundDraft:
-    found = DraftCheckpoint.open(folder, target)
-    config = found.config
-    return FoundDraft(
-        str(folder),
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(block_products, config),
-        partial(DFlashDraft, config, found),
-        partial(FeatureProjection, describe_block_taps(config), found),
-    )
+def find_dflash(path: Path, target: ModelConfig) -> FoundDraft:
+    found = DraftCheckpoint.open(path, target)
+    projection = partial(FeatureProjection, describe_block_taps(found.config), found)
+    return describe_draft(str(path), found, block_products, DFlashDraft, projection)
 
 
 def find_eagle3(path: Path, target: ModelConfig) -> FoundDraft:
     found = Eagle3Checkpoint.open(path, target)
-    config = found.config
-    return FoundDraft(
-        str(path),
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(list_eagle3_products, config),
-        partial(Eagle3Draft, config, found),
-        partial(FeatureProjection, describe_taps(config), found),
-    )
+    projection = partial(FeatureProjection, describe_taps(found.config), found)
+    return describe_draft(str(path), found, list_eagle3_products, Eagle3Draft, projection)
 
 
-def find_assistant(folder: Path, target: ModelConfig) -> FoundDraft:
-    found = AssistantCheckpoint.open(folder, target)
-    config = found.config
-    return FoundDraft(
-        str(folder),
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(list_assistant_products, config),
-        partial(AssistantDraft, config, found),
-        refuse_projection,
-    )
+def find_assistant(path: Path, target: ModelConfig) -> FoundDraft:
+    found = AssistantCheckpoint.open(path, target)
+    return describe_draft(str(path), found, list_assistant_products, AssistantDraft, refuse_projection)
 
 
 def refuse_projection(*_: object) -> Projection:
@@ -149,15 +136,26 @@ def refuse_projection(*_: object) -> Projection:
 
 def find_own_head(target: Checkpoint) -> FoundDraft:
     found = HeadCheckpoint.open(target)
-    config = found.config
+    layer = found.config.aux_layers[0]
+    return describe_draft(OWN, found, list_head_products, MtpDraft, lambda *_: LastHidden(layer))
+
+
+def describe_draft(
+    name: str,
+    found: OpenedDraft,
+    products: Callable[..., Products],
+    kind: Callable[..., CachedDraft[Any]],
+    projection: Callable[..., Projection],
+) -> FoundDraft:
+    """Return what is known of a draft. products: lists those of a configuration. kind: the class of the draft."""
     return FoundDraft(
-        OWN,
-        config,
+        name,
+        found.config,
         count_weights(found.tensors),
         found.digest(),
-        partial(list_head_products, config),
-        partial(MtpDraft, config, found),
-        lambda *_: LastHidden(config.aux_layers[0]),
+        partial(products, found.config),
+        partial(kind, found.config, found),
+        projection,
     )
 
 

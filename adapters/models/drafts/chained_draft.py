@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -32,7 +32,8 @@ from adapters.models.decoder.attention_heads import finish_attention
 from adapters.models.decoder.decoder_layer import DecoderLayer, LayerShape, finish_layer, load_layer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import BlockRequest, count_cache_rows
+from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, count_cache_rows
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.drafts.sequential_draft import SequentialDraft
 from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.interface import HeadPrep, Kernels
@@ -68,6 +69,7 @@ class ChainedWeights(Protocol):
 
 
 W = TypeVar("W", bound=ChainedWeights)
+C = TypeVar("C", bound=DraftShape)
 
 
 def load_chained_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> ChainedLayer:
@@ -152,12 +154,26 @@ class ChainedBuffers:
     logits: Tensor | None = None
 
 
-class ChainedDraft(SequentialDraft[W]):
-    """A draft of one layer over tokens and hidden states. See `CachedDraft` for the methods.
-
-    It has no fields of its own before `_make_buffers`: a subclass sets those that its methods need, then calls
-    `CachedDraft.__init__`.
+class ChainedDraft(SequentialDraft[W], Generic[C, W]):
+    """A draft of one layer over tokens and hidden states. See `CachedDraft` for the methods. C: its configuration's
+    type.
     """
+
+    def __init__(
+        self,
+        config: C,
+        weights: DraftWeights,
+        kernels: Kernels,
+        head: AnyHead,
+        placement: DraftPlacement | None = None,
+    ) -> None:
+        """Build the draft. head, placement: as in `CachedDraft`."""
+        self._config = config
+        super().__init__(config, weights, kernels, head, placement)
+
+    @property
+    def config(self) -> C:
+        return self._config
 
     # --- what kinds differ in ---
 

@@ -26,32 +26,15 @@ from torch import Tensor
 
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import AnyHead, BlockRequest
+from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
-from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
+from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.drafts.eagle3.weights import LoadedEagle3, load_eagle3
-from adapters.models.kernels.interface import Kernels
 
 
-class Eagle3Draft(ChainedDraft[LoadedEagle3]):
+class Eagle3Draft(ChainedDraft[Eagle3Config, LoadedEagle3]):
     """An EAGLE-3 draft. See `CachedDraft` for the methods."""
-
-    def __init__(
-        self,
-        config: Eagle3Config,
-        weights: DraftWeights,
-        kernels: Kernels,
-        head: AnyHead,
-        placement: DraftPlacement | None = None,
-    ) -> None:
-        """Build the draft. head, placement: as in `CachedDraft`."""
-        self._config = config
-        super().__init__(config, weights, kernels, head, placement)
-
-    @property
-    def config(self) -> Eagle3Config:
-        return self._config
 
     @property
     def _eps(self) -> float:

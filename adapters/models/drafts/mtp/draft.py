@@ -16,32 +16,14 @@ from torch import Tensor
 
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import AnyHead
 from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
-from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
+from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
-from adapters.models.kernels.interface import Kernels
 
 
-class MtpDraft(ChainedDraft[LoadedHead]):
+class MtpDraft(ChainedDraft[HeadConfig, LoadedHead]):
     """A prediction head as a draft. See `CachedDraft` for the methods."""
-
-    def __init__(
-        self,
-        config: HeadConfig,
-        weights: DraftWeights,
-        kernels: Kernels,
-        head: AnyHead,
-        placement: DraftPlacement | None = None,
-    ) -> None:
-        """Build the draft. head, placement: as in `CachedDraft`."""
-        self._config = config
-        super().__init__(config, weights, kernels, head, placement)
-
-    @property
-    def config(self) -> HeadConfig:
-        return self._config
 
     @property
     def _eps(self) -> float:
