@@ -257,7 +257,9 @@ def load_with_peers(
     fit = load_plan.choose_fit()
     cache = CalibrationCache(find_user_folder(), proving=lambda: report_step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    reported = report_weights(checkpoint, report_step)
+    reported = checkpoint.with_hook(
+        start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
+    )
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)
@@ -308,13 +310,6 @@ def load_with_peers(
         host_experts=host_experts,
         pflash=describe_compression(options, settings, scorer),
         transfer=transfer,
-    )
-
-
-def report_weights(checkpoint: Checkpoint, report_step: start_progress.StepListener) -> Checkpoint:
-    """Return the checkpoint that reports how many of its tensors were read."""
-    return checkpoint.with_hook(
-        start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
     )
 
 
