@@ -2,7 +2,7 @@
 
 Theory of operation. A row combines a token with a hidden state that came before this token. For rows that the target
 has computed, the state is made from what the target's forward left: `extend` keeps the keys and values of these rows.
-`propose` continues from the states that the draft itself computes, one forward for each place.
+`propose` continues from the states that the draft itself computes, one forward for each proposal.
 
 Rows lie at their tokens' positions. Published drafts count from the hidden states, one position earlier; rotary
 embedding depends on differences only, so both give the same result. Therefore a block of rows depends on its own tokens
@@ -45,7 +45,7 @@ from adapters.models.kernels.step_batch import BlockBatch
 KEPT_STATES = 64
 OWN_ROW = AttentionMask(causal=True)  # a row sees the context and itself
 # Where a row's hidden state comes from: the target's rows of the same step, the kept state of the row before, or the
-# draft's own forward for the place before.
+# draft's own forward for the proposal before.
 StateSource: TypeAlias = Literal["step", "kept", "draft"]
 
 
@@ -196,7 +196,7 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
 
     @abstractmethod
     def _choose_state(self, residual: Tensor, normed: Tensor) -> Tensor:
-        """Return the hidden state from which the next place continues: before or after the last norm."""
+        """Return the hidden state from which the next proposal continues: before or after the last norm."""
 
     @abstractmethod
     def _write_logits(self, loaded: W, normed: Tensor, logits: Tensor) -> None:

@@ -11,14 +11,14 @@ from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft, Choos
 
 
 class SequentialDraft(CachedDraft[L]):
-    """A draft that runs one forward for each place. See `CachedDraft` for the methods."""
+    """A draft that runs one forward for each proposal. See `CachedDraft` for the methods."""
 
     @property
     def can_branch(self) -> bool:
         return False
 
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Run one forward for each place. Requests with the fewest proposals leave first."""
+        """Run one forward for each proposal. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
@@ -34,7 +34,7 @@ class SequentialDraft(CachedDraft[L]):
             tokens = [picked[index][0] for index in order[: len(asking)]]
 
     def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Return requests of two places each: the first continues from the target, the second from the draft."""
+        """Return requests of two proposals each: the first continues from the target, the second from the draft."""
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 
@@ -45,5 +45,5 @@ class SequentialDraft(CachedDraft[L]):
         """Return float32 logits with one row for each request, in a static buffer.
 
         tokens: the token that each request continues from, and perhaps more behind them. draft_step: 0 for the first
-        place of a proposal.
+        proposal.
         """

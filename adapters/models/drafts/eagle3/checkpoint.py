@@ -100,22 +100,22 @@ class Eagle3Checkpoint(StoredTensors):
     def open(cls, path: Path, target: ModelConfig) -> Eagle3Checkpoint:
         """Open a draft for `target`: a folder or a GGUF file. Raises CheckpointError, one line, if none fits."""
         file = find_gguf_draft(path)
-        place = path if file is None else file
+        location = path if file is None else file
         try:
             config, tensors = _open_folder(path, target) if file is None else _open_gguf(file, target)
         except CheckpointError as error:
             text = str(error)
-            raise CheckpointError(text if text.startswith(str(place)) else f"{place}: {text}") from None
+            raise CheckpointError(text if text.startswith(str(location)) else f"{location}: {text}") from None
         expected = {**list_eagle3_tensors(config)}
         if config.has_embedding:
             expected["embed_tokens.weight"] = (target.vocab_size, config.hidden_size)
-        check_tensors(place, tensors, expected, "an EAGLE-3 draft")
+        check_tensors(location, tensors, expected, "an EAGLE-3 draft")
         for name, entry in tensors.items():
             accepted = _MAP_DTYPES if name == TOKEN_MAP else FLOATS.values()
             if entry.dtype not in accepted:
                 names = ", ".join(map(str, accepted))
-                raise CheckpointError(f"{place}: tensor {name} has dtype {entry.dtype}; accepted: {names}")
-        found = cls(folder=place, config=config, tensors=tensors, has_differences=file is None)
+                raise CheckpointError(f"{location}: tensor {name} has dtype {entry.dtype}; accepted: {names}")
+        found = cls(folder=location, config=config, tensors=tensors, has_differences=file is None)
         if config.has_map:
             found.check_map(target.vocab_size)
         return found

@@ -53,7 +53,7 @@ class Eagle3Norms:
     """The norms that not all drafts have.
 
     before_residual: the residual stream begins with the normed state. before_fc: the outputs of the auxiliary layers
-    are normed together. each_layer: each of these outputs is normed. output: the next place continues from the state
+    are normed together. each_layer: each of these outputs is normed. output: the next proposal continues from the state
     behind the last norm.
     """
 

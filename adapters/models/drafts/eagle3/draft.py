@@ -9,7 +9,7 @@ by side, so queries, keys and values are projected from 2 D numbers. The residua
 
     x = g + attention(norm(embedding) | norm(g));  x = x + mlp(norm(x));  logits = head(norm(x))
 
-The next place continues from x, before the norm. Some drafts begin the residual stream with the normed state, or
+The next proposal continues from x, before the norm. Some drafts begin the residual stream with the normed state, or
 continue from behind the norm (`Eagle3Norms`). `chained_draft.py` tells how rows and states are kept.
 
 The head of a published draft predicts a part of the tokens only: 32,000 of them, as a rule. The logits of all others

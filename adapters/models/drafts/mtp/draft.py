@@ -5,8 +5,8 @@ A row of the head combines the embedding of a token with the hidden state of the
     x = fc(norm(embedding) | norm(hidden))
 
 For rows that the target has computed, `hidden` is the target's last hidden state after its final norm. One attention
-layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. The next place
-continues from the state behind the norm. `chained_draft.py` tells how rows and states are kept.
+layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. The next
+proposal continues from the state behind the norm. `chained_draft.py` tells how rows and states are kept.
 """
 
 from __future__ import annotations
