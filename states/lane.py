@@ -41,7 +41,7 @@ from effects.residency import LoadModel, UnloadModel
 from states.events import EffectOutcome
 from states.launch_prices import UNIT
 from states.settings import Settings
-from states.speculation_control import NO_PLAN, Plan
+from states.speculation_plan import NO_PLAN, Plan
 
 
 @frozen

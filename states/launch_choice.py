@@ -45,7 +45,7 @@ from states.request_states import MayPropose, Prefilling, Restoring, Speculating
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import Settings
-from states.speculation_control import Plan, SpeculationControl
+from states.speculation_plan import Plan, SpeculationControl
 
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
 

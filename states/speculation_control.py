@@ -40,10 +40,11 @@ from itertools import accumulate
 
 from attrs import evolve, frozen
 
-from effects.decode import Copying, Decoded
+from effects.decode import Decoded
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
+from states.speculation_plan import Plan, SpeculationControl
 
 REFILL = 10  # thousandths of a plain step that every token pays into an account: one percent
 PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
@@ -54,46 +55,6 @@ LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most
 FRUITLESS_STEPS = 4
 MAX_SERVER_ACCOUNT = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
-
-NO_PRICES = LaunchPrices()
-
-
-@frozen
-class Plan:
-    """The proposals of the members of a step, and what they cost the step."""
-
-    proposals: tuple[int, ...] = ()
-    price: int = UNIT
-    plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
-    is_trial: bool = False  # it is not expected to pay
-    charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
-    price_doubted: bool = False  # the price is uncertain: more than it may be charged, if that is measured
-    self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
-    # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
-    reason: str = ""
-    steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
-    # What the members copy, as `states/suffix_control.py` has chosen; empty: nothing.
-    copying: tuple[Copying | None, ...] = ()
-    copy_prices: LaunchPrices = NO_PRICES  # of steps in which something is copied
-    copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
-
-
-NO_PLAN = Plan()
-
-
-@frozen
-class SpeculationControl:
-    """Knowledge of how often a draft is right, and the account of what it may cost: of one request."""
-
-    widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
-    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
-    branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
-    seen: int = 0  # decode steps with proposals
-    account: int = 0  # thousandths of a plain step that may still be lost
-    plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
-    copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
-    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
-    matched: int = 0  # as in `Decoded`, of the last outcome
 
 
 def list_widths(settings: Settings) -> tuple[int, ...]:

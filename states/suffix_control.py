@@ -45,8 +45,6 @@ from states.speculation_control import (
     LONGEST_TRIAL_GAP,
     REQUEST_MEMORY,
     SERVER_MEMORY,
-    Plan,
-    SpeculationControl,
     count_bearable_steps,
     estimate_chain_gain,
     find_balance,
@@ -54,6 +52,7 @@ from states.speculation_control import (
     rate_drafts,
     update_gains,
 )
+from states.speculation_plan import Plan, SpeculationControl
 
 # For each class, the decode steps with a match of that class, then the proposals that are expected to be right of each
 # width, in thousandths.
@@ -144,6 +143,21 @@ class ClassChoice(NamedTuple):
     could_pay: bool = False  # nothing is copied, but it would pay if all copies were right
 
 
+class CopyTerms(NamedTuple):
+    """What is common to the members of a launch when their copies are chosen.
+
+    balance: what a step may cost beyond a plain one. rival: tokens that a step without copies gives in the time of a
+    plain step, in thousandths.
+    """
+
+    members: int
+    prices: LaunchPrices
+    balance: int
+    rival: int
+    row_limit: int
+    is_trial_due: bool
+
+
 def plan_copies(
     plan: Plan,
     controls: Sequence[SpeculationControl | None],
@@ -159,14 +173,11 @@ def plan_copies(
     if prices.needs_plain_launch or not row_limit:
         return plan if has_draft else evolve(plan, plain_ns=prices.plain_ns, steps=1)
     members = len(controls)
-    balance, _ = find_balance(controls, rates)
+    balance, is_self_funded = find_balance(controls, rates)
     rival = max(UNIT * members, rate_drafts(plan, controls))
-    is_trial_due = rates.copy_steps_until_trial == 0
+    terms = CopyTerms(members, prices, balance, rival, row_limit, rates.copy_steps_until_trial == 0)
     chosen = [
-        choose_counts(control, members, prices, balance, rival, row_limit, is_trial_due=is_trial_due)
-        if control is not None and control.copy_widths
-        else []
-        for control in controls
+        choose_counts(control, terms) if control is not None and control.copy_widths else [] for control in controls
     ]
     widest = [max((one.width for one in choices), default=0) for choices in chosen]
     could_pay = any(one.could_pay for choices in chosen for one in choices)
@@ -175,7 +186,7 @@ def plan_copies(
             return plan
         steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay else plan.steps
         return evolve(plan, plain_ns=prices.plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
-    rows = limit_rows(members + sum(widest), members + max(widest), prices, balance, row_limit)
+    rows = limit_rows(members + sum(widest), members + max(widest), terms)
     step_count = count_bearable_steps(max(plan.price, prices.price_of(rows)), balance)
     copying = tuple(
         Copying(
@@ -187,53 +198,50 @@ def plan_copies(
     )
     trials = frozenset(group for choices in chosen for group, one in enumerate(choices) if one.is_trial)
     steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay and not has_draft else plan.steps
-    return evolve(plan, copying=copying, copy_prices=prices, copy_trials=trials, plain_ns=prices.plain_ns, steps=steps)
+    return evolve(
+        plan,
+        copying=copying,
+        copy_prices=prices,
+        copy_trials=trials,
+        plain_ns=prices.plain_ns,
+        self_funded=is_self_funded,
+        steps=steps,
+    )
 
 
-def choose_counts(
-    control: SpeculationControl,
-    members: int,
-    prices: LaunchPrices,
-    balance: int,
-    rival: int,
-    row_limit: int,
-    *,
-    is_trial_due: bool,
-) -> list[ClassChoice]:
-    """Choose how many tokens a member copies after matches of each class.
-
-    balance: what a step may cost beyond a plain one. rival: tokens that a step without copies gives in the time of a
-    plain step, in thousandths.
-    """
-    options = list_copy_options(control.copy_widths, members, prices, balance, row_limit)
+def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassChoice]:
+    """Choose how many tokens a member copies after matches of each class."""
+    options = list_copy_options(control.copy_widths, terms)
+    members = terms.members
     found = list[ClassChoice]()
     for _, *gains in control.copied:
-        best = max(options, key=lambda one: rate_copies(members, gains[one.at], one.price), default=None)
-        if best is not None and rate_copies(members, gains[best.at], best.price) > rival:
+        rates = {one: rate_copies(members, gains[one.at], one.price) for one in options}
+        best = max(options, key=rates.__getitem__, default=None)
+        if best is not None and rates[best] > terms.rival:
             found.append(ClassChoice(best.width))
             continue
-        trial = next((one for one in options if rate_copies(members, UNIT * one.width, one.price) > rival), None)
-        if trial is not None and is_trial_due:
+        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.rival)
+        trial = next(could_pay, None)
+        if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
         else:
             found.append(ClassChoice(0, could_pay=trial is not None))
     return found
 
 
-def list_copy_options(
-    widths: Sequence[int], members: int, prices: LaunchPrices, balance: int, row_limit: int
-) -> list[CopyOption]:
+def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOption]:
     """List the numbers of tokens that one member may copy as far as the accounts go, ascending."""
     options = [
-        CopyOption(index, width, prices.price_of(members + width))
-        for index, width in enumerate(widths)
-        if members + width <= row_limit
+        CopyOption(at, width, terms.prices.price_of(terms.members + width))
+        for at, width in enumerate(widths)
+        if terms.members + width <= terms.row_limit
     ]
     cheapest = options[0].price if options else UNIT
     return [
         one
         for one in options
-        if one.price - UNIT <= balance and (one.price == cheapest or FRUITLESS_STEPS * (one.price - UNIT) <= balance)
+        if one.price - UNIT <= terms.balance
+        and (one.price == cheapest or FRUITLESS_STEPS * (one.price - UNIT) <= terms.balance)
     ]
 
 
@@ -242,13 +250,13 @@ def rate_copies(members: int, gain: int, price: int) -> int:
     return UNIT * (UNIT * members + gain) // price
 
 
-def limit_rows(wanted: int, least: int, prices: LaunchPrices, balance: int, row_limit: int) -> int:
+def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
     """Return the most rows of a step in which all members copy: no more than the accounts bear several times.
 
     wanted: if nothing is cut. least: if only the member copies that copies most.
     """
-    rows = min(wanted, row_limit)
-    while rows > least and FRUITLESS_STEPS * (prices.price_of(rows) - UNIT) > balance:
+    rows = min(wanted, terms.row_limit)
+    while rows > least and FRUITLESS_STEPS * (terms.prices.price_of(rows) - UNIT) > terms.balance:
         rows = max(least, rows // 2)
     return rows
 

@@ -17,7 +17,8 @@ from states import speculation_control as control
 from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST_TRIAL_GAP, REFILL, Plan, SpeculationControl
+from states.speculation_control import LONGEST_TRIAL_GAP, REFILL
+from states.speculation_plan import Plan, SpeculationControl
 from tests.pairs import cover_pairs
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)

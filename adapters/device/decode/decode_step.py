@@ -190,8 +190,6 @@ class DecodeRunner:
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
         copies = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot, ())
-        if copies and self.proposer is not None:
-            return None  # the draft has to follow the copies
         taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
         if taken is None:
             return None
@@ -204,9 +202,8 @@ class DecodeRunner:
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
         rows = 1 + taken.proposed if copies and taken.proposed else 0
-        return Decoded(
-            *(taken.tokens, taken.proposed, (), took_ns, taken.accepted), matched=matched, copied=rows > 0, rows=rows
-        )
+        counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
+        return Decoded(*counts, matched=matched, copied=rows > 0, rows=rows)
 
     def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.

@@ -117,6 +117,8 @@ class NativeDecodeStep:
         sampler = state.sampler
         if not sampler.plain or sampler.sampling.logprobs >= 0 or sampler.native is None:
             return None
+        if copies and proposer is not None:
+            return None  # the draft has to follow the copies
         try:
             return self._step(slot, state, most, proposer, copies)
         except Exception as error:
