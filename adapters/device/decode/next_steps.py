@@ -20,8 +20,21 @@ def make_next_step(effect_request: EffectRequest, state: SlotState, steps: int) 
     """Return the effect request for the next step of a request. steps: as in `RunDecode`, from that step on."""
     effect = effect_request.effect
     assert isinstance(effect, RunDecode), effect_request
-    following = evolve(effect, position=state.valid, token=state.tokens[-1], checkpoint=False, steps=steps, pages=())
+    following = evolve(
+        effect,
+        position=state.valid,
+        token=state.tokens[-1],
+        propose=limit_proposals(effect, steps),
+        checkpoint=False,
+        steps=steps,
+        pages=(),
+    )
     return EffectRequest(effect_request.request, following)
+
+
+def limit_proposals(effect: RunDecode, steps: int) -> int:
+    """Return how many tokens a draft may propose in the next step. Where text may be copied, `steps` counts tokens."""
+    return effect.propose if effect.copying is None else min(effect.propose, steps - 1)
 
 
 def has_copying(effect_request: EffectRequest) -> bool:

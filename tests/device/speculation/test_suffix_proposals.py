@@ -253,8 +253,9 @@ async def test_a_launch_goes_on_whether_copies_are_right_wrong_or_missing(ahead)
 
 
 async def test_a_launch_ends_after_as_many_steps_with_copies_as_it_may_have(shard):
-    driver = drive(shard, text_proposer=SuffixProposer(matcher()))
-    client = await driver.open(prompt_of(30, 3) * 9)
+    match_grammar = force_answers({"a": tuple(prompt_of(35, 6)) * 9}, shard.spec.vocab_size)
+    driver = drive(shard, text_proposer=SuffixProposer(matcher()), match_grammar=match_grammar)
+    client = await driver.open(prompt_of(30, 9), Sampling(grammar=Grammar("regex", "a")))
     await client.prefill()
     outcomes = []
     for _ in range(6):
