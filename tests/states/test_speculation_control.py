@@ -154,7 +154,7 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
         assert launch_prices.record_launch_time(decode, one, 1400)[1][4] == plain
         plan = control.plan_launch([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
         assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
-        assert control.charge_launch(plan, 2 * plain) == (2 * UNIT if doubted else 1200)
+        assert control.charge_step(plan, evolve(done(3, 0), ns=2 * plain)) == (2 * UNIT if doubted else 1200)
     quick = ((0, 1, 0, 500, 0), then)
     for took in (400, 700, 1900):
         after = launch_prices.record_launch_time(quick, one, took)
@@ -500,7 +500,7 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
 def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
-    assert control.charge_launch(Plan((3,), 1200, 2000, charges_measured_time=late), took) == price
+    assert control.charge_step(Plan((3,), 1200, 2000, charges_measured_time=late), evolve(done(3, 0), ns=took)) == price
 
 
 def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from attrs import frozen
 
@@ -52,6 +52,8 @@ class StepCopies:
         return copying.counts[group] if group >= 0 else 0
 
 
-def cut_after_stop(tokens: Tokens, stops: Set[int]) -> Tokens:
+def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
     """Return the tokens up to the first one that ends the answer."""
-    return next((tokens[: at + 1] for at, token in enumerate(tokens) if token in stops), tokens)
+    if stops.isdisjoint(tokens):
+        return tokens
+    return next(tokens[: at + 1] for at, token in enumerate(tokens) if token in stops)
