@@ -54,9 +54,9 @@ class DraftFigures:
         return self.accepted / max(1, self.proposing)
 
     def count(self, done: Decoded) -> None:
-        """Count one decode step."""
+        """Count a launch, of which one step has proposed at most."""
         self.tokens += len(done.tokens)
-        self.steps += 1
+        self.steps += done.steps
         self.proposing += done.proposed > 0
         self.proposed += done.proposed
         self.accepted += done.accepted
@@ -139,11 +139,12 @@ class AnswerReplay:
         tokens = list(prompt)
         end = len(prompt) + len(answer)
         while len(tokens) < end:
-            width = min(self.width, end - len(tokens) - 1)
-            step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], 0 if self.copies else width)
+            left = end - len(tokens)
+            step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], min(self.width, left - 1))
             if self.copies:
-                rule = Copying((width,) * len(MATCH_CLASSES), 1 + width, steps=1)
-                step = evolve(step, steps=1 + width, copying=rule)
+                # The launch ends with its first step that copies something.
+                rule = Copying((self.width,) * len(MATCH_CLASSES), 1 + self.width, steps=1)
+                step = evolve(step, propose=0, steps=left, copying=rule)
             done = await self._perform(request, step)
             assert isinstance(done, Decoded)
             self.figures.count(done)
