@@ -12,7 +12,7 @@ from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 # One token's natural-log probability and its alternatives, most likely first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
-# Tokens: the shortest match of each class. A match is how many tokens at the end of a text agree with an earlier place.
+# Tokens: the shortest match of each class. A match is how many tokens at the end of a text agree with an earlier position.
 MATCH_CLASSES = (3, 5, 9, 17, 33)
 
 
@@ -41,8 +41,8 @@ class Decoded:
     accepted: int = field(default=Factory(infer_accepted, takes_self=True))  # how many of `tokens` were proposed
     steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
-    # Tokens before the next one that agree with an earlier place of a text, so that what followed there may be copied.
-    # 0: there are fewer than three, or no text is searched.
+    # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
+    # copied. 0: there are fewer than three, or no text is searched.
     matched: int = 0
     copied: bool = False  # what was proposed was copied, and no draft was asked
     rows: int = 0  # of the step's forward, of all members, where any of them copied; 0: none did

@@ -9,8 +9,8 @@ from attrs import evolve
 
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
-from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control, suffix_control
 from states.events import EffectOutcome

@@ -12,9 +12,9 @@ END_OF_TEXT = -1
 
 
 class IndexedText(Protocol):
-    """A text that grows at its end, with an index of its places.
+    """A text that grows at its end, with an index of its positions.
 
-    It keeps what the last search found: the earlier place at which it went on after the tokens that it ends with.
+    It keeps what the last search found: the earlier position at which it went on after the tokens that it ends with.
     """
 
     def __len__(self) -> int: ...
@@ -24,11 +24,11 @@ class IndexedText(Protocol):
 
     @property
     def matched(self) -> int:
-        """The tokens before both places that agree, at most 64; 0: there are fewer than three."""
+        """The tokens before both positions that agree, at most 64; 0: there are fewer than three."""
         ...
 
     def copy(self, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the earlier place, at most MOST_COPIED."""
+        """Return up to `count` tokens that followed at the earlier position, at most MOST_COPIED."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:
