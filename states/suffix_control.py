@@ -1,8 +1,8 @@
 """When to propose tokens that are copied from earlier text, and how many: what a match is worth, by its length.
 
 Problem. A copy costs no forward of a draft, only a wider forward of the target. But there is something to copy in some
-steps only: where the text ends as it did at an earlier position. Many such matches are chance. After three equal tokens the
-next ones are often others, and after thirty they are nearly always the same. Whether there is a match is known only
+steps only: where the text ends as it did at an earlier position. Many such matches are chance. After three equal tokens
+the next ones are often others, and after thirty they are nearly always the same. Whether there is a match is known only
 when a step has ended, and the executor cannot wait for the core between two steps.
 
 Idea. The core decides in advance. A launch comes with a rule for each member: how many tokens to copy after a match of
