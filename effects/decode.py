@@ -12,7 +12,7 @@ from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 # One token's natural-log probability and its alternatives, most likely first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
-# Tokens: the shortest match of each class. A match is how many tokens before the next one agree with an earlier position.
+# Tokens: the shortest match of each class. A match is how many tokens agree with those at an earlier position.
 MATCH_CLASSES = (3, 5, 9, 17, 33)
 
 
