@@ -46,8 +46,9 @@ from engine.loading.attach_draft import add_draft, build_text_proposer, get_last
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.expert_placement import assign_first_experts
+from engine.loading.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.identity import check_identity
-from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
@@ -212,7 +213,7 @@ class LoadedModel:
 
 
 def load_on_lane(
-    options: Options, lane: DeviceLane, report_step: start_progress.StepListener, expected_identity: str | None = None
+    options: Options, lane: DeviceLane, on_step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
     """Load a target on its lane. Raises UserError or IdentityMismatch.
 
@@ -225,9 +226,7 @@ def load_on_lane(
         torch.set_num_threads(options.runtime.threads)
     peers = connect_peers(options, folder, checkpoint)
     try:
-        target = load_with_peers(
-            peers, checkpoint, options, lane, report_step=report_step, expected_identity=expected_identity
-        )
+        target = load_with_peers(peers, checkpoint, options, lane, on_step=on_step, expected_identity=expected_identity)
     except RowsLost as error:
         peers.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
@@ -246,44 +245,43 @@ def load_with_peers(
     options: Options,
     lane: DeviceLane,
     *,
-    report_step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
     expected_identity: str | None,
 ) -> LoadedModel:
     """Load a target whose parts may be in other processes. peers: those processes, if any."""
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
-    cache = CalibrationCache(find_user_folder(), proving=lambda: report_step(start_progress.PROBE))
+    cache = CalibrationCache(find_user_folder(), proving=lambda: on_step(start_progress.PROBE))
     opened_draft = find_draft(options, checkpoint)
     load_plan = make_load_plan(options, checkpoint, dtype, peers, opened_draft, kept=cache)
     options = load_plan.options
     plan = load_plan.placements
     fit = load_plan.choose_fit()
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    hook = start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
-    reported = checkpoint.with_hook(hook)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)
+    counted = checkpoint.with_hook(start_progress.count_parts(on_step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=cache, on_step=on_step)
         numerics = proven.numerics
         check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
-        report_step(start_progress.WEIGHTS)
+        on_step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
         room = plan_shard_room(load_plan, proven, usable_draft)
-        shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
-    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, report_step=report_step)
+    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
     draft = None if proposer is None else proposer.draft
     parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
-    report_step(start_progress.WARM_UP)
+    on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
-    report_step(start_progress.MEASURE)
+    on_step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
     scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
-    report_step(start_progress.CACHE)
+    on_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
     transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
     settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)

@@ -21,7 +21,7 @@ from adapters.models.decoder.expert_products import list_expert_layers
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.device_survey import Placement, plan_placement
 from engine.loading.expert_prices import measure_expert_prices
-from engine.loading.load_draft import FoundDraft
+from engine.loading.find_draft import FoundDraft
 from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.plan_load import LoadPlan
 from engine.loading.shard_peers import RemotePeers
@@ -41,6 +41,7 @@ def make_load_plan(
     dtype: torch.dtype,
     peers: RemotePeers,
     draft: FoundDraft | None,
+    *,
     kept: CalibrationCache,
 ) -> LoadPlan:
     """Return where the layers of a target go, and of which the host computes the experts. Raises UserError."""

@@ -43,7 +43,8 @@ from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.protocol.scorer_messages import LoadScorer
 from adapters.sequence_layout import torch_dtype
 from engine.loading.device_survey import build_kernels, choose_device, free_memory, read_boot_id
-from engine.loading.load_draft import build_draft, build_own_kernels, open_draft
+from engine.loading.find_draft import open_draft
+from engine.loading.load_draft import build_draft, build_own_kernels
 from engine.loading.prove_numerics import build_probe_shape, choose_served_plan, load_or_run_probe
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache

@@ -151,8 +151,8 @@ class Build(Protocol):
     ) -> Shard:
         """Return the shard that `placement` describes.
 
-        offloaded: gets the weights of experts; None: the shard keeps them on its device. cpu_experts: compute the experts
-        of its layers on the host; None: the device computes all.
+        offloaded: gets the weights of experts; None: the shard keeps them on its device. cpu_experts: compute the
+        experts of their layers on the host; None: the device computes all.
         """
         ...
 
