@@ -40,7 +40,7 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
         key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), shape)
         assert kept.load_or_make(key, lambda: "found", str, str) == "found"
     how = {"rows": row_types(dtype), "fit": FIT, "chunk": CHUNK, "kept": kept}
-    compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
+    compile_kernels(checkpoint, plan, dtype, **how, on_step=lambda step, *_: heard.append(step))
     return heard
 
 

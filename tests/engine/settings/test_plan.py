@@ -342,7 +342,7 @@ async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path
         assert all(value != default[name] for name, value in given.items() if name not in ("model", "draft"))
     changed = {name for given in CHANGED.values() for name in given}
     placed = {"device", "target_devices", "target_layer_split", "target_shard_ipc_python", "shard_secret_file"}
-    placed |= {"experts"}  # refused on a CPU
+    placed |= {"experts", "cpu_experts"}  # refused on a CPU, and without experts
     assert changed | EDGE | placed | {"kv_cache_dir", "kv_shared_tier"} == fields, (
         "a new option is said to be the edge's, or tried here"
     )
