@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import TensorEntry
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.layer_runner import LayerRunner
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.step import Segment, Step
@@ -54,11 +56,15 @@ def test_what_some_shards_have_settled_is_taken_back_where_a_later_one_fails(
     for shard in (whole, split):
         chunk(shard, 0, 0, start)
 
-    def fails(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
+    own: Callable[..., None] = LayerRunner.run
+
+    def fails(self: LayerRunner, *given: object, **how: object) -> None:
+        if self is split.parts[broken]._runner:  # noqa: SLF001
+            raise torch.OutOfMemoryError("no memory")
+        own(self, *given, **how)
 
     with monkeypatch.context() as patched:
-        patched.setattr(split.parts[broken], "_run_layers", fails)
+        patched.setattr(LayerRunner, "run", fails)
         with suppress(torch.OutOfMemoryError):
             chunk(split, 0, start, 300)
             raise AssertionError("it has not failed")
