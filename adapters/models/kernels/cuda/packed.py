@@ -44,7 +44,10 @@ _HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 @frozen(eq=False)
 class CudaPackedMatrix:
-    """A packed matrix as `triton/packed.py` reads it. columns: of x; the words may have zeros behind them."""
+    """A packed matrix as `triton/packed.py` reads it, or those of all experts of a layer, one behind the other.
+
+    columns: of x; the words may have zeros behind them.
+    """
 
     layout: StepLayout
     outputs: int
@@ -58,7 +61,7 @@ class CudaPackedMatrix:
 
     @property
     def blocks(self) -> int:
-        return self.words.shape[1]
+        return self.words.shape[-2]
 
     @property
     def pieces(self) -> int:
@@ -95,6 +98,12 @@ class CudaStack:
     parts: tuple[Any, ...]
     widths: tuple[int, ...]
     gated: bool = False
+
+
+def find_only_part(weight: Any) -> CudaPackedMatrix | None:
+    """Return the packed matrix that a weight consists of; None for other weights."""
+    part = weight.parts[0] if isinstance(weight, CudaStack) and len(weight.parts) == 1 else None
+    return part if isinstance(part, CudaPackedMatrix) else None
 
 
 class Multiply(Protocol):

@@ -14,6 +14,8 @@ from attrs import frozen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from adapters.checkpoint.packed_matrix import TABLES
+
 
 @frozen
 class BlockForm:
@@ -33,7 +35,13 @@ class BlockForm:
     @property
     def fuses_scale(self) -> bool:
         """True if one multiply-add can compute a byte's number times its scale. Its subtrahend has to be exact."""
-        return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
+        is_byte = self.steps == "int8" or self.is_looked_up
+        return is_byte and not self.inner and self.scale.primitive_bitwidth == 16
+
+    @property
+    def is_looked_up(self) -> bool:
+        """True if a step of four bits stands for a number that is no simple function of it."""
+        return self.steps in {"iq4", "e2m1"}
 
     @property
     def width(self) -> int:
@@ -69,26 +77,27 @@ def _mask_bits(word, MASK: gl.constexpr, BITS: gl.constexpr):
     )
 
 
-@gluon.jit
-def _look_up(word):
-    """Return a byte for each of a word's lower four steps: IQ4's table entry plus 128."""
-    return gl.inline_asm_elementwise(
-        """{
+@gluon.constexpr_function
+def write_look_up(steps):
+    """Return the instructions that look up a word's lower four steps in a table: a byte for each, 128 greater."""
+    entries = bytes(value + 128 for value in TABLES[steps])
+    first, second, third, fourth = (f"0x{int.from_bytes(entries[at : at + 4], 'little'):08x}" for at in range(0, 16, 4))
+    return f"""{{
         .reg .b32 place, low, high, from;
         and.b32 place, $1, 0x7777;
-        prmt.b32 low, 0x3f2d1801, 0x766a5d4f, place;
-        prmt.b32 high, 0xa6998d81, 0xf1d9c5b5, place;
+        prmt.b32 low, {first}, {second}, place;
+        prmt.b32 high, {third}, {fourth}, place;
         and.b32 from, $1, 0x8888;
         shr.u32 from, from, 1;
         or.b32 from, from, 0x3210;
         prmt.b32 $0, low, high, from;
-        }""",
-        "=r,r",
-        [word],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+        }}"""
+
+
+@gluon.jit
+def _look_up(word, STEPS: gl.constexpr):
+    """Return a byte for each of a word's lower four steps: the table's entry plus 128."""
+    return gl.inline_asm_elementwise(write_look_up(STEPS), "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -169,9 +178,9 @@ def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
 @gluon.jit
 def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     """Return a word's numbers of 16 columns: ..., one of a pair, half of the 16."""
-    FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
-    if FORM.steps == "iq4":
-        word = _look_up(word >> (4 * AT))
+    FIRST: gl.constexpr = 0 if FORM.is_looked_up else AT
+    if FORM.is_looked_up:
+        word = _look_up(word >> (4 * AT), FORM.steps)
     if FORM.steps == "e4m3" and FORM.converts:
         a, b, d, e = _convert_e4m3(word)
         factor = scales[0]
