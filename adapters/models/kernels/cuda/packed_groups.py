@@ -13,9 +13,9 @@ from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton_launch import launch
 
 FEW = 8  # pairs of a tile whose sums have their pieces side by side
-_AHEAD = 256  # columns of 16 rows that each warp loads ahead
+_AHEAD = 256  # columns that each warp loads ahead, at most
 _ROUNDS = 8  # the most times that a program takes further rows
-_RESIDENT = 2  # programs of few pairs that a processor runs at a time
+_RESIDENT = 3  # programs of few pairs that a processor runs at a time
 
 
 @frozen
@@ -47,18 +47,15 @@ class PackedGroupTile:
 def choose_packed_group_tile(pairs: int, experts: int, weight: CudaPackedMatrix) -> PackedGroupTile:
     """Choose a tile for as many pairs as an expert has on average.
 
-    The words that are on their way are those of `_AHEAD` columns. Where a piece has no such number of blocks, they
-    belong to more rows instead.
+    Registers are few enough for `_RESIDENT` programs.
     """
     each = triton.cdiv(pairs, experts)
     if each > FEW:
         return PackedGroupTile(16 if each <= 16 else 32 if each <= 32 else 64, 64)
     block = weight.block_form.block
-    room = _AHEAD // block
-    ahead = max(count for count in range(1, room + 1) if weight.piece // block % count == 0)
-    rows = 16 << (room // ahead).bit_length() - 1
+    ahead = max(count for count in range(1, _AHEAD // block + 1) if weight.piece // block % count == 0)
     warps = 8
-    return PackedGroupTile(FEW, rows * (warps // weight.pieces), ahead, warps, registers=128)
+    return PackedGroupTile(FEW, 16 * (warps // weight.pieces), ahead, warps, registers=80)
 
 
 def multiply_packed_groups(

@@ -24,10 +24,10 @@ apply_silu = gluon.jit(silu_times.fn)
 def _load_held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
     """Load for each row the number that holds a block's groups; S selects the first or second 16 of each 32 columns."""
     if GROUP >= BLOCK:
-        return gl.load(ptr + ((n // 8) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + n % 8)
+        return gl.load(ptr + ((n >> 3) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + (n & 7))
     if GROUP * 4 >= BLOCK:
-        return gl.load(ptr + ((n // 8) * blocks + block) * 8 + n % 8)
-    return gl.load(ptr + ((n // 8) * (blocks * 2) + block * 2 + S) * 8 + n % 8)
+        return gl.load(ptr + ((n >> 3) * blocks + block) * 8 + (n & 7))
+    return gl.load(ptr + ((n >> 3) * (blocks * 2) + block * 2 + S) * 8 + (n & 7))
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def load_block(matrix, places, block, blocks, FORM: gl.constexpr):
     scales of those.
     """
     n, t, c = places
-    words = gl.load(matrix[0] + ((n // 8) * blocks + block) * 128 + (n % 8) * 16 + t * 4 + c)
+    words = gl.load(matrix[0] + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
     first = _levels(matrix, n, block, 0, blocks, FORM)
     second = first
     if FORM.group * 4 < FORM.block:

@@ -141,22 +141,19 @@ def multiply_few(
         before = before * (each * (BLOCK // 2))
         row = gl.load(pairs_ptr + gl.minimum(m, count - 1)) // SHARE
         at = (row * (depth // 2) + before, before, k)
-        x = load_x(x_ptr, at, 0, each, depth, EVEN, BLOCK)
         for turn in range(0, gl.minimum(rounds, gl.cdiv(columns - n0, BLOCK_N))):
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             for step in range(0, each, AHEAD):
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
-                    right = split_pairs(x, dtype, RIGHT)
-                    following = step + (ahead + 1)
-                    x = load_x(x_ptr, at, gl.where(following == each, 0, following), each, depth, EVEN, BLOCK)
+                    x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
                     w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
                     after = step + (ahead + AHEAD)
                     wraps = after >= each  # the block belongs to the next round, whose rows may not exist
                     places = find_places(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
                     block = gl.minimum(first + gl.where(wraps, after - each, after), blocks - 1)
                     coming = coming + (load_block(matrix, places, block, blocks, FORM),)  # noqa: RUF005
-                    acc = mma_v2(w, right, acc)
+                    acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
                 held = coming
             _store(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
 

@@ -4,6 +4,9 @@ Words lie as the registers of the tensor cores need their numbers, so nothing mo
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
 of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
 side by side, block after block, and so do their levels, so that one load brings whole lines.
+
+Words of E2M1 (MXFP4) are an exception: both numbers of a pair are moved to bfloat16 by one instruction, so they lie 16
+bits apart.
 """
 
 from __future__ import annotations
@@ -13,8 +16,6 @@ from typing import Any
 from attrs import frozen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from adapters.checkpoint.packed_matrix import TABLES
 
 
 @frozen
@@ -35,13 +36,7 @@ class BlockForm:
     @property
     def fuses_scale(self) -> bool:
         """True if one multiply-add can compute a byte's number times its scale. Its subtrahend has to be exact."""
-        is_byte = self.steps == "int8" or self.is_looked_up
-        return is_byte and not self.inner and self.scale.primitive_bitwidth == 16
-
-    @property
-    def is_looked_up(self) -> bool:
-        """True if a step of four bits stands for a number that is no simple function of it."""
-        return self.steps in {"iq4", "e2m1"}
+        return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
     def width(self) -> int:
@@ -77,27 +72,26 @@ def _mask_bits(word, MASK: gl.constexpr, BITS: gl.constexpr):
     )
 
 
-@gluon.constexpr_function
-def write_look_up(steps):
-    """Return the instructions that look up a word's lower four steps in a table: a byte for each, 128 greater."""
-    entries = bytes(value + 128 for value in TABLES[steps])
-    first, second, third, fourth = (f"0x{int.from_bytes(entries[at : at + 4], 'little'):08x}" for at in range(0, 16, 4))
-    return f"""{{
+@gluon.jit
+def _look_up(word):
+    """Return a byte for each of a word's lower four steps: IQ4's table entry plus 128."""
+    return gl.inline_asm_elementwise(
+        """{
         .reg .b32 place, low, high, from;
         and.b32 place, $1, 0x7777;
-        prmt.b32 low, {first}, {second}, place;
-        prmt.b32 high, {third}, {fourth}, place;
+        prmt.b32 low, 0x3f2d1801, 0x766a5d4f, place;
+        prmt.b32 high, 0xa6998d81, 0xf1d9c5b5, place;
         and.b32 from, $1, 0x8888;
         shr.u32 from, from, 1;
         or.b32 from, from, 0x3210;
         prmt.b32 $0, low, high, from;
-        }}"""
-
-
-@gluon.jit
-def _look_up(word, STEPS: gl.constexpr):
-    """Return a byte for each of a word's lower four steps: the table's entry plus 128."""
-    return gl.inline_asm_elementwise(write_look_up(STEPS), "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+        }""",
+        "=r,r",
+        [word],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -178,9 +172,9 @@ def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
 @gluon.jit
 def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     """Return a word's numbers of 16 columns: ..., one of a pair, half of the 16."""
-    FIRST: gl.constexpr = 0 if FORM.is_looked_up else AT
-    if FORM.is_looked_up:
-        word = _look_up(word >> (4 * AT), FORM.steps)
+    FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
+    if FORM.steps == "iq4":
+        word = _look_up(word >> (4 * AT))
     if FORM.steps == "e4m3" and FORM.converts:
         a, b, d, e = _convert_e4m3(word)
         factor = scales[0]
@@ -189,6 +183,35 @@ def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     else:
         low = gl.join(_value(word, FIRST, scales, power, FORM), _value(word, FIRST + 1, scales, power, FORM))
         high = gl.join(_value(word, FIRST + 2, scales, power, FORM), _value(word, FIRST + 3, scales, power, FORM))
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _scale_e2m1(held, c):
+    """Return the scale of each word in both halves of a number."""
+    return ((held >> (c * 16).to(held.dtype)).to(gl.int32) & 0xFFFF) * 0x10001
+
+
+@gluon.jit
+def _four_e2m1(word, AT: gl.constexpr, scale):
+    """Return a word's numbers of 16 columns in bfloat16, as `_four` does."""
+    return gl.join(_pair_e2m1(word, AT // 2, scale), _pair_e2m1(word, AT // 2 + 1, scale))
+
+
+@gluon.jit
+def _pair_e2m1(word, AT: gl.constexpr, scale):
+    """Return pair AT of a word: a sign, two bits of exponent and one of mantissa become those of bfloat16.
+
+    That is 2 ** -127 of twice the number, also where it is subnormal. Scales are stored 2 ** 127 times as great.
+    """
+    UP: gl.constexpr = 6 - 4 * AT
+    size = word << UP if UP > 0 else word >> -UP
+    bits = ((word << (12 - 4 * AT)) & -0x7FFF8000) | (size & 0x01C001C0)
+    pair = gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, scale, 0], dtype=gl.int32, is_pure=True, pack=1
+    )
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return gl.join(low, high)
 
 
@@ -224,11 +247,15 @@ def weights_of(packed, places, dtype: gl.constexpr, FORM: gl.constexpr):
     """
     words, first, second = packed
     n, _, c = places
-    power = find_power(n)
-    found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
-    if FORM.block == 128:
-        found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
-        found = found.permute((0, 1, 3, 6, 5, 2, 4))
+    if FORM.steps == "e2m1":
+        scale = _scale_e2m1(first[0], c)
+        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
     else:
-        found = found.permute((0, 1, 3, 5, 2, 4))
+        power = find_power(n)
+        found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
+        if FORM.block == 128:
+            found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
+            found = found.permute((0, 1, 3, 6, 5, 2, 4))
+        else:
+            found = found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)
