@@ -82,6 +82,7 @@ class StepLayout:
 
 MXFP4 = StepLayout("e2m1", 32, scale="bfloat16")
 
+
 @frozen(eq=False)
 class PackedMatrix:
     """A packed matrix of shape `[N, K]`. A tensor that the layout does not have is None.

@@ -53,6 +53,7 @@ from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compre
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
+from engine.loading.packed_estimate import log_unpacked_weights
 from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
 from engine.loading.shard_peers import (
     RemotePeers,
@@ -250,6 +251,7 @@ def load_with_peers(
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
     plan = plan_placement(options.placement, checkpoint.config, peers.shards)
+    log_unpacked_weights(checkpoint, dtype, plan)
     opened_draft = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
@@ -310,7 +312,12 @@ def load_with_peers(
 
 
 def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
+    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`.
+
+    Experts in host memory are unpacked, because all of them must have one form there.
+    """
+    if weights.device_expert_bytes is not None:
+        checkpoint = checkpoint.with_unpacked_experts()
     if weights.quantized_bits:
         checkpoint = checkpoint.with_quantisation(weights.quantized_bits)
     return checkpoint.with_dtype(dtype)

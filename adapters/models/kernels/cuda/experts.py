@@ -116,17 +116,17 @@ class CudaExperts:
         numbers = chosen.clamp(max=shape.count - 1).long()  # padded rows have any expert: nothing reads their pairs
         if experts.scales is not None:
             shares[:, : shape.chosen].mul_(experts.scales[numbers])
-        gate_tile = self._choose_tile(weights.gate_up, chosen.numel(), shape.count, x.dtype)
-        down_tile = self._choose_tile(weights.down, chosen.numel(), shape.count, x.dtype)
+        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count, x.dtype)
+        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count, x.dtype)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for places in self._fetch_places(experts, chosen):
-            dealt = self._deal_pairs(chosen, places, gate_tile.pairs, shape.count)
+            dealt = self.deal_pairs(chosen, places, gate_tile.pairs, shape.count)
             inner = self._run_gates(x, weights, dealt, gate_tile, numbers)
             if down_tile.pairs == gate_tile.pairs:
                 dealt = evolve(dealt, is_early=True)
             else:
-                dealt = self._deal_pairs(chosen, places, down_tile.pairs, shape.count)
-            self._multiply(inner, weights.down, made, dealt, down_tile)
+                dealt = self.deal_pairs(chosen, places, down_tile.pairs, shape.count)
+            self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
         if weights.down_bias is not None:
             made.add_(weights.down_bias[numbers.flatten()])
         own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
@@ -150,14 +150,14 @@ class CudaExperts:
         )
         return out
 
-    def _choose_tile(self, weight: Any, pairs: int, count: int, dtype: torch.dtype) -> GroupTile | PackedGroupTile:
+    def choose_tile(self, weight: Any, pairs: int, count: int, dtype: torch.dtype) -> GroupTile | PackedGroupTile:
         """Choose the tile of a product with the weights of all experts, packed or not."""
         part = find_only_part(weight)
         if part is None:
             return choose_group_tile(pairs, count, dtype, self.shared)
         return choose_packed_group_tile(pairs, count, part)
 
-    def _multiply(
+    def multiply_pairs(
         self,
         x: Tensor,
         weight: Any,
@@ -191,7 +191,7 @@ class CudaExperts:
         columns = weights.gate_up.weight.shape[1] if part is None else part.outputs
         is_silu = weights.activation == SILU
         both = x.new_empty(numbers.numel(), columns // 2 if is_silu else columns)
-        self._multiply(x, weights.gate_up, both, dealt, tile, share=numbers.shape[1])
+        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=numbers.shape[1])
         if is_silu:
             return both
         if weights.gate_up_bias is not None:
@@ -204,7 +204,7 @@ class CudaExperts:
         chosen = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(rows, 1)
         tile = choose_group_tile(rows * heads, heads, x.dtype, self.shared)
         out = x.new_empty(rows, heads, weight.shape[1])
-        dealt = self._deal_pairs(chosen, None, tile.pairs, heads)
+        dealt = self.deal_pairs(chosen, None, tile.pairs, heads)
         self._multiply_groups(x.contiguous().view(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
         return out
 
@@ -270,7 +270,7 @@ class CudaExperts:
             places = [turn.get(number, -1) for number in range(count)]
             yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, height: int, count: int) -> PairTiles:
+    def deal_pairs(self, chosen: Tensor, places: Tensor | None, height: int, count: int) -> PairTiles:
         """Collect the pairs of each expert in tiles of up to `height`. places: see `_fetch_places`."""
         pairs = chosen.numel()
         some = min(pairs, count)  # experts with pairs: each may have a tile that is not full

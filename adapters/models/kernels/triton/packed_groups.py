@@ -116,9 +116,8 @@ def multiply_few(
     across = gl.cdiv(columns, BLOCK_N * rounds)
     tile = gl.program_id(0) // across
     n0 = gl.program_id(0) % across * (BLOCK_N * rounds)
-    if PDL:
-        if not EARLY:
-            gdc_wait()
+    if PDL and not EARLY:
+        gdc_wait()
     if tile < gl.load(total_ptr):
         place = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
@@ -205,9 +204,8 @@ def multiply_many(
     across = gl.cdiv(columns, BLOCK_N)
     tile = gl.program_id(0) // across
     n0 = gl.program_id(0) % across * BLOCK_N
-    if PDL:
-        if not EARLY:
-            gdc_wait()
+    if PDL and not EARLY:
+        gdc_wait()
     if tile < gl.load(total_ptr):
         place = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
