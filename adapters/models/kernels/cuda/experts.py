@@ -86,12 +86,13 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
 @define(eq=False)
 class CudaExperts:
     """Layers of experts on one device. shared: bytes of shared memory that a program may have. pdl: see
-    `launch_options`.
+    `launch_options`. plain: see `CudaProducts`.
     """
 
     processors: int
     shared: int
     pdl: bool | None
+    plain: bool
 
     def run_experts(
         self,
@@ -304,18 +305,19 @@ class CudaExperts:
         has its own.
         """
         _, columns, depth = weight.shape
-        descriptor = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
+        source = weight if self.plain else TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
         launch(
             programs.multiply_groups,
             (len(dealt.tiles) * triton.cdiv(columns, tile.columns),),
             x,
-            descriptor,
+            source,
             out,
             dealt.pairs,
             dealt.tiles,
             dealt.total,
             columns,
             depth,
+            weight.stride(0),
             SHARE=share,
             BLOCK_M=tile.pairs,
             BLOCK_N=tile.columns,
@@ -324,5 +326,6 @@ class CudaExperts:
             TALL=tile.has_tall_weights,
             GATED=out.shape[1] * 2 == columns,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            PLAIN=self.plain,
             **launch_options(tile.warps, self.pdl),
         )

@@ -91,9 +91,9 @@ class TritonKernels:
         self.delta = CudaDelta(self.device, self.pdl, can.has_hopper_kernels)
         own = (traits.processors, traits.shared, self.pdl)
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
-        self.products = CudaProducts(*own, can.has_hopper_kernels)
+        self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
         self._packing = CudaPacking(self.device, *own, can.converts_e4m3)
-        self.grouped_experts = CudaExperts(*own)
+        self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:

@@ -222,8 +222,8 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     """Arrange steps `[rows, K]` as int32 words `[rows / 8, K / block, 128]`, filled up with zeros.
 
     Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
-    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In E2M1 the first
-    number of each pair is in the lower half of a word, and the second one in the upper half.
+    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In E2M1 the
+    first number of each pair is in the lower half of a word, and the second one in the upper half.
     """
     block = block_columns(layout)
     (rows, columns) = steps.shape

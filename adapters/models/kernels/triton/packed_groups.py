@@ -140,7 +140,7 @@ def multiply_few(
         before = before * (each * (BLOCK // 2))
         row = gl.load(pairs_ptr + gl.minimum(m, count - 1)) // SHARE
         at = (row * (depth // 2) + before, before, k)
-        for turn in range(0, gl.minimum(rounds, gl.cdiv(columns - n0, BLOCK_N))):
+        for turn in range(gl.minimum(rounds, gl.cdiv(columns - n0, BLOCK_N))):
             acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             for step in range(0, each, AHEAD):
                 coming = ()
