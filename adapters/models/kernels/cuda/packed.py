@@ -234,7 +234,7 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
     lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
     if layout.steps == "e2m1":
-        pairs = lanes.unflatten(-1, (2, 2, 2))  # bytes of each half of a word, numbers of a byte, halves
+        pairs = lanes.view(*lanes.shape[:-1], 2, 2, 2)  # bytes of each half of a word, numbers of a byte, halves
         lanes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).transpose(-2, -1).flatten(-2)
     elif each == 8:
         lanes = lanes[..., 0::2] | lanes[..., 1::2] << 4

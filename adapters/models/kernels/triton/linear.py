@@ -60,8 +60,9 @@ def linear_narrow(
     """Compute out[rows, columns] = x @ w.T for few rows. Reading w once is the limit, so the weights are the tall
     operand.
 
-    stride: from one row of out to the next. PLAIN: see `load_tile`. One program owns BLOCK_N weight rows over the whole depth. All programs
-    stream their weights at the same time.
+    stride: from one row of out to the next. PLAIN: see `load_tile`.
+
+    One program owns BLOCK_N weight rows over the whole depth. All programs stream their weights at the same time.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n0 = tl.program_id(0) * BLOCK_N
