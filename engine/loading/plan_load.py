@@ -71,7 +71,9 @@ class ProvenPlan:
     identity: str
 
 
-def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_progress.StepListener) -> ProvenPlan:
+def prove_plan(
+    plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, report_step: start_progress.StepListener
+) -> ProvenPlan:
     """Prove numerics on every device, and compute the identity of the model.
 
     fit: as it was estimated. If fewer weights stay packed than the estimate expected, there is less room for rows: then
@@ -91,7 +93,7 @@ def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_
         fit=fit,
         chunk=chunk,
         kept=kept,
-        step=step,
+        report_step=report_step,
     )
     digest = digest_beside(checkpoint, compiling)
     numerics, kernels = plan.prove(fit.context, kept)

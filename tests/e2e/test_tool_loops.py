@@ -111,15 +111,15 @@ def test_a_loop_of_twenty_turns_computes_what_is_new(tmp_path: Path) -> None:
     for turns in (range(TURNS // 2), range(TURNS // 2, TURNS)):
         with serving(*words, trusting=True) as server:
             for number in turns:
-                for place, loop in enumerate(loops):
+                for index, loop in enumerate(loops):
                     prompt, cached, begins = loop.turn(server, number)
-                    new = prompt - known[place]
+                    new = prompt - known[index]
                     assert 0 < new < 400
                     if number == TURNS // 2:
-                        assert cache(server)["hits"] == {"disk": place + 1}
-                    if number != TURNS // 2 or place == 0:
+                        assert cache(server)["hits"] == {"disk": index + 1}
+                    if number != TURNS // 2 or index == 0:
                         assert prompt - cached <= new + BLOCK, (loop, number)
-                    known[place] = begins
+                    known[index] = begins
             assert server.stop() == 0
     assert min(known.values()) > 1000
     assert chat.called >= 5

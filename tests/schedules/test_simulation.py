@@ -18,8 +18,8 @@ from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job, Sampling
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens, StopLaunch
@@ -342,8 +342,8 @@ def test_a_checkpoint_beyond_the_scope_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.slots.get_kept_sequence", lambda _, left: left.rows[: left.slot_lease.valid_rows // 2])
-    assert "state" in caught()
+    monkeypatch.setattr("states.slots.get_kept_sequence", lambda _, left: left.valid_tokens[: left.slot_lease.valid_rows
+    // 2]) assert "state" in caught()
 
 
 def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

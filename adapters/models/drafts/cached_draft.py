@@ -47,9 +47,9 @@ class BlockRequest:
     count: int
 
 
-# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n places,
-# and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that continues
-# from the chosen token calls it once for each place. The logits may be static buffers.
+# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n
+# positions, and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that
+# continues from the chosen token calls it once for each position. The logits may be static buffers.
 ChooseTokens: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
 
 
@@ -195,7 +195,7 @@ class CachedDraft(ABC, Generic[L]):
         return self._dtype
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The name of the draft's device, for logs and status."""
         return str(self._device)
 
@@ -205,7 +205,7 @@ class CachedDraft(ABC, Generic[L]):
         return self.rows.capacity
 
     @property
-    def state(self) -> State:
+    def weights_state(self) -> State:
         return self._offloadable.state
 
     # --- rows ---
@@ -222,7 +222,7 @@ class CachedDraft(ABC, Generic[L]):
         On CUDA the weights stay in pinned host memory. On a CPU, loading reads the checkpoint again, which the page
         cache may still hold.
         """
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return 0
         self._forget_recordings()
         return self._offloadable.offload()
@@ -284,7 +284,7 @@ class CachedDraft(ABC, Generic[L]):
     def _all_weights(self) -> HeldWeights[L]:
         held = self._offloadable.loaded
         if held is None:
-            raise NotLoaded(f"the draft is {self.state}")
+            raise NotLoaded(f"the draft is {self.weights_state}")
         return held
 
     # --- arguments ---
@@ -322,7 +322,7 @@ def count_cache_rows(capacity: int, block: int, tile: int) -> int:
 
 
 def pick_first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
-    """Choose token 0 for every place, for callers that do not use the proposals."""
+    """Choose token 0 at every position, for callers that do not use the proposals."""
     return [[0] * len(part) for part in parts]
 
 

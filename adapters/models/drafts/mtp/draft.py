@@ -7,7 +7,7 @@ Theory of operation. A row of the head combines the embedding of a token with th
 For rows that the target has computed, `hidden` is the target's last hidden state after its final norm. One attention
 layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. `extend` keeps
 only the keys and values of rows that the target has computed. `propose` continues from the hidden states that the head
-itself computes, one forward for each place.
+itself computes, one forward for each proposal.
 
 Rows lie at their tokens' positions. Published heads count from the hidden states, one position earlier; rotary
 embedding depends on differences only, so both give the same result. Therefore a block of rows depends on its own tokens
@@ -146,7 +146,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Run one forward for each place. Requests with the fewest proposals leave first."""
+        """Run one forward for each proposal. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
@@ -162,7 +162,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
             tokens = [picked[index][0] for index in order[: len(asking)]]
 
     def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Return requests of two places each: the first continues from the target, the second from the head."""
+        """Return requests of two proposals each: the first continues from the target, the second from the head."""
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 

@@ -69,7 +69,7 @@ def multiply_packed_groups(
     processors: int,
     pdl: bool | None,
 ) -> None:
-    """Multiply the pairs of each expert with its weight. weight: of all places, one behind the other."""
+    """Multiply the pairs of each expert with its weight. weight: of all slots, one behind the other."""
     form = weight.block_form
     each = weight.piece // form.block
     apart = [one.stride(0) for one in weight.tensors]

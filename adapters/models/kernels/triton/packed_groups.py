@@ -20,7 +20,7 @@ from adapters.models.kernels.triton.packed import (
     add_pieces,
     apply_silu,
     fetch_x,
-    find_places,
+    locate_piece,
     lanes_of,
     load_block,
     load_x,
@@ -31,9 +31,9 @@ from adapters.models.kernels.triton.packed_numbers import weights_of
 
 
 @gluon.jit
-def _matrix_of(pointers, apart, place):
+def _matrix_of(pointers, apart, slot):
     """Return the pointers to the weight of one expert. apart: from one expert to the next, in elements."""
-    at = place.to(gl.int64)
+    at = slot.to(gl.int64)
     words, scale, inner, least, own = pointers
     by_words, by_scale, by_inner, by_least, by_own = apart
     return (
@@ -96,7 +96,7 @@ def multiply_few(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[pair] = x[pair // SHARE] @ w[place].T for tiles of up to eight pairs.
+    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of up to eight pairs.
 
     blocks: of a row of w. each: blocks of a piece, a multiple of AHEAD. A program has one tile of pairs, and `rounds`
     times BLOCK_N rows of the expert's weight, one BLOCK_N after the other. Each warp has the packed words of AHEAD
@@ -119,17 +119,17 @@ def multiply_few(
     if PDL and not EARLY:
         gdc_wait()
     if tile < gl.load(total_ptr):
-        place = gl.load(tiles_ptr + tile * 4)
+        slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
         pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), place)
+        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
         first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
-        places = find_places(n0, columns, BLOCK_N, LANES)
+        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = ()
         for ahead in gl.static_range(AHEAD):
             block = gl.minimum(first + ahead, blocks - 1)
-            held = held + (load_block(matrix, places, block, blocks, FORM),)  # noqa: RUF005
+            held = held + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
         if PDL:
             gdc_launch_dependents()
             if EARLY:
@@ -146,12 +146,12 @@ def multiply_few(
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
                     x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
-                    w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
                     after = step + (ahead + AHEAD)
                     wraps = after >= each  # the block belongs to the next round, whose rows may not exist
-                    places = find_places(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
+                    coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
                     block = gl.minimum(first + gl.where(wraps, after - each, after), blocks - 1)
-                    coming = coming + (load_block(matrix, places, block, blocks, FORM),)  # noqa: RUF005
+                    coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
                     acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
                 held = coming
             _store(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
@@ -187,7 +187,7 @@ def multiply_many(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute out[pair] = x[pair // SHARE] @ w[place].T for tiles of BLOCK_M pairs.
+    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of BLOCK_M pairs.
 
     A program has one tile of pairs and BLOCK_N rows of the expert's weight. Blocks of x are in a ring of shared memory.
     blocks, each, EARLY: as in `multiply_few`.
@@ -207,13 +207,13 @@ def multiply_many(
     if PDL and not EARLY:
         gdc_wait()
     if tile < gl.load(total_ptr):
-        place = gl.load(tiles_ptr + tile * 4)
+        slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
         pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), place)
-        places = find_places(n0, columns, BLOCK_N, LANES)
-        held = load_block(matrix, places, 0, blocks, FORM)
+        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
+        held = load_block(matrix, coordinates, 0, blocks, FORM)
         if PDL:
             gdc_launch_dependents()
             if EARLY:
@@ -230,9 +230,9 @@ def multiply_many(
         for start in range(0, blocks, each):
             acc = gl.zeros([1, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
             for step in range(start, gl.minimum(start + each, blocks)):
-                coming = load_block(matrix, places, gl.minimum(step + 1, blocks - 1), blocks, FORM)
+                coming = load_block(matrix, coordinates, gl.minimum(step + 1, blocks - 1), blocks, FORM)
                 right, _ = next_x(step, x_ptr, ring, at, step, blocks, depth, False, BLOCK, RIGHT)
-                w = gl.convert_layout(weights_of(held, places, dtype, FORM), LEFT, assert_trivial=True)
+                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM), LEFT, assert_trivial=True)
                 acc = mma_v2(w, right, acc)
                 held = coming
             total = total + acc

@@ -241,12 +241,12 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, places, dtype: gl.constexpr, FORM: gl.constexpr):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
     left side of a product, in another order.
     """
     words, first, second = packed
-    n, _, c = places
+    n, _, c = coordinates
     if FORM.steps == "e2m1":
         scale = _scale_e2m1(first[0], c)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
