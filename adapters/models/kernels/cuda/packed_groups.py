@@ -13,7 +13,7 @@ from adapters.models.kernels.triton import packed_groups
 from adapters.models.kernels.triton_launch import launch
 
 FEW = 8  # pairs of a tile whose sums have their pieces side by side
-_AHEAD = 256  # columns that each warp loads ahead, at most
+_AHEAD = 128  # columns that each warp loads ahead, at most; 256 take as long
 _ROUNDS = 8  # the most times that a program takes further rows
 _RESIDENT = 3  # programs of few pairs that a processor runs at a time
 
