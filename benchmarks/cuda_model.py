@@ -59,8 +59,7 @@ def bandwidth() -> dict[str, float]:
 def prefill(shard: DenseShard, tokens: torch.Tensor, chunk: int) -> None:
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        # A chunk of a model with windows cannot be rolled back.
-        shard.forward(Step((Segment(0, start, len(part)),), chunk, rows_only=bool(shard.states.specs)), part)
+        shard.forward(Step((Segment(0, start, len(part)),), chunk), part)
 
 
 def decode(shard: DenseShard, context: int, count: int, fetch: bool, bucket: int = 4) -> float:

@@ -1,13 +1,13 @@
 """Models of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
 
-    python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b|gpt-oss-20b] [--layers 36] [--chunk 1024]
+    python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b] [--layers 36] [--chunk 1024]
         [--formats q4_k awq fp8 q8_0]
 
 As `benchmarks.cuda_model` has it, of weights in bf16 first and then in each format: of Q4_K with a head in Q6_K, as
 files have it; of AWQ and FP8 with a head in bf16, as folders have it. A token's bytes are all weights but the
 embedding, with their scales, and keys and values; the limit is those over the best bandwidth of the run. `exact`: rows
 are the same bits at every bucket. Prefill: 8,192 tokens in chunks, the best of three. Of experts, a token's bytes are
-those of the experts that a row goes through. In `mxfp4` only experts are packed, as published.
+those of the experts that a row goes through.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
+from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
-from adapters.models.families import gpt_oss
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -54,7 +53,6 @@ LAYERS: Mapping[str, StepLayout] = {
     "q8_0": StepLayout("int8", 32),
     "awq": StepLayout("uint4", 128, least="scale"),
     "fp8": StepLayout("e4m3", 128, scale="float32"),
-    "mxfp4": MXFP4,
 }
 HEADS: Mapping[str, StepLayout] = {"q4_k": StepLayout("int8", 16, per=16, inner=True), "q8_0": LAYERS["q8_0"]}
 CONTEXT = 2048
@@ -66,37 +64,16 @@ def config_30b_a3b(layers: int, positions: int) -> DenseConfig:
     return Qwen3MoeConfig(VOCABULARY, 2048, 6144, layers, 32, 4, 128, positions, 1e6, experts=shape)
 
 
-def config_gpt_oss_20b(layers: int, positions: int) -> DenseConfig:
-    raw = {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": positions,
-        "sliding_window": 128,
-        "rope_theta": 150000.0,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "rms_norm_eps": 1e-5,
-    }
-    return gpt_oss.parse(raw)
-
-
 SHAPES: Mapping[str, Callable[[int, int], DenseConfig]] = {
     "8b": config_8b,
     "30b-a3b": config_30b_a3b,
-    "gpt-oss-20b": config_gpt_oss_20b,
 }
 
 
 def laid_out(config: DenseConfig, name: str) -> dict[str, StepLayout]:
     if name not in LAYERS:
         return {}
-    part = EXPERTS if name == "mxfp4" else ""
-    found = {one: LAYERS[name] for one in config.tensors() if one.endswith("_proj.weight") and part in one}
+    found = {one: LAYERS[name] for one in config.tensors() if one.endswith("_proj.weight")}
     return found | ({HEAD: HEADS[name]} if name in HEADS else {})
 
 

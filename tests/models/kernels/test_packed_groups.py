@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, TABLES, PackedMatrix, StackedWeight, StepLayout
-from adapters.models.kernels.experts_interface import GatedWeights, StackedExperts
+from adapters.models.kernels.activations import CLAMPED
+from adapters.models.kernels.experts_interface import BiasedExpertsShape, Experts, GatedWeights, StackedExperts
 from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.proof.cancelling import make_cancelling_packed
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.synthetic import random_matrix
 
 triton_cuda = pytest.importorskip(
@@ -17,6 +20,8 @@ triton_cuda = pytest.importorskip(
 )
 triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
+triton_experts = pytest.importorskip("adapters.models.kernels.cuda.experts")
+triton_products = pytest.importorskip("adapters.models.kernels.cuda.products")
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -148,3 +153,29 @@ def test_experts_of_one_form_are_stacked_and_others_are_not() -> None:
     assert isinstance(apart, tuple)
     assert [one.gate_up.parts[0].layout for one in apart] == [Q4_K, Q4_K, LAYOUTS["AWQ"], Q4_K]
     assert torch.equal(apart[1].down.parts[0].words, each[1].down.parts[0].words)
+
+
+def test_nothing_is_read_outside_of_biases_while_kernels_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel runs then, so what rows chose is whatever was in memory."""
+    kernels = triton_cuda.TritonKernels(CPU)
+    for module in (triton_experts, triton_groups, triton_products):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    shape = BiasedExpertsShape(4, 2, 64, is_normalized=True)
+
+    def make_biased(number: int) -> GatedWeights:
+        parts = (random_matrix((64, 256), MXFP4, f"{number} {part}") for part in ("gate", "up"))
+        both = kernels.pack(StackedWeight(tuple(parts), BF16, CPU))
+        down = kernels.pack(StackedWeight((random_matrix((256, 64), MXFP4, f"{number} down"),), BF16, CPU))
+        return GatedWeights(both, down, CLAMPED, torch.zeros(128, dtype=BF16), torch.zeros(256, dtype=BF16))
+
+    router = kernels.pack(torch.zeros(4, 256, dtype=BF16))
+    experts = Experts(shape, router, kernels.stack_experts(map(make_biased, range(4)), 4), None)
+    batch = Batch(4, CPU)
+    batch.load(Step((Segment(0, 0, 4),), 4), None)
+    empty = torch.empty
+
+    def make_garbage(*size: int, **options: object) -> Tensor:
+        return empty(*size, **options).fill_(-1000)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", make_garbage)
+    assert kernels.experts(torch.zeros(4, 256, dtype=BF16), experts, batch).shape == (4, 256)

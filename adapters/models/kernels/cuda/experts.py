@@ -114,7 +114,9 @@ class CudaExperts:
         if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
             logits = logits.float().add_(experts.correction)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
-        numbers = chosen.clamp(max=shape.count - 1).long()  # padded rows have any expert: nothing reads their pairs
+        # Padded rows have any expert: nothing reads their pairs. While kernels are only compiled, nothing was chosen, and
+        # `chosen` has any numbers.
+        numbers = chosen.clamp(0, shape.count - 1).long()
         if experts.scales is not None:
             shares[:, : shape.chosen].mul_(experts.scales[numbers])
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count, x.dtype)

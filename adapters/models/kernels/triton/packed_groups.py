@@ -20,10 +20,10 @@ from adapters.models.kernels.triton.packed import (
     add_pieces,
     apply_silu,
     fetch_x,
-    locate_piece,
     lanes_of,
     load_block,
     load_x,
+    locate_piece,
     next_x,
     split_pairs,
 )
