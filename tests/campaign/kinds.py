@@ -6,7 +6,7 @@ from tests.campaign import connections, decoders, folders, logs, site, stores
 from tests.campaign.case import Kind
 
 STORE = (
-    Kind("kills", stores.kills, 100, deadline_s=60, few=8),
+    Kind("kills", stores.kills, 100, deadline_s=60, few=5),
     Kind("faults", stores.faults, 150),
     Kind("damage", stores.damage, 200),
 )

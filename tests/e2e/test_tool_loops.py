@@ -13,7 +13,7 @@ from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import cache
 
-TURNS = 20
+TURNS = 14
 BLOCK = 64  # rows; a sequence is continued at a multiple of them
 WEATHER = {
     "name": "get_weather",
@@ -101,7 +101,7 @@ class Responses:
 
 
 @pytest.mark.timeout(300)
-def test_a_loop_of_twenty_turns_computes_what_is_new(tmp_path: Path) -> None:
+def test_a_loop_of_many_turns_computes_what_is_new(tmp_path: Path) -> None:
     """Behind the restart all rows are on disk. Of the second and third prompt that is restored there some rows may be
     computed meanwhile, where that is quicker."""
     chat = Chat()
@@ -121,5 +121,5 @@ def test_a_loop_of_twenty_turns_computes_what_is_new(tmp_path: Path) -> None:
                         assert prompt - cached <= new + BLOCK, (loop, number)
                     known[index] = begins
             assert server.stop() == 0
-    assert min(known.values()) > 1000
+    assert min(known.values()) > 700
     assert chat.called >= 5

@@ -56,6 +56,7 @@ def test_an_answer_that_stands_nowhere_is_not_looked_for(source, tokenizer):
     assert not find_repeats(torch.tensor([ids]), torch.tensor([weights]))[2].any()
 
 
+@pytest.mark.long
 def test_it_learns_to_look(source, tokenizer):
     """The tokens that open an answer look elsewhere at first, and after some steps where it stands."""
     torch.manual_seed(1)

@@ -28,7 +28,7 @@ from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import SECRET, RandomModel, peer_of, quietly, remote
 
 DENSE, RELEASE = CONFIGS["dense"], "7.65.4321"
-SHORT = 1.0  # seconds of a hello here: a busy machine takes a tenth of that for one that means well
+SHORT = 2.0  # seconds of a hello here: a busy machine takes a tenth of that for one that means well
 NONCE = "ab" * 32
 
 
