@@ -59,7 +59,8 @@ class NativeStepResult(NamedTuple):
 
 
 class GivenRows(NamedTuple):
-    """What is known of a step's rows before it: copies of earlier text, and a grammar's mask for each row, if any."""
+    """The facts about a step's rows that are known before it: copies of earlier text, and a grammar's mask for each
+    row, if any."""
 
     copies: Tokens = ()
     masks: Sequence[Mask] = ()

@@ -1,4 +1,5 @@
-"""What the members of a decode step copy from earlier text: as much as their launch says for the matches they have."""
+"""The tokens that the members of a decode step copy from earlier text: as much as their launch says for the matches
+they have."""
 
 from __future__ import annotations
 
