@@ -60,7 +60,7 @@ DISTINCT = 8  # experts of a layer that are drawn; the others are copies
 
 
 @frozen
-class Subject:
+class FormedExperts:
     """A shape of experts in a format."""
 
     hidden: int
@@ -69,12 +69,12 @@ class Subject:
 
     @property
     def weights(self) -> int:
-        """Of an expert."""
+        """Return the number of weights of an expert."""
         return 3 * self.shape.inner * self.hidden
 
 
-def make_layer(kernels: TritonKernels, subject: Subject, seed: int) -> Experts:
-    hidden, shape, layout = subject.hidden, subject.shape, subject.layout
+def make_layer(kernels: TritonKernels, formed: FormedExperts, seed: int) -> Experts:
+    hidden, shape, layout = formed.hidden, formed.shape, formed.layout
     biased = isinstance(shape, BiasedExpertsShape)
 
     def weight(name: str, *rows: int, columns: int) -> Any:
@@ -137,9 +137,11 @@ def products_us(kernels: TritonKernels, layers: list[Experts], x: torch.Tensor, 
     return replay_us(layers, multiply)
 
 
-def measure(kernels: TritonKernels, layers: list[Experts], subject: Subject, rows: int, speed: float) -> dict[str, Any]:
-    bucket, shape = max(4, rows), subject.shape
-    batch, x = Batch(bucket, DEVICE), torch.randn(bucket, subject.hidden, device=DEVICE).to(DTYPE)
+def measure(
+    kernels: TritonKernels, layers: list[Experts], formed: FormedExperts, rows: int, speed: float
+) -> dict[str, Any]:
+    bucket, shape = max(4, rows), formed.shape
+    batch, x = Batch(bucket, DEVICE), torch.randn(bucket, formed.hidden, device=DEVICE).to(DTYPE)
     batch.load(Step((Segment(0, 0, rows),), bucket), None)
     logits = kernels.linear(x, layers[0].router)[:rows].float()
     chosen = choose_experts(logits, shape)[0]
@@ -149,7 +151,7 @@ def measure(kernels: TritonKernels, layers: list[Experts], subject: Subject, row
     stack = stack_of(layers[0])
     limit = 1e6 * active * count_bytes(stack.weights) / shape.count / speed
     plain = evolve(layers[0], each=[stack[number] for number in range(shape.count)])
-    before = waited_us(lambda: kernels.experts(x, plain, batch)) if subject.layout is None else 0.0
+    before = waited_us(lambda: kernels.experts(x, plain, batch)) if formed.layout is None else 0.0
     tile = kernels.grouped_experts.choose_tile(stack.weights.gate_up, chosen.numel(), shape.count, DTYPE)
     return {
         "rows": rows,
@@ -159,7 +161,7 @@ def measure(kernels: TritonKernels, layers: list[Experts], subject: Subject, row
         "products us": round(products, 1),
         "limit us": round(limit, 1),
         "share": round(limit / products, 2),
-        "TFLOP/s": round(2e-6 * rows * shape.chosen * subject.weights / products),
+        "TFLOP/s": round(2e-6 * rows * shape.chosen * formed.weights / products),
         "before us": round(before),
     }
 
@@ -176,12 +178,12 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         kernels = TritonKernels(DEVICE)
-        subject = Subject(*SHAPES[given.shape], FORMATS[name])
-        layers = [make_layer(kernels, subject, 0)]
-        active = count_bytes(stack_of(layers[0]).weights) * subject.shape.chosen / subject.shape.count
+        formed = FormedExperts(*SHAPES[given.shape], FORMATS[name])
+        layers = [make_layer(kernels, formed, 0)]
+        active = count_bytes(stack_of(layers[0]).weights) * formed.shape.chosen / formed.shape.count
         while len(layers) * active < ACTIVE:
-            layers.append(make_layer(kernels, subject, len(layers)))
-        found[name] = [measure(kernels, layers, subject, rows, speed) for rows in given.rows]
+            layers.append(make_layer(kernels, formed, len(layers)))
+        found[name] = [measure(kernels, layers, formed, rows, speed) for rows in given.rows]
         print_table(f"{given.shape} in {name}; {speed / 1e12:.2f} TB/s", found[name])
     rows = found.pop("bf16", [])
     publish(given, "expert_kernels", {"bandwidth": speed, "rows": rows, **found})

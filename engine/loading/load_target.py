@@ -54,7 +54,6 @@ from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compre
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
-from engine.loading.packed_estimate import log_unpacked_weights
 from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
 from engine.loading.shard_peers import (
     RemotePeers,
@@ -252,7 +251,6 @@ def load_with_peers(
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     checkpoint = choose_weights(options.weights, checkpoint, dtype)
     plan = plan_placement(options.placement, checkpoint.config, peers.shards)
-    log_unpacked_weights(checkpoint, dtype, plan)
     opened_draft = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()

@@ -59,7 +59,7 @@ COUNT, CHOSEN = 16, 4
 ROWS = (1, 4, 16, 64, 100, 256, 700)  # tiles of 8, 16, 32 and 64 pairs
 
 
-class Layer:
+class PackedLayer:
     """A layer of packed experts on the device, and the same numbers unpacked."""
 
     def __init__(self, layout: StepLayout, hidden: int, inner: int, activation: str = SILU) -> None:
@@ -110,7 +110,7 @@ class Layer:
         return self.kernels.experts(padded, experts or self.experts, batch)[: len(x)].clone()
 
 
-def multiply_unpacked(layer: Layer, number: int, part: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def multiply_unpacked(layer: PackedLayer, number: int, part: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The products of an expert's unpacked weights with all rows: gated ones, and those behind them."""
     each = layer.matrices[number]
     pair = layer.kernels.pack_gated(torch.cat([each[one].unpack(BF16) for one in ("gate", "up")])).weight
@@ -125,7 +125,7 @@ def multiply_unpacked(layer: Layer, number: int, part: Any, x: Tensor) -> tuple[
 @pytest.mark.parametrize(("name", "hidden", "inner"), SIZES, ids=str)
 def test_a_pair_has_the_bits_of_the_unpacked_product_at_every_row_count(name, hidden, inner):
     layout = LAYOUTS[name]
-    layer = Layer(layout, hidden, inner)
+    layer = PackedLayer(layout, hidden, inner)
     gate, down = layer.stacked.gate_up, layer.stacked.down
     assert count_bytes(layer.stacked) < 1.2 * COUNT * 3 * hidden * inner * layout.bits / 8 + (1 << 16)
     expected = [multiply_unpacked(layer, number, gate.parts[0], layer.x) for number in range(COUNT)]
@@ -151,7 +151,7 @@ def test_a_pair_has_the_bits_of_the_unpacked_product_at_every_row_count(name, hi
 @pytest.mark.parametrize("activation", [SILU, CLAMPED])
 @pytest.mark.parametrize("layout", [Q4_K, MXFP4], ids=["Q4_K", "MXFP4"])
 def test_a_row_has_the_same_bits_in_any_company_and_those_of_experts_one_by_one(layout, activation):
-    layer = Layer(layout, 512, 256, activation)
+    layer = PackedLayer(layout, 512, 256, activation)
     whole = layer.fed(layer.x, 1024)
     for bucket, at, count in ((4, 9, 1), (8, 100, 5), (16, 50, 13), (64, 0, 33), (128, 3, 128), (512, 200, 300)):
         assert same_bits(layer.fed(layer.x[at : at + count], bucket), whole[at : at + count]), (bucket, at, count)
@@ -161,8 +161,8 @@ def test_a_row_has_the_same_bits_in_any_company_and_those_of_experts_one_by_one(
 
 
 def test_experts_that_are_packed_in_several_ways_are_multiplied_one_by_one():
-    layer = Layer(Q4_K, 512, 256)
-    other = Layer(LAYOUTS["Q8_0"], 512, 256)
+    layer = PackedLayer(Q4_K, 512, 256)
+    other = PackedLayer(LAYOUTS["Q8_0"], 512, 256)
     each = layer.kernels.stack_experts(iter([*layer.each[:-1], other.each[-1]]), COUNT)
     assert isinstance(each, tuple)
     assert len(each) == COUNT
@@ -173,7 +173,7 @@ def test_experts_that_are_packed_in_several_ways_are_multiplied_one_by_one():
 
 @pytest.mark.parametrize("room", [1, 5, 40])
 def test_packed_experts_can_be_brought_from_host_memory(room):
-    layer = Layer(Q4_K, 512, 256)
+    layer = PackedLayer(Q4_K, 512, 256)
     size = count_bytes(layer.each[0])
     hosted = HostExperts(DEVICE, COUNT, room * (size + 4096))
     away = evolve(layer.experts, each=hosted.add_layer(iter(layer.each)))
