@@ -114,8 +114,8 @@ class CudaExperts:
         if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
             logits = logits.float().add_(experts.correction)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
-        # Padded rows have any expert: nothing reads their pairs. While kernels are only compiled, nothing was chosen, and
-        # `chosen` has any numbers.
+        # Padded rows have any expert: nothing reads their pairs. While kernels are only compiled, nothing was chosen,
+        # and `chosen` has any numbers.
         numbers = chosen.clamp(0, shape.count - 1).long()
         if experts.scales is not None:
             shares[:, : shape.chosen].mul_(experts.scales[numbers])
