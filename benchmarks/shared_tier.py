@@ -45,7 +45,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.open_store import SharedStore, open_shared
+from adapters.store.open_store import SharedStoreSettings, open_shared
 from adapters.store.shared.object_client import ObjectClient, open_client
 from adapters.store.shared.publisher import UPLOADS
 from adapters.store.shared.shared_tier import SharedTier
@@ -278,7 +278,7 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
 
 def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) -> SharedTier:
     """Open the tier with a client whose store gives this rate."""
-    tier = open_shared(layout, SharedStore(url), threading.RLock(), codec=codec)
+    tier = open_shared(layout, SharedStoreSettings(url), threading.RLock(), codec=codec)
     plain = tier.client
     tier.client = tier._publisher.client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
     return tier
