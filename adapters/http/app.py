@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ from adapters.http.answer.reply import Reply
 from adapters.http.answer.server_status import collect_props, make_health
 from adapters.http.apis import openai_chat
 from adapters.http.apis.api import Api, TokenCounter
+from adapters.http.apis.openai_responses import PATH as RESPONSES
+from adapters.http.apis.openai_responses import make_responses_api
 from adapters.http.apis.openai_stored_responses import StoredResponses
 from adapters.http.apis.registry import COUNTERS, STATELESS, TEMPLATE, make_error_response
 from adapters.http.edge_options import EdgeOptions
@@ -40,7 +42,7 @@ from adapters.http.request import served_models as models
 from adapters.http.request.answer_grammar import compile_answer_grammar
 from adapters.http.request.compression import CompressionSessions
 from adapters.http.request.parsed_request import ApiClient, ParsedRequest
-from adapters.http.request.plan_jobs import JobPlanner
+from adapters.http.request.plan_jobs import JobPlanner, PlannedJob
 from adapters.http.request.render_prompt import render_text
 from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
 from adapters.http.wire.errors import (
@@ -77,12 +79,13 @@ def build_app(
     turns: TurnMemory | None = None,
     frozen: FrozenMessages | None = None,
     loader: HistoryLoader | None = None,
+    fleet_routes: Callable[[Edge], Sequence[Route]] = lambda _: (),
 ) -> Starlette:
     """Return the whole server as an ASGI application. Its lifespan ends what `text` started.
 
     responses, turns: stored responses, and the tokens of answers; None: they end with the process.
     frozen: what aged messages were frozen to; None: messages are not frozen. loader: reads these at
-    start; None: nothing is read.
+    start; None: nothing is read. fleet_routes: makes the routes that only a fleet around it uses.
     """
     responses = ResponseStore() if responses is None else responses
     turns = TurnMemory() if turns is None else turns
@@ -97,7 +100,7 @@ def build_app(
 
     routes = edge.make_routes()
     shown = sorted(f"{' or '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}" for route in routes)
-    routes += files.make_routes()
+    routes += [*files.make_routes(), *fleet_routes(edge)]
     paths = frozenset(route.path for route in routes)
 
     async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -167,16 +170,30 @@ class Edge:
 
     # -- generating text
 
-    async def generate(self, api: Api[Any], request: Request) -> Reply:
+    def find_api(self, path: str, request: Request) -> Api[Any] | None:
+        """Return the API for generating text at a path, for the caller of a request; None if there is none."""
+        if path == RESPONSES:
+            return make_responses_api(self.stored_responses.find_folder(request))
+        return next((api for api in STATELESS if api.path == path), None)
+
+    async def plan_jobs(self, api: Api[Any], request: Request) -> tuple[PlannedJob, ...]:
+        """Return the jobs that a request would have. They are held to no grammar. Raises ApiError."""
+        return self._plan_parsed(await self._parse(api, request))
+
+    async def _parse(self, api: Api[D], request: Request) -> ParsedRequest[D]:
         async with self._read_if_accepting(request) as fields:
             with self.preparation_limit.admit(self._retry_after):
                 parsed = await api.read(fields, self.options, self.text, self._identify_caller(request))
-        # The body takes no room in the budget any more while the request waits for a grammar.
-        parsed = await self._compile_grammar(parsed, request)
-        owner = request.scope.get(CALLER, "")
-        parsed = evolve(parsed, controls=controls.separate_by_owner(parsed.controls, owner))
+        return evolve(parsed, controls=controls.separate_by_owner(parsed.controls, request.scope.get(CALLER, "")))
+
+    def _plan_parsed(self, parsed: ParsedRequest[Any]) -> tuple[PlannedJob, ...]:
         planner = JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages)
-        planned_jobs = planner.plan_jobs(parsed)
+        return planner.plan_jobs(parsed)
+
+    async def generate(self, api: Api[Any], request: Request) -> Reply:
+        # The body takes no room in the budget any more while the request waits for a grammar.
+        parsed = await self._compile_grammar(await self._parse(api, request), request)
+        planned_jobs = self._plan_parsed(parsed)
         turn = parsed.pending_turn
         self.turn_memory.count_prompt(0 if turn is None else turn.remembered_tokens)
         return Reply(
@@ -189,7 +206,7 @@ class Edge:
             stream=parsed.controls.stream,
             shows_progress=parsed.controls.shows_progress,
             slot_time=self.slot_time,
-            on_choice_end=partial(self._record_choice, owner),
+            on_choice_end=partial(self._record_choice, request.scope.get(CALLER, "")),
             headers=parsed.headers,
         )
 

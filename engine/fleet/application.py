@@ -46,8 +46,8 @@ def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
     """Return the application.
 
-    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range, `options` by
-    flat name, and `is_local` for one machine. Raises ValueError.
+    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range,
+    `prefill_elsewhere` as `Policy` has it, `options` by flat name, and `is_local` for one machine. Raises ValueError.
     """
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))
@@ -65,7 +65,9 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=options.http.grace + 2 * LATE_S,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER_PATH, request_routing_stats_period_s=STATS_PERIOD_S
+            request_router_class=ROUTER_PATH,
+            request_router_kwargs={"prefill_elsewhere": int(arguments.get("prefill_elsewhere", 0))},
+            request_routing_stats_period_s=STATS_PERIOD_S,
         ),
     )
     ingresses = serve.deployment(

@@ -28,7 +28,6 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.sampling.grammar_mask import Match
 from adapters.http.apis.registry import make_error_response
 from adapters.http.app import build_app
-from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.history_loader import HistoryLoader
@@ -38,7 +37,6 @@ from adapters.http.page import files
 from adapters.http.wire.errors import unavailable
 from adapters.http.wire.server import RunningServer, serve_app
 from adapters.watched_thread import WatchedThread
-from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
@@ -47,7 +45,8 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
-from engine.serving.digest_route import make_digest_route
+from engine.serving.build_edge_options import build_edge_options
+from engine.serving.fleet_routes import make_fleet_routes
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.live_figures import LiveFigures
@@ -213,11 +212,18 @@ async def serve_model(
             running.metrics.watch_shards(
                 partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
-            about = edge_options(options, target, text.sampling)
+            about = build_edge_options(options, target, text.sampling)
             app = build_app(
-                running.submissions, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
+                running.submissions,
+                text,
+                about,
+                running.metrics,
+                archive,
+                turns=memory,
+                frozen=frozen,
+                loader=recall,
+                fleet_routes=make_fleet_routes(running.submissions, target),
             )
-            app.router.routes.append(make_digest_route(running, target))
             gate.app = app
             watch.start()
             steps.finish()
@@ -314,36 +320,3 @@ def build_recorder(options: Options, target: LoadedModel) -> Recorder | None:
     except OSError as error:
         raise UserError(f"--trace {options.diagnostics.trace}: {error.strerror or error}") from error
     return recorder
-
-
-def edge_options(options: Options, target: LoadedModel, sampling: Sampling) -> EdgeOptions:
-    """Return the options of the HTTP edge."""
-    return EdgeOptions(
-        model_id=target.model_id,
-        max_ctx=target.settings.max_context,
-        vocab=target.checkpoint.config.vocab_size,
-        api_keys=options.http.api_key,
-        aliases=options.model.alias,
-        any_model=options.model.any_model,
-        allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
-        allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
-        numerics=target.numerics_facts,
-        model_info=target.model_info,
-        sampling=sampling,
-        scope=target.scope,
-        disk=target.has_disk,
-        compression=CompressionDefaults(
-            options.compression.prefill_compression,
-            options.compression.prefill_threshold,
-            round(options.compression.prefill_keep_ratio * 1000),
-            options.compression.keep_ratio_curve,
-            target.settings.scorer_max_tokens,
-            freeze=target.freezes,
-        ),
-        stabilize=options.http.stabilize,
-        created=int(time.time()),
-        version=__version__,
-        max_body=options.http.max_body << 20,
-        max_jobs=target.settings.slots + options.http.max_queue,
-        request_timeout_s=options.http.request_timeout,
-    )
