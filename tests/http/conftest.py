@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import anyio
 import httpx
 import pytest
 from attrs import define, evolve
+from starlette.routing import Route
 
-from adapters.http.app import build_app
+from adapters.http.app import Edge, build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
@@ -76,6 +77,7 @@ async def served(
     turns: Path | None = None,
     frozen: FrozenMessages | None = None,
     recall: HistoryLoader | None = None,
+    fleet_routes: Callable[[Edge], Sequence[Route]] = lambda _: (),
     **options: Any,
 ) -> AsyncIterator[Site]:
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
@@ -95,7 +97,8 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive, turns=memory, frozen=frozen, loader=recall)
+        histories = {"turns": memory, "frozen": frozen, "loader": recall}
+        app = build_app(fake, text, edge, metrics, archive, fleet_routes=fleet_routes, **histories)
 
         limits = ServerLimits(**{"grace_s": 2} | (server or {}))
 
