@@ -53,7 +53,7 @@ SYSTEM_WORDS = 500
 TURN_WORDS = 60
 SHARED_FIGURES = ("outages", "written", "read_bytes", "damaged")
 BUSY_S = 20.0  # for a replica to have a request, while there are turns left
-SETTLE_S = 180.0  # for a replica to come back
+SETTLE_S = 900.0  # for a replica to come back, also on a machine with much other work
 
 
 @frozen

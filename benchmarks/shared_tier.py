@@ -351,14 +351,15 @@ def opened_store(kind: str) -> Iterator[str]:
 def make_figures(answers: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], store: str) -> list[Figure]:
     found = list[Figure]()
     for row in answers:
-        at = f"{store}, {row['jobs']} prompts"
-        subject = f"{row['model']}, restored on B from what A published"
+        at = f"{row['model']}, {store}, {row['jobs']} prompts"
+        subject = "restored on B from what A published"
         found.append(Figure("exactness", subject, at, "differ", row["differing"], goal=Goal(at_most=0)))
-    for row in rates:
-        for way, what in product(("moved", "tier"), ("write", "read")):
-            subject = f"shared tier, {row['store']}, codec {row['codec']}, {what}s, times the client alone"
-            ratio, at = row[f"{way}_{what}_ratio"], "bytes moved" if way == "moved" else "the whole tier"
-            found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
+    for way, what in product(("moved", "tier"), ("write", "read")):
+        moved = "bytes moved" if way == "moved" else "the whole tier"
+        subject = f"shared tier, {what}s, of the client's own speed: {moved}"
+        for row in rates:
+            at = f"{row['store']}, {row['codec']}"
+            found.append(Figure("restart", subject, at, "x", row[f"{way}_{what}_ratio"], goal=Goal(at_least=0.9)))
     return found
 
 
