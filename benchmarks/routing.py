@@ -191,9 +191,7 @@ def main() -> int:
     shown = ("replicas", "router", "shared_tier", "of_infinite", "longest_queue", "mean_queue", "busiest", "moves")
     more = ("requests", "read_bytes", "written_bytes", "first_token_ms", "seconds")
     print_table("routers (goals: 97 %; 1.3x)", [{key: row[key] for key in (*shown, *more)} for row in rows])
-    publish(
-        given, "routing", {"decision_us": timed, "one_replica": compared, "rows": rows}, make_figures(rows, timed)
-    )
+    publish(given, "routing", {"decision_us": timed, "one_replica": compared, "rows": rows}, make_figures(rows, timed))
     return 0
 
 

@@ -176,24 +176,24 @@ class Edge:
             return make_responses_api(self.stored_responses.find_folder(request))
         return next((api for api in STATELESS if api.path == path), None)
 
-    async def plan_jobs(self, api: Api[Any], request: Request) -> tuple[PlannedJob, ...]:
-        """Return the jobs that a request would have. They are held to no grammar. Raises ApiError."""
-        return self._plan_parsed(await self._parse(api, request))
-
-    async def _parse(self, api: Api[D], request: Request) -> ParsedRequest[D]:
+    async def parse_request(self, api: Api[D], request: Request) -> ParsedRequest[D]:
+        """Return what a request says. Raises ApiError."""
         async with self._read_if_accepting(request) as fields:
             with self.preparation_limit.admit(self._retry_after):
-                parsed = await api.read(fields, self.options, self.text, self._identify_caller(request))
-        return evolve(parsed, controls=controls.separate_by_owner(parsed.controls, request.scope.get(CALLER, "")))
+                return await api.read(fields, self.options, self.text, self._identify_caller(request))
 
-    def _plan_parsed(self, parsed: ParsedRequest[Any]) -> tuple[PlannedJob, ...]:
-        planner = JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages)
-        return planner.plan_jobs(parsed)
+    def plan_jobs(self, parsed: ParsedRequest[Any], owner: str) -> tuple[PlannedJob, ...]:
+        """Return the jobs of a request. Only its caller finds what is kept of them. owner: a name for the caller's key.
+        Raises ApiError.
+        """
+        owned = evolve(parsed, controls=controls.separate_by_owner(parsed.controls, owner))
+        return JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages).plan_jobs(owned)
 
     async def generate(self, api: Api[Any], request: Request) -> Reply:
         # The body takes no room in the budget any more while the request waits for a grammar.
-        parsed = await self._compile_grammar(await self._parse(api, request), request)
-        planned_jobs = self._plan_parsed(parsed)
+        parsed = await self._compile_grammar(await self.parse_request(api, request), request)
+        owner = request.scope.get(CALLER, "")
+        planned_jobs = self.plan_jobs(parsed, owner)
         turn = parsed.pending_turn
         self.turn_memory.count_prompt(0 if turn is None else turn.remembered_tokens)
         return Reply(
@@ -206,7 +206,7 @@ class Edge:
             stream=parsed.controls.stream,
             shows_progress=parsed.controls.shows_progress,
             slot_time=self.slot_time,
-            on_choice_end=partial(self._record_choice, request.scope.get(CALLER, "")),
+            on_choice_end=partial(self._record_choice, owner),
             headers=parsed.headers,
         )
 

@@ -6,6 +6,7 @@ from typing import Final
 
 FLEET_PREFIX: Final = "/kv/"  # all of them begin so
 DIGEST_PATH: Final = "/kv/digests"  # what the server holds, for the routers
-READ_PATH: Final = "/kv/read"  # reads a prompt and publishes its rows in the shared tier
+PROMPT_PATH: Final = "/kv/prompt"  # what another server has to read, for a request with this body
+READ_PATH: Final = "/kv/read"  # reads such a prompt, and publishes its rows in the shared tier
 REFRESH_PATH: Final = "/kv/refresh"  # lists the shared tier at once
-API_PARAMETER: Final = "api"  # of READ_PATH's query: the path for which the body was sent
+API_PARAMETER: Final = "api"  # of PROMPT_PATH's query: the path for which the body was sent

@@ -1,8 +1,9 @@
 """Has a prompt read by one replica for another, where the router has decided so (`states/routing/remote_prefill.py`).
 
-The reader gets the request of the client at READ_PATH. It answers when the rows are in the shared tier. Then the
-replica that will answer is told to list that tier (REFRESH_PATH), and gets the request itself. Both paths get the
-credentials of the client, so the rows carry the salt of its key.
+The replica that will answer describes the prompt (PROMPT_PATH), since only there the tokens of all earlier answers may be
+known. The reader gets the description at READ_PATH, and answers when the rows are in the shared tier. Then the replica
+that will answer lists that tier (REFRESH_PATH), and gets the request itself. All three paths get the credentials of the
+client, so the rows carry the salt of its key.
 
 Whatever fails costs time only: the request goes to its replica all the same, which reads what it lacks. The detour has
 a limit of time, since a client waits meanwhile without a sign of life.
@@ -18,14 +19,17 @@ import msgspec
 from attrs import define
 from prometheus_client import Counter
 
-from engine.core.fleet_paths import API_PARAMETER, READ_PATH, REFRESH_PATH
-from engine.fleet.held_answer import ReplicaLost
+from engine.core.fleet_paths import API_PARAMETER, PROMPT_PATH, READ_PATH, REFRESH_PATH
+from engine.fleet.held_answer import RawHeaders, ReplicaLost
 from engine.fleet.relay import CREDENTIALS, AskedRequest, ReplicaClient
 from engine.fleet.replica_picker import Choice, Replica, ReplicaPicker
 from states.routing.choose_replica import RemotePrefill
 
-# `read` is the only good outcome. `useless`: the reader has published no more than the other replica had already.
-PrefillOutcome: TypeAlias = Literal["read", "unknown", "lost", "refused", "useless", "not_refreshed", "timed_out"]
+# `read` is the only good outcome. `not_described`: the answering replica cannot say what is to be read. `useless`: the
+# reader has published no more than the answering replica had already.
+PrefillOutcome: TypeAlias = Literal[
+    "read", "not_described", "unknown", "lost", "refused", "useless", "not_refreshed", "timed_out"
+]
 PATIENCE = 3  # times the estimate of the router
 LEAST_LIMIT_S = 5.0
 MOST_LIMIT_S = 60.0  # many clients and proxies close a connection that is silent for longer
@@ -63,23 +67,34 @@ class RemotePrefills:
         reader = await self._find(prefill.replica)
         if reader is None:
             return "unknown"
+        path = f"{PROMPT_PATH}?{API_PARAMETER}={quote(asked.path)}"
+        order = await self._ask_target(target, path, asked.headers, asked.body)
+        if order is None:
+            return "not_described"
+        credentials = [(name, value) for name, value in asked.headers if name in CREDENTIALS]
         try:
             with self.picker.count_request(reader.id):
-                path = f"{READ_PATH}?{API_PARAMETER}={quote(asked.path)}"
-                status, body = await self.relay.post(reader.facts, path, asked.headers, asked.body)
+                status, report = await self.relay.post(reader.facts, READ_PATH, credentials, order)
         except ReplicaLost:
             self.picker.shun(reader.id)
             return "lost"
         if status != 200:
             return "refused"
-        if count_published_tokens(body) <= prefill.held:
+        if count_published_tokens(report) <= prefill.held:
             return "useless"
-        credentials = [(name, value) for name, value in asked.headers if name in CREDENTIALS]
+        refreshed = await self._ask_target(target, REFRESH_PATH, credentials, b"")
+        return "not_refreshed" if refreshed is None else "read"
+
+    async def _ask_target(self, target: Replica, path: str, headers: RawHeaders, body: bytes) -> bytes | None:
+        """Return the answer of the replica that will answer the request; None if it has none.
+
+        A replica that is lost is not noted here: sending it the request itself finds that out as well.
+        """
         try:
-            status, _ = await self.relay.post(target.facts, REFRESH_PATH, credentials, b"")
-        except ReplicaLost:  # sending the request itself finds out as well
-            return "not_refreshed"
-        return "read" if status == 200 else "not_refreshed"
+            status, answer = await self.relay.post(target.facts, path, headers, body)
+        except ReplicaLost:
+            return None
+        return answer if status == 200 else None
 
     async def _find(self, name: str) -> Replica | None:
         """Return the facts of a reader. They are unknown until it was chosen or listed once."""

@@ -32,7 +32,7 @@ ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores s
 
 @define(eq=False)
 class WriteWatch:
-    """Jobs that somebody waits for. left: their numbers, until each has been written or given up."""
+    """Jobs for which a caller waits. left: the numbers of those that are neither written nor given up."""
 
     left: set[int]
     done: Future[None] = field(factory=Future[None])

@@ -38,11 +38,13 @@ def run_fleet(folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[
     command = [sys.executable, "-P", "-m", "engine", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready.startswith("ready  "), ready
-        yield ready.split()[1], process
-        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready.startswith("ready  "), ready
+            yield ready.split()[1], process
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
 
 

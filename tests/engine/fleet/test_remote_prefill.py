@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from adapters.http.app import Edge
-from engine.core.fleet_paths import DIGEST_PATH, READ_PATH, REFRESH_PATH
+from engine.core.fleet_paths import DIGEST_PATH, PROMPT_PATH, READ_PATH, REFRESH_PATH
 from engine.fleet import remote_prefill
 from engine.fleet.remote_prefill import LEAST_LIMIT_S, MOST_LIMIT_S, compute_limit
 from states.routing.choose_replica import RemotePrefill
@@ -25,15 +25,17 @@ from tests.http.conftest import chat
 
 CHAT = "/v1/chat/completions"
 PREFILL = RemotePrefill("b", 100, 10**9, 10**8)
+ORDER = {"is": "an order"}
 READ = {"prompt_tokens": 3000, "published_tokens": 2944}
 
 
 @define(eq=False)
 class ScriptedPaths:
-    """The paths for prompts of both servers, which note how they are called. read, refresh: what they answer."""
+    """The paths for prompts of both servers, which note how they are called. read, refresh, describe: their answers."""
 
     read: Callable[[], Awaitable[Response]]
     refresh: Callable[[], Awaitable[Response]]
+    describe: Callable[[], Awaitable[Response]] = field(factory=lambda: answer(ORDER))
     calls: list[tuple[str, dict[str, str], bytes]] = field(factory=list)  # target, headers, body
     reading: anyio.Event = field(factory=anyio.Event)  # a prompt is being read
 
@@ -47,7 +49,12 @@ class ScriptedPaths:
             await self._note(request)
             return await self.refresh()
 
-        return [Route(READ_PATH, read, methods=["POST"]), Route(REFRESH_PATH, refresh, methods=["POST"])]
+        async def describe(request: Request) -> Response:
+            await self._note(request)
+            return await self.describe()
+
+        handlers = {PROMPT_PATH: describe, READ_PATH: read, REFRESH_PATH: refresh}
+        return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
 
     async def _note(self, request: Request) -> None:
         target = f"{request.url.path}?{request.url.query}".removesuffix("?")
@@ -95,12 +102,12 @@ async def test_another_replica_reads_the_prompt_and_the_answering_one_finds_the_
         assert (answered.headers["x-rekindle-replica"], answered.headers["x-rekindle-reader"]) == ("a", "b")
         assert await count_outcomes(fleet, headers=credentials) == {("b", "read"): 1}
         assert not fleet.second.door.tickets
-        (read, read_headers, read_body), (refresh, refresh_headers, refresh_body) = paths.calls
-        assert (read, refresh) == ("/kv/read?api=/v1/chat/completions", REFRESH_PATH)
-        assert (read_body, refresh_body) == (answered.request.content, b"")
-        assert read_headers["authorization"] == refresh_headers["authorization"] == "Bearer second"
-        assert read_headers["content-type"] == "application/json"
-        assert {"x-other", "content-type"}.isdisjoint(refresh_headers)
+        (described, read, refreshed) = paths.calls
+        assert [one[0] for one in paths.calls] == ["/kv/prompt?api=/v1/chat/completions", READ_PATH, REFRESH_PATH]
+        assert [one[2] for one in paths.calls] == [answered.request.content, b'{"is":"an order"}', b""]
+        assert {one[1]["authorization"] for one in paths.calls} == {"Bearer second"}
+        assert (described[1]["content-type"], described[1]["x-other"]) == ("application/json", "1")
+        assert all("x-other" not in headers for _, headers, _ in (read, refreshed))
 
 
 async def test_a_stream_names_the_reader_as_well(folder: Path) -> None:
@@ -111,18 +118,20 @@ async def test_a_stream_names_the_reader_as_well(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "refresh", "outcome"),
+    ("paths", "outcome"),
     [
-        (answer({}, 503), answer({}), "refused"),
-        (answer({**READ, "published_tokens": PREFILL.held}), answer({}), "useless"),
-        (answer("no report"), answer({}), "useless"),
-        (answer(READ), answer({}, 503), "not_refreshed"),
+        (ScriptedPaths(answer(READ), answer({}), answer({}, 409)), "not_described"),
+        (ScriptedPaths(answer({}, 503), answer({})), "refused"),
+        (ScriptedPaths(answer({**READ, "published_tokens": PREFILL.held}), answer({})), "useless"),
+        (ScriptedPaths(answer("no report"), answer({})), "useless"),
+        (ScriptedPaths(answer(READ), answer({}, 503)), "not_refreshed"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_whatever_fails_the_answering_replica_reads_the_prompt_itself(
-    folder: Path, read: Callable[[], Awaitable[Response]], refresh: Callable[[], Awaitable[Response]], outcome: str
+    folder: Path, paths: ScriptedPaths, outcome: str
 ) -> None:
-    async with run_fleet(folder, ScriptedPaths(read, refresh)) as fleet:
+    async with run_fleet(folder, paths) as fleet:
         answered = await fleet.client.post(CHAT, json=chat("Hello", max_tokens=4))
         assert (answered.status_code, answered.headers["x-rekindle-replica"]) == (200, "a")
         assert "x-rekindle-reader" not in answered.headers
@@ -174,7 +183,7 @@ async def test_a_request_that_is_repeated_is_read_elsewhere_only_once(folder: Pa
         assert await count_outcomes(fleet) == {("b", "not_refreshed"): 1}
 
 
-@pytest.mark.parametrize("path", [READ_PATH, REFRESH_PATH, DIGEST_PATH])
+@pytest.mark.parametrize("path", [PROMPT_PATH, READ_PATH, REFRESH_PATH, DIGEST_PATH])
 async def test_clients_reach_no_path_of_the_fleet_itself(folder: Path, path: str) -> None:
     paths = ScriptedPaths(answer(READ), answer({}))
     async with run_fleet(folder, paths) as fleet:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import anyio
 import httpx
+import msgspec
 import pytest
 from attrs import define, evolve
 
@@ -24,6 +25,7 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.http.app import build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
+from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import SharedStoreSettings, open_store
 from adapters.store.shared.object_client import ObjectClient
@@ -31,7 +33,7 @@ from adapters.store.store import Store
 from adapters.text.model_text import Text
 from adapters.transfer.transfer import create_transfer
 from effects.residency import LoadModel, ModelLoaded
-from engine.core.fleet_paths import READ_PATH, REFRESH_PATH
+from engine.core.fleet_paths import PROMPT_PATH, READ_PATH, REFRESH_PATH
 from engine.loading.load_target import LoadedModel
 from engine.serving.fleet_routes import make_fleet_routes
 from engine.serving.wiring import Engine, run_engine
@@ -55,8 +57,12 @@ class SharingServer:
     engine: Engine
     store: Store[Any]
 
-    async def read(self, body: dict[str, Any], api: str = COMPLETIONS, **more: Any) -> httpx.Response:
-        return await self.client.post(READ_PATH, params={"api": api}, json=body, **more)
+    async def describe(self, body: dict[str, Any], api: str = COMPLETIONS, **more: Any) -> httpx.Response:
+        """Return what another server has to read for a request."""
+        return await self.client.post(PROMPT_PATH, params={"api": api}, json=body, **more)
+
+    async def read(self, order: bytes, **more: Any) -> httpx.Response:
+        return await self.client.post(READ_PATH, content=order, **more)
 
     async def complete(self, body: dict[str, Any], **more: Any) -> tuple[str, int]:
         """Return the answer, and how many tokens were restored from the shared tier."""
@@ -132,11 +138,17 @@ def ask(**more: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, **more}
 
 
+def make_order(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode({"tokens": pack_tokens(PROMPT), "boundaries": [], "salt": "", **changes})
+
+
 async def test_what_one_server_has_read_another_restores_at_once(folder: Path, tmp_path: Path) -> None:
     async with serve_sharing(folder, None) as alone:
         expected, _ = await alone.complete(ask())
     async with serve_sharing(folder, tmp_path) as reader, serve_sharing(folder, tmp_path) as other:
-        found = await reader.read(ask(stream=True, n=2, logprobs=1))
+        order = await other.describe(ask(stream=True, n=2, logprobs=1))
+        assert (order.status_code, msgspec.msgpack.decode(order.content)) == (200, msgspec.msgpack.decode(make_order()))
+        found = await reader.read(order.content)
         assert (found.status_code, found.json()) == (200, {"prompt_tokens": 100, "published_tokens": USABLE})
         refreshed = await other.client.post(REFRESH_PATH)
         assert (refreshed.status_code, refreshed.json()) == (200, {"status": "ok"})
@@ -146,28 +158,40 @@ async def test_what_one_server_has_read_another_restores_at_once(folder: Path, t
 async def test_a_prompt_that_another_server_has_published_already_counts(folder: Path, tmp_path: Path) -> None:
     async with serve_sharing(folder, tmp_path) as one, serve_sharing(folder, tmp_path) as other:
         for server in (one, other):
-            assert (await server.read(ask())).json()["published_tokens"] == USABLE
+            assert (await server.read(make_order())).json()["published_tokens"] == USABLE
 
 
 async def test_rows_of_one_key_are_not_found_by_another(folder: Path, tmp_path: Path) -> None:
     first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    salted = ask(cache_salt="ours")
     async with (
         serve_sharing(folder, tmp_path, api_keys=KEYS) as reader,
         serve_sharing(folder, tmp_path, api_keys=KEYS) as other,
     ):
-        for path in (READ_PATH, REFRESH_PATH):
+        for path in (PROMPT_PATH, READ_PATH, REFRESH_PATH):
             for credentials in ({}, {"authorization": "Bearer wrong"}):
                 assert (await other.client.post(path, headers=credentials)).status_code == 401
-        assert (await reader.read(ask(cache_salt="ours"), headers=first)).json()["published_tokens"] == USABLE
+        order = (await other.describe(salted, headers=first)).content
+        assert (await reader.read(order, headers=first)).json()["published_tokens"] == USABLE
         assert (await other.client.post(REFRESH_PATH, headers=second)).status_code == 200
-        assert (await other.complete(ask(cache_salt="ours"), headers=second))[1] == 0
+        assert (await other.complete(salted, headers=second))[1] == 0
         assert (await other.complete(ask(), headers=first))[1] == 0
-        assert (await other.complete(ask(cache_salt="ours"), headers=first))[1] == USABLE
+        assert (await other.complete(salted, headers=first))[1] == USABLE
+
+
+async def test_an_order_of_one_key_reads_nothing_for_another(folder: Path, tmp_path: Path) -> None:
+    """The salt in an order is the request's. A reader adds the key of the one who sends the order."""
+    first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    async with serve_sharing(folder, tmp_path, api_keys=KEYS) as server:
+        order = (await server.describe(ask(), headers=first)).content
+        assert (await server.read(order, headers=second)).status_code == 200
+        assert (await server.complete(ask(), headers=first))[1] == 0
 
 
 async def test_bodies_are_bounded(folder: Path, tmp_path: Path) -> None:
     async with serve_sharing(folder, tmp_path, max_body=1000) as server:
-        assert (await server.read(ask(user="x" * 1000))).status_code == 413
+        assert (await server.describe(ask(user="x" * 1000))).status_code == 413
+        assert (await server.read(make_order(salt="x" * 1000))).status_code == 413
         assert (await server.client.post(REFRESH_PATH, content=b"x")).status_code == 413
 
         async def send_parts() -> AsyncIterator[bytes]:
@@ -183,18 +207,38 @@ async def test_bodies_are_bounded(folder: Path, tmp_path: Path) -> None:
         ({}, "", 400),
         ({"prompt": []}, COMPLETIONS, 400),
         ({"prefix_cache": {"scope": "off"}}, COMPLETIONS, 409),
+        ({"prompt_compression": "always"}, COMPLETIONS, 409),
     ],
 )
-async def test_what_cannot_be_read_is_refused(
+async def test_what_cannot_be_read_elsewhere_is_not_described(
     folder: Path, tmp_path: Path, body: dict[str, Any], api: str, status: int
 ) -> None:
     async with serve_sharing(folder, tmp_path) as server:
-        assert (await server.read(ask(**body), api)).status_code == status
+        assert (await server.describe(ask(**body), api)).status_code == status
+
+
+async def test_orders_that_cannot_be_are_refused(folder: Path, tmp_path: Path) -> None:
+    async with serve_sharing(folder, tmp_path) as server:
+        for order in (
+            b"",
+            b"no order",
+            make_order(tokens=b""),
+            make_order(tokens=b"abc"),
+            make_order(tokens=pack_tokens([VOCAB])),
+            make_order(tokens=pack_tokens([-1])),
+            make_order(tokens=pack_tokens([5] * SETTINGS.max_context)),
+            make_order(boundaries=[101]),
+            make_order(boundaries=[8, 4]),
+            make_order(boundaries=[-1]),
+        ):
+            assert (await server.read(order)).status_code == 400, order[:40]
+        assert not server.engine.event_loop.seq, "the engine has seen none of them"
 
 
 async def test_without_a_shared_tier_there_are_no_such_paths(folder: Path) -> None:
     async with serve_sharing(folder, None) as server:
-        assert (await server.read(ask())).status_code == 404
+        assert (await server.describe(ask())).status_code == 404
+        assert (await server.read(make_order())).status_code == 404
         assert (await server.client.post(REFRESH_PATH)).status_code == 404
 
 
@@ -212,7 +256,7 @@ async def test_a_caller_that_leaves_ends_the_reading(
     async with serve_sharing(folder, tmp_path) as server:
         monkeypatch.setattr(ObjectClient, "write_object", write)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.read, ask())
+            tasks.start_soon(server.read, make_order())
             assert await anyio.to_thread.run_sync(is_writing.wait, 30)
             tasks.cancel_scope.cancel()
         with anyio.fail_after(30):
