@@ -33,7 +33,7 @@ from adapters.http.edge_options import EdgeOptions
 from adapters.http.guard import Guard
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
-from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.histories import Histories
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.page import files
 from adapters.http.page.events import Listener, PropsWatch
@@ -74,23 +74,17 @@ def build_app(
     text: Text,
     options: EdgeOptions,
     metrics: Metrics,
-    responses: ResponseStore | None = None,
+    histories: Histories | None = None,
     *,
-    turns: TurnMemory | None = None,
-    frozen: FrozenMessages | None = None,
-    loader: HistoryLoader | None = None,
     fleet_routes: Callable[[Edge], Sequence[Route]] = lambda _: (),
 ) -> Starlette:
     """Return the whole server as an ASGI application. Its lifespan ends what `text` started.
 
-    responses, turns: stored responses, and the tokens of answers; None: they end with the process.
-    frozen: what aged messages were frozen to; None: messages are not frozen. loader: reads these at
-    start; None: nothing is read. fleet_routes: makes the routes that only a fleet around it uses.
+    histories: None for empty ones. fleet_routes: makes the routes that only a fleet around it uses.
     """
-    responses = ResponseStore() if responses is None else responses
-    turns = TurnMemory() if turns is None else turns
-    edge = Edge(door, text, options, metrics, responses, turns, frozen)
-    metrics.watch_turns(turns.count_figures)
+    kept = Histories() if histories is None else histories
+    edge = Edge(door, text, options, metrics, kept.responses, kept.turns, kept.frozen_messages)
+    metrics.watch_turns(kept.turns.count_figures)
     metrics.watch_listeners(lambda: edge.props_watch.listener_count)
 
     @asynccontextmanager
@@ -114,7 +108,7 @@ def build_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=loader)],
+        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=kept.loader)],
         exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
         lifespan=lifespan,
     )

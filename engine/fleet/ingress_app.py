@@ -43,7 +43,7 @@ from engine.fleet.merge_metrics import make_prefill_counter, make_repeat_counter
 from engine.fleet.prompt_keys import APIS
 from engine.fleet.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
 from engine.fleet.remote_prefill import RemotePrefills
-from engine.fleet.replica_picker import Choice, Replica, ReplicaPicker
+from engine.fleet.replica_picker import Replica, ReplicaChoice, ReplicaPicker
 from engine.fleet.response_holders import ResponseHolders
 
 log = logging.getLogger("rekindle.fleet")
@@ -145,7 +145,7 @@ class IngressApp:
         avoid = frozenset[str]()
         wait_s = FIRST_WAIT_S
         while True:
-            choice = Choice(asked.pinned) if asked.pinned else await self.picker.choose(asked.route, avoid)
+            choice = ReplicaChoice(asked.pinned) if asked.pinned else await self.picker.choose(asked.route, avoid)
             replica = choice.replica
             is_first = not avoid
             if replica.id in avoid:  # there is no other

@@ -1,9 +1,9 @@
 """Has a prompt read by one replica for another, where the router has decided so (`states/routing/remote_prefill.py`).
 
-The replica that will answer describes the prompt (PROMPT_PATH), since only there the tokens of all earlier answers may be
-known. The reader gets the description at READ_PATH, and answers when the rows are in the shared tier. Then the replica
-that will answer lists that tier (REFRESH_PATH), and gets the request itself. All three paths get the credentials of the
-client, so the rows carry the salt of its key.
+The replica that will answer describes the prompt (PROMPT_PATH), since only there the tokens of all earlier answers may
+be known. The reader gets the description at READ_PATH, and answers when the rows are in the shared tier. Then the
+replica that will answer lists that tier (REFRESH_PATH), and gets the request itself. All three paths get the
+credentials of the client, so the rows carry the salt of its key.
 
 Whatever fails costs time only: the request goes to its replica all the same, which reads what it lacks. The detour has
 a limit of time, since a client waits meanwhile without a sign of life.
@@ -22,7 +22,7 @@ from prometheus_client import Counter
 from engine.core.fleet_paths import API_PARAMETER, PROMPT_PATH, READ_PATH, REFRESH_PATH
 from engine.fleet.held_answer import RawHeaders, ReplicaLost
 from engine.fleet.relay import CREDENTIALS, AskedRequest, ReplicaClient
-from engine.fleet.replica_picker import Choice, Replica, ReplicaPicker
+from engine.fleet.replica_picker import Replica, ReplicaChoice, ReplicaPicker
 from states.routing.choose_replica import RemotePrefill
 
 # `read` is the only good outcome. `not_described`: the answering replica cannot say what is to be read. `useless`: the
@@ -50,7 +50,7 @@ class RemotePrefills:
     relay: ReplicaClient
     outcomes: Counter
 
-    async def read_elsewhere(self, asked: AskedRequest, choice: Choice) -> str:
+    async def read_elsewhere(self, asked: AskedRequest, choice: ReplicaChoice) -> str:
         """Have the prompt read as the router has decided. Return the id of the reader; "" where the prompt was not
         read, or the router has decided nothing.
         """

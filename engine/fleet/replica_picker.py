@@ -39,7 +39,7 @@ class Replica:
 
 
 @frozen
-class Choice:
+class ReplicaChoice:
     """The replica that gets a request. prefill: where another replica reads the prompt first."""
 
     replica: Replica
@@ -61,7 +61,7 @@ class ReplicaPicker:
         """Return any replica. Waits while there is none."""
         return (await self.choose(None)).replica
 
-    async def choose(self, route: RouteKeys | None, avoid: frozenset[str] = frozenset()) -> Choice:
+    async def choose(self, route: RouteKeys | None, avoid: frozenset[str] = frozenset()) -> ReplicaChoice:
         """Return what the router chooses. Waits while there is no replica.
 
         avoid: replicas that have failed this request. One of them is returned only if the router finds no other.
@@ -75,7 +75,7 @@ class ReplicaPicker:
                 break
         return found
 
-    async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> Choice:
+    async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> ReplicaChoice:
         """Return the router's choice. Waits while there is no replica, and while none can be started."""
         while True:
             decisions = list[RouteDecision]()
@@ -87,7 +87,7 @@ class ReplicaPicker:
                     replica = self._remember(selection.replica_id, selection.replica_metadata)
                     # Serve may take another replica than the router has put first.
                     followed = decisions and decisions[-1].replica == replica.id
-                    return Choice(replica, decisions[-1].prefill if followed else None)
+                    return ReplicaChoice(replica, decisions[-1].prefill if followed else None)
             except DeploymentUnavailableError:
                 await anyio.sleep(LISTED_S)
 

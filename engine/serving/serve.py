@@ -30,6 +30,7 @@ from adapters.http.apis.registry import make_error_response
 from adapters.http.app import build_app
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.histories import Histories
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.persistent_lru import PersistentLru
 from adapters.http.history.response_store import ResponseStore
@@ -188,13 +189,8 @@ async def serve_model(
     try:
         target = with_grammars(target, text.grammars.match)
         recorder = build_recorder(options, target)
-        archive = ResponseStore()
-        memory = TurnMemory()
-        frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
-        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
-        if frozen is not None:
-            histories[FROZEN] = frozen
-        recall = HistoryLoader(histories, disk_folder(options.cache))
+        histories, loader = make_histories(options, target)
+        frozen = histories.frozen_messages
         watch = ShardWatch(target.peers, target.lane)
         async with run_engine(
             target.settings,
@@ -213,35 +209,37 @@ async def serve_model(
                 partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
             about = build_edge_options(options, target, text.sampling)
-            app = build_app(
-                running.submissions,
-                text,
-                about,
-                running.metrics,
-                archive,
-                turns=memory,
-                frozen=frozen,
-                loader=recall,
-                fleet_routes=make_fleet_routes(running.submissions, target),
-            )
-            gate.app = app
+            routes = make_fleet_routes(running.submissions, target)
+            gate.app = build_app(running.submissions, text, about, running.metrics, histories, fleet_routes=routes)
             watch.start()
             steps.finish()
             freeze_collected()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as background:
-                background.start_soon(recall.run)
+                background.start_soon(loader.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
             deadline = anyio.current_time() + options.http.grace
             clean = await drain_requests(running, serving, options.http.grace)
         watch.close()
-        for history in histories.values():
+        for history in loader.stores.values():
             await history.close(deadline)
         await text.aclose()
         return clean
     finally:
         await target.close()
+
+
+def make_histories(options: Options, target: LoadedModel) -> tuple[Histories, HistoryLoader]:
+    """Return the memories of a server, and what reads them at its start."""
+    responses = ResponseStore()
+    turns = TurnMemory()
+    frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
+    kept: dict[str, PersistentLru] = {RESPONSES: responses, TURNS: turns}
+    if frozen is not None:
+        kept[FROZEN] = frozen
+    loader = HistoryLoader(kept, disk_folder(options.cache))
+    return Histories(responses, turns, frozen, loader), loader
 
 
 async def drain_requests(running: Engine, serving: RunningServer, grace_s: float) -> bool:

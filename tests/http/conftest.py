@@ -17,6 +17,7 @@ from adapters.http.app import Edge, build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.histories import Histories
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
@@ -97,8 +98,8 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        histories = {"turns": memory, "frozen": frozen, "loader": recall}
-        app = build_app(fake, text, edge, metrics, archive, fleet_routes=fleet_routes, **histories)
+        histories = Histories(archive, memory, frozen, recall)
+        app = build_app(fake, text, edge, metrics, histories, fleet_routes=fleet_routes)
 
         limits = ServerLimits(**{"grace_s": 2} | (server or {}))
 

@@ -50,7 +50,7 @@ KEYS = ("first-key", "second-key")
 
 
 @define
-class SharingServer:
+class ReadingServer:
     """A server with a shared tier and nothing else beyond the device."""
 
     client: httpx.AsyncClient
@@ -78,7 +78,7 @@ class SharingServer:
 
 
 @asynccontextmanager
-async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) -> AsyncIterator[SharingServer]:
+async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) -> AsyncIterator[ReadingServer]:
     """Run a server on a free port. shared: the folder that is the store. options: of the HTTP edge."""
     text = Text.load(text_folder)
     await text.check()
@@ -122,7 +122,7 @@ async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) 
         await ready.wait()
         url = f"http://127.0.0.1:{listening[0].port}"
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            yield SharingServer(client, running, store)
+            yield ReadingServer(client, running, store)
         listening[0].stop(now=True)
         await listening[0].end_event.wait()
     assert executor.close()
@@ -207,7 +207,7 @@ async def test_bodies_are_bounded(folder: Path, tmp_path: Path) -> None:
         ({}, "", 400),
         ({"prompt": []}, COMPLETIONS, 400),
         ({"prefix_cache": {"scope": "off"}}, COMPLETIONS, 409),
-        ({"prompt_compression": "always"}, COMPLETIONS, 409),
+        ({"compression": {"mode": "always"}}, COMPLETIONS, 409),
     ],
 )
 async def test_what_cannot_be_read_elsewhere_is_not_described(
