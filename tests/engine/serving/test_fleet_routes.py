@@ -23,7 +23,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slot_table import SlotTable
 from adapters.http.app import build_app
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
@@ -207,7 +207,6 @@ async def test_bodies_are_bounded(folder: Path, tmp_path: Path) -> None:
         ({}, "", 400),
         ({"prompt": []}, COMPLETIONS, 400),
         ({"prefix_cache": {"scope": "off"}}, COMPLETIONS, 409),
-        ({"compression": {"mode": "always"}}, COMPLETIONS, 409),
     ],
 )
 async def test_what_cannot_be_read_elsewhere_is_not_described(
@@ -215,6 +214,12 @@ async def test_what_cannot_be_read_elsewhere_is_not_described(
 ) -> None:
     async with serve_sharing(folder, tmp_path) as server:
         assert (await server.describe(ask(**body), api)).status_code == status
+
+
+async def test_a_prompt_that_may_be_compressed_is_not_described(folder: Path, tmp_path: Path) -> None:
+    scored = CompressionDefaults(mode="always", max_scored_tokens=200)
+    async with serve_sharing(folder, tmp_path, compression=scored) as server:
+        assert (await server.describe(ask())).status_code == 409
 
 
 async def test_orders_that_cannot_be_are_refused(folder: Path, tmp_path: Path) -> None:
