@@ -114,7 +114,7 @@ def norms(chance: random.Random, native: NativeLibrary) -> Finds:
     return found
 
 
-def places(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+def row_positions(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Of rows where they go, no two to the same place; some are padded."""
     every = chance.sample(range(slots * capacity), min(rows, slots * capacity))
     at = [(one // capacity, one % capacity) for one in every] + [(0, -1)] * (rows - len(every))
@@ -142,7 +142,7 @@ def heads(chance: random.Random, native: NativeLibrary) -> Finds:
         chance.random() < 0.5,
         1e-6,
     )
-    at = places(chance, rows, slots, capacity)
+    at = row_positions(chance, rows, slots, capacity)
 
     def found(level: int) -> list[Tensor]:
         memory = torch.zeros(len(layout.parts), slots, kv, capacity, layout.width, dtype=layout.dtype)
@@ -282,8 +282,8 @@ def run(native: NativeLibrary, seed: int) -> None:
     torch.set_num_threads(chance.choice([1, 2, 2, 4]))
     expected = finds(0)
     for level in range(1, native.level + 1):
-        for place, (one, other) in enumerate(zip(finds(level), expected, strict=True)):
-            assert same(one, other), f"seed {seed}: {kind.__name__}, output {place}, level {level}"
+        for index, (one, other) in enumerate(zip(finds(level), expected, strict=True)):
+            assert same(one, other), f"seed {seed}: {kind.__name__}, output {index}, level {level}"
 
 
 def main(folder: str, seconds: str, first: str = "0") -> None:

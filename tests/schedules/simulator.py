@@ -16,8 +16,8 @@ from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, 
 from effects.job import Job, Sampling, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import KeepFrozen
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -243,6 +243,7 @@ class Simulator:
             prompt_lane_min_rows=prompt_lane_min_rows,
             store=rng.random() < 0.6,
             max_proposals=block,
+            max_copied=rng.choice((0, 0, 3, 7)),
             residency=rng.choice(RESIDENCIES),
             scorer_max_tokens=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),

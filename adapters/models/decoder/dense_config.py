@@ -158,10 +158,10 @@ class DenseConfig:
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
         own = range(self.num_layers) if layers is None else layers
         count = self.recurrent_layers(own)
-        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
+        held, checkpoint = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
         windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._window_shapes(own)]
         rows = sum(size * count_window_rows(window) for size, window in windows)
-        return count * held + rows, count * place + sum(size * window for size, window in windows)
+        return count * held + rows, count * checkpoint + sum(size * window for size, window in windows)
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
         """Return the bytes of rows that all slots share: those of a step of this many rows in layers with a window."""
@@ -173,10 +173,10 @@ class DenseConfig:
         attending = [self.shape_of(layer) for layer in self._list_kept(layers) if not self.recurrent(layer)]
         return [shape for shape in attending if shape.traits.keeps_window]
 
-    def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
+    def _layer_state(self, slots: int, checkpoints: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None
         kept = make_raw_state if device == "cuda" else make_row_state
-        state = kept(self.delta, slots, places, dtype, torch.device("meta"))
+        state = kept(self.delta, slots, checkpoints, dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
 
     def tensors(self, layers: range | None = None) -> Shapes:

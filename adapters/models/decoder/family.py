@@ -76,7 +76,7 @@ class ModelConfig(Protocol):
         ...
 
     def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
-        """Return the bytes of positional state: of a slot, with the data of its unsettled rows, and of a place.
+        """Return the bytes of positional state: of a slot, with the data of its unsettled rows, and of a checkpoint.
 
         device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
         proven operations decide which data are kept.

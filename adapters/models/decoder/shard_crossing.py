@@ -44,7 +44,7 @@ class CrossingPort:
     """Takes apart what a shard is given, and puts together what it leaves.
 
     given, left: the numbers of a token, at both ends of the shard. find_cache: returns the cache of a layer's rows, and
-    the layer's place in it.
+    the layer's index in it.
     """
 
     given: Crossing

@@ -47,9 +47,9 @@ class BlockRequest:
     count: int
 
 
-# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n places,
-# and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that continues
-# from the chosen token calls it once for each place. The logits may be static buffers.
+# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n
+# positions, and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that
+# continues from the chosen token calls it once for each position. The logits may be static buffers.
 ChooseTokens: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
 
 
@@ -104,7 +104,7 @@ class CachedDraft(ABC, Generic[L]):
         with use_device(self._device):
             head = self._target if isinstance(self._target, TargetHead) else self._target()
             self._check_head(head)
-            loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights)
+            loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights, head)
         return loaded, () if head is self._target else (head,)
 
     def _check_head(self, head: TargetHead) -> None:
@@ -116,7 +116,7 @@ class CachedDraft(ABC, Generic[L]):
     def _try_forwards(self) -> None:
         """Run each kind of forward once, over zeros. Kernels that cannot run the draft raise ValueError here."""
         bucket = self._buckets[0]
-        nothing = torch.zeros(bucket, self._shape.hidden_size, dtype=self._dtype, device=self._device)
+        nothing = torch.zeros(bucket, self._tap_width, dtype=self._dtype, device=self._device)
         step = Step((Segment(0, 0, 1),), bucket)
         self.extend(step, torch.zeros(1, dtype=torch.int64), dict.fromkeys(self.aux_layers, nothing))
         self.propose([BlockRequest(0, 0, 1, 0, 1)], pick_first_tokens)
@@ -160,7 +160,8 @@ class CachedDraft(ABC, Generic[L]):
         """Allocate the static tensors that live as long as the slots."""
 
     @abstractmethod
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> L: ...
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> L:
+        """Load the draft's own weights. They may be compared with the target's, but the result must not hold these."""
 
     @abstractmethod
     def _forget_buffers(self) -> None:
@@ -187,7 +188,12 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def hidden_size(self) -> int:
-        """D, the size of a hidden state. The target's is the same."""
+        """D, the size of a hidden state of the draft, and of the features that a `Projection` computes."""
+        return self._shape.hidden_size
+
+    @property
+    def _tap_width(self) -> int:
+        """Numbers in a row of each auxiliary layer's output."""
         return self._shape.hidden_size
 
     @property
@@ -195,7 +201,7 @@ class CachedDraft(ABC, Generic[L]):
         return self._dtype
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The name of the draft's device, for logs and status."""
         return str(self._device)
 
@@ -205,7 +211,7 @@ class CachedDraft(ABC, Generic[L]):
         return self.rows.capacity
 
     @property
-    def state(self) -> State:
+    def weights_state(self) -> State:
         return self._offloadable.state
 
     # --- rows ---
@@ -222,7 +228,7 @@ class CachedDraft(ABC, Generic[L]):
         On CUDA the weights stay in pinned host memory. On a CPU, loading reads the checkpoint again, which the page
         cache may still hold.
         """
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return 0
         self._forget_recordings()
         return self._offloadable.offload()
@@ -284,7 +290,7 @@ class CachedDraft(ABC, Generic[L]):
     def _all_weights(self) -> HeldWeights[L]:
         held = self._offloadable.loaded
         if held is None:
-            raise NotLoaded(f"the draft is {self.state}")
+            raise NotLoaded(f"the draft is {self.weights_state}")
         return held
 
     # --- arguments ---
@@ -322,7 +328,7 @@ def count_cache_rows(capacity: int, block: int, tile: int) -> int:
 
 
 def pick_first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
-    """Choose token 0 for every place, for callers that do not use the proposals."""
+    """Choose token 0 at every position, for callers that do not use the proposals."""
     return [[0] * len(part) for part in parts]
 
 

@@ -17,7 +17,8 @@ from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import chain
 from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.drafts.dflash.draft import DFlashDraft
-from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.models.drafts.dflash.weights import describe_taps
+from adapters.models.drafts.feature_projection import FeatureProjection
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.peer import Peer
@@ -83,7 +84,7 @@ def made(peer: Peer) -> RemoteDraft:
     peer.connect()
     asked = LoadDraft("F32", 0, SLOTS, CAPACITY, BUCKETS, NODES, 64, False, LIMIT, (1 << 20, 1 << 20))
     kernels = proven_draft(CONFIG, F32, CAPACITY).copy_for_shard()
-    projection = FeatureProjection(CONFIG, random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
+    projection = FeatureProjection(describe_taps(CONFIG), random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
     return RemoteDraft(peer, asked, CONFIG, DIGESTS, projection)
 
 
@@ -138,14 +139,14 @@ def story(draft, drafting) -> list:
     mover.copy_in(3, *run) if mover.is_addressable else mover.send_runs(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.offload()
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert drafting.propose(REQUESTS[:1])[0].size == 0
     assert draft.load_back() > 0
     assert draft.load_back() == 0
     follow(draft, 3, 80, 8)
     found += [drafting.propose([asking(3, 88, Sampling(), 5, first=16)]), kept]
     draft.release()
-    assert draft.state == "released"
+    assert draft.weights_state == "released"
     draft.load_back()
     return [*found, drafting.propose(REQUESTS)]
 
@@ -206,7 +207,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     assert apart.heard == [False, True], "one that dies while it comes back was gone already"
     assert not apart.fates.coming
     assert apart.draft.peer.restarts == 1
-    if apart.draft.state != "loaded":
+    if apart.draft.weights_state != "loaded":
         apart.draft.load_back()
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0, "its context went with it"
     same(story(apart.draft, apart.drafting), expected)

@@ -146,7 +146,7 @@ def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: i
     for nodes in (0, *TREES):
         shape = config_of()
         placed = DraftPlacement(**room)
-        drafted = build_draft_request(LARGE, shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
+        drafted = build_draft_request(shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
         assert decode_message(encode_message(drafted), LoadDraft) == drafted
     scored = build_scorer_request(context, fast=False)
     assert decode_message(encode_message(scored), LoadScorer) == scored
@@ -237,7 +237,7 @@ def test_a_draft_answers_every_question_at_the_ends_of_its_fields(caplog: pytest
     assert min(said["refused"], said["done"]) > 10, said
     draft.peer.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved)
     same(story(draft, drafting), before)
-    assert (draft.peer.restarts, draft.state) == (0, "loaded")
+    assert (draft.peer.restarts, draft.weights_state) == (0, "loaded")
     assert not caplog.records, "nothing failed there"
     draft.close()
 
@@ -331,7 +331,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
     with suppress(RowsLost, ValueError, AssertionError):
         story(apart.draft, apart.drafting)
     assert refused == [op]
-    if apart.draft.state != "loaded":
+    if apart.draft.weights_state != "loaded":
         apart.draft.load_back()
     follow(apart.draft, 0, 0, 100)
     assert apart.drafting.propose(REQUESTS[:1])[0].size > 0

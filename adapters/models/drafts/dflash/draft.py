@@ -1,7 +1,7 @@
 """DFlash: a draft that proposes a block of tokens at once.
 
 Theory of operation. A draft that predicts one token after the other runs one forward for each proposal. DFlash instead
-runs one forward over a block `[token, MASK, MASK, ...]`: row j gives the logits of the token j places on. The block
+runs one forward over a block `[token, MASK, MASK, ...]`: row j gives the logits of the token j positions on. The block
 attends to context rows that are computed from hidden states of the target, so the draft knows what the target knows.
 
 `extend` computes the context rows, once for each row of the target. From the outputs of the target's auxiliary layers
@@ -274,7 +274,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     # --- weights and buffers ---
 
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedDraft:
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> LoadedDraft:  # noqa: ARG002
         return load_draft(read, weights, self._kernels, self._config)
 
     def _make_buffers(self) -> None:

@@ -108,5 +108,5 @@ class StepPlan:
         for heads, cache in both:
             coded = as_bytes(format_of(cache).encode(heads)).transpose(0, 1)
             for row, segment in self.segments_with_rows:
-                place = as_bytes(cache).select(0, segment.slot).narrow(1, segment.start, segment.count)
-                place.copy_(coded.narrow(1, row, segment.count))
+                target = as_bytes(cache).select(0, segment.slot).narrow(1, segment.start, segment.count)
+                target.copy_(coded.narrow(1, row, segment.count))

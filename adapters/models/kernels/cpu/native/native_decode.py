@@ -75,7 +75,8 @@ class RoundOf(ctypes.Structure):
         *((name, _POINTER) for name in ("factors", "keys", "stops")),
         ("stopping", _SIZE),
         *((name, _LONG) for name in ("mask", "slot", "position", "first", "token")),
-        *((name, _SIZE) for name in ("count", "proposed", "accepted", "kept")),
+        *(("count", _SIZE), ("given", _POINTER), ("gifts", _SIZE)),
+        *((name, _SIZE) for name in ("proposed", "accepted", "kept")),
         *(("followed", _NUMBER), ("tokens", _LONG * MOST_ROWS)),
     ]
 
@@ -135,8 +136,8 @@ class NativeContextPass:
     def __attrs_post_init__(self) -> None:
         self._given = self.context.call_arguments(self.given, self.batch)
         decoder, described, count, rows, *_ = self._given
-        places = (self.given.data_ptr(), columns_address(self.batch, 4))
-        self.of = FollowingOf(make_pointer(decoder, DecoderOf), described, count, rows, *places)
+        addresses = (self.given.data_ptr(), columns_address(self.batch, 4))
+        self.of = FollowingOf(make_pointer(decoder, DecoderOf), described, count, rows, *addresses)
 
 
 @frozen(eq=False)

@@ -111,9 +111,11 @@ class NativeContext:
 
 def _describe_layer(layer: NativeContextLayer) -> LayerOf:
     bias = None if layer.prep.bias is None else layer.prep.bias.data_ptr()
-    places = {"keys": layer.k_cache.data_ptr(), "values": layer.v_cache.data_ptr()}
+    addresses = {"keys": layer.k_cache.data_ptr(), "values": layer.v_cache.data_ptr()}
     how = {"normed": layer.prep.norm_code, "head_eps": layer.prep.eps}
-    return LayerOf(projection=describe_matrix(layer.kv), bias=bias, heads=layer.prep.weight.data_ptr(), **places, **how)
+    return LayerOf(
+        projection=describe_matrix(layer.kv), bias=bias, heads=layer.prep.weight.data_ptr(), **addresses, **how
+    )
 
 
 @define(eq=False)

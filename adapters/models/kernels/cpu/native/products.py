@@ -92,7 +92,7 @@ class NativePacked:
             *(kind, SCALES[layout.scale], layout.inner, LEASTS[layout.least], raised),
             *(layout.group, layout.per, self.panels.shape[2]),
             (ctypes.c_float * 16)(*table),
-            (ctypes.c_uint8 * 16)(*(place + raised for place in table)),
+            (ctypes.c_uint8 * 16)(*(index + raised for index in table)),
         )
 
 
