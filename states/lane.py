@@ -39,9 +39,9 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from states.events import EffectOutcome
-from states.launch_prices import UNIT
 from states.settings import Settings
 from states.speculation_plan import NO_PLAN, Plan
+from states.step_prices import UNIT
 
 
 @frozen

@@ -28,7 +28,7 @@ from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache, are_similar
-from states import launch_prices
+from states import step_prices
 from states.rates import FIRST_SPAN, Rates
 
 BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
@@ -208,7 +208,7 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
     )
 
 
-def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> launch_prices.DecodeTimes:
+def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> step_prices.DecodeTimes:
     """Measure the launches of one request that copies, in the format of `Rates.copy_times`."""
     copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
     times = measure_decode(copying, shard, shape.context, (0, *shape.copied), copies=True)
@@ -269,7 +269,7 @@ def measure_decode(
     *,
     passes: int = PASSES,
     copies: bool = False,
-) -> launch_prices.DecodeTimes:
+) -> step_prices.DecodeTimes:
     """Measure the launches of one request, its draft included, in the format of `Rates.decode`.
 
     copies: the proposals are copied, and no draft is asked.
@@ -309,7 +309,7 @@ def measure_decode(
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), choose_next_launch)
     found = find_quickest_launches(outcomes)
-    shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
+    shapes = {step_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
