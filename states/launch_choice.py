@@ -6,7 +6,8 @@ go through one forward. These aims contradict each other, and a running launch c
 Idea. `choose_launch` is called when a lane is free. It applies these rules in order:
 
 1. An effect that needs no work (a model that is loaded already) is answered at once.
-2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`.
+2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows in
+   `lane.can_join`, so a rule about the batch belongs there, too.
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
    (`choose_mixed_chunk`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at

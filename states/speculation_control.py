@@ -47,7 +47,7 @@ from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import SMALLEST_BUCKET, UNIT, StepPrices, round_up_to_bucket
 
 REFILL = 10  # thousandths of a plain step that every token pays into an account: one percent
-PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
+PRIOR_STEPS = 8  # weight of the estimate that a request, or the server, starts from, in decode steps
 REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
 SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
 LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most

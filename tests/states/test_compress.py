@@ -104,7 +104,7 @@ def test_it_is_kept_where_the_policy_says_so() -> None:
 
 
 def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
-    before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
+    before = some(PFLASH, valid=8, reused=8, tier="device", miss="")
     then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(PFLASH))
     assert then.state.slot_lease == SlotLease(HERE, 4, 4, "device", 0)
 
@@ -112,7 +112,7 @@ def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
 def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
     stateful = evolve(STATEFUL, scorer_max_tokens=1000)
     for valid, stays in ((4, 4), (8, 0)):
-        before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
+        before = some(stateful, valid=valid, reused=valid, tier="device", ahead=4, miss="")
         then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(stateful))
         assert then.state.slot_lease == SlotLease(HERE, stays, stays, "device" if stays else "none", 4 - stays)
 
@@ -192,7 +192,7 @@ def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() 
 def test_the_gate_is_told_of_in_the_report() -> None:
     known = knowing(PFLASH)
     assert make_report(known, a(UnparkingDraft, some(PFLASH, job=a_job(compression=Compression())))).compression is None
-    short = some(PFLASH, valid=12, restored=12)
+    short = some(PFLASH, valid=12, reused=12)
     assert make_report(known, a(UnparkingDraft, short)).compression == Compressed(21, "below_threshold")
     assert make_report(knowing(PLAIN), a(UnparkingDraft, some(PLAIN))).compression == Compressed(21, "no_drafter")
     remembered = some(PFLASH, prompt=SHORT, compressed=True)

@@ -125,7 +125,7 @@ def test_all_that_has_aged_is_asked_for_at_once_and_nothing_else() -> None:
 
 
 def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
-    then = frozen(some(PFLASH, job=job(), valid=8, restored=8, tier="device"))
+    then = frozen(some(PFLASH, job=job(), valid=8, reused=8, tier="device"))
     ends = ((0, 1), (4, 5))
     assert then.effects == (KeepFrozen((("first", ends), ("second", ends))), RELEASE)
     spans = ((0, 7), (10, 12), (15, 21))

@@ -206,6 +206,6 @@ def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other:
 
 
 def test_another_prompt_keeps_the_rows_that_both_share() -> None:
-    before = some(EVERYTHING, valid=12, restored=8, tier="device")
-    after = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
+    before = some(EVERYTHING, valid=12, reused=8, tier="device")
+    after = evolve(before, prompt=SHORT, compressed=True, valid=4, reused=4)
     assert replace_served_tokens(EVERYTHING, *before.early, SHORT) == after.early

@@ -254,7 +254,7 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
     ],
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
-    """The accounts must bear a step four times unless it is the cheapest, so that a wide one without gain ends nothing."""
+    """The accounts must bear a step four times unless it is the cheapest: one wide step without gain ends nothing."""
     rates, member = evolve(STEEP, account=server), sure(3000, 7000, 15000, account=own)
     plan = control.plan_launch([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
