@@ -209,9 +209,7 @@ def test_rows_that_the_slot_had_count_with_the_state_that_comes_behind_them() ->
     hold = evolve(had, valid=16, reused=16, ahead=0, miss="")
     assert then == Transition(a(Prefilling, hold), RunPrefill(HERE, 16, 20, checkpoint=True))
     then = restore.accept_restored_rows(a(Restoring, had, 8, 8, "disk"), BlocksRestored(8, 8, 99), knowing(STATEFUL))
-    assert then.state.slot_lease == evolve(hold, valid=8, reused=8).early[0], (
-        "what is computed now overwrites the rest"
-    )
+    assert then.state.slot_lease == evolve(hold, valid=8, reused=8).early[0], "what is computed now overwrites the rest"
     none = evolve(had, valid=0, reused=0, tier="none")
     then = restore.accept_restored_rows(
         a(Restoring, none, 12, 20, "disk"), BlocksRestored(12, 20, 99), knowing(STATEFUL)

@@ -87,8 +87,8 @@ class DecodeRunner:
     """Carries out decode steps. Every method is called on the lane.
 
     buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
-    before outcomes are reported. row_watch: with `--paranoid`, checks that rows have not changed. proposer: the draft, if there is one.
-    text_proposer: what copies earlier text, if there is one.
+    before outcomes are reported. row_watch: with `--paranoid`, checks that rows have not changed. proposer: the draft,
+    if there is one. text_proposer: what copies earlier text, if there is one.
     """
 
     shard: Pipeline

@@ -209,7 +209,7 @@ class Process:
         """
         lives = [self.live[effect_request.request] for effect_request in effect_requests]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
-            # A model with positional state may keep a checkpoint before a step, and a first token has a time of its own.
+            # With positional state a step may keep a checkpoint before it, and a first token has a time of its own.
             return 1
         return min(len(live.answer) - live.answered_tokens for live in lives)
 
