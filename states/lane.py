@@ -74,7 +74,7 @@ def choose_lane(settings: Settings, effect: Effect) -> LaneId:
     match effect:
         case RunPrefill(start=start, stop=stop, logprobs=-1) if 0 < settings.prompt_lane_min_rows < stop - start:
             return PROMPTS
-        case CompressPrompt() | LoadModel("drafter") | UnloadModel("drafter"):
+        case CompressPrompt() | LoadModel("scorer") | UnloadModel("scorer"):
             return settings.scorer_lane
         case _:
             return MAIN

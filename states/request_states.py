@@ -317,7 +317,7 @@ def get_remainder(state: Held) -> RequestRemainder:
         case Prefilling(slot_lease, prompt, speculation):
             return RequestRemainder(slot_lease, prompt, leased_model=get_leased_draft(speculation))
         case Compressing(slot_lease, prompt) | UnloadingScorer(slot_lease, prompt):
-            return RequestRemainder(slot_lease, prompt, leased_model="drafter")
+            return RequestRemainder(slot_lease, prompt, leased_model="scorer")
         case LookingUp() | Restoring() | LoadingScorer() | UnparkingDraft():
             return RequestRemainder(state.slot_lease, state.prompt)
         case _:

@@ -32,8 +32,8 @@ STAGES: Mapping[type[request_states.State], Stage] = {
 }
 """The stage that clients see of each state. `New` and `Done` are left within the fold, so they have none."""
 WEIGHT_MOVES: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
-    request_states.LoadingScorer: (LoadModel("drafter"), "Compressing"),
-    request_states.UnloadingScorer: (UnloadModel("drafter"), "Prefilling"),
+    request_states.LoadingScorer: (LoadModel("scorer"), "Compressing"),
+    request_states.UnloadingScorer: (UnloadModel("scorer"), "Prefilling"),
     request_states.UnparkingDraft: (LoadModel("draft"), "Prefilling"),
 }
 """States in which weights are to be moved: the move, and the stage that it is needed for."""

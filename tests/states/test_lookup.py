@@ -121,7 +121,7 @@ def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
-    assert then == Transition(a(LoadingScorer, some(PFLASH)), opening(), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(PFLASH)), opening(), LoadModel("scorer"))
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
     assert then == Transition(a(UnparkingDraft, some(DRAFT)), opening(), LoadModel("draft"))
 
@@ -171,7 +171,7 @@ def test_a_hit_that_adds_nothing_is_let_go() -> None:
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.use_found_prefix(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
     compressing = a(LoadingScorer, some(EVERYTHING, miss="compression_is_quicker", stored=8))
-    assert then == Transition(compressing, ReleasePrefix(LEASE), opening(), LoadModel("drafter"))
+    assert then == Transition(compressing, ReleasePrefix(LEASE), opening(), LoadModel("scorer"))
 
 
 def test_a_continuation_is_not_compressed() -> None:

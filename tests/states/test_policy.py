@@ -90,7 +90,7 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
 
 
 @pytest.mark.parametrize(
-    ("drafter", "missing", "decision"),
+    ("scorer", "missing", "decision"),
     [
         (0, 20, Decision(YES, "long")),  # never measured: tried
         (7, 20, Decision(YES, "long")),  # 147 to score 21 and 50 for the five that are kept, against 200

@@ -111,7 +111,7 @@ def test_after_a_failed_restore_the_gate_looks_again_at_what_is_missing() -> Non
     then = restore.continue_without_restored_rows(
         a(Restoring, some(EVERYTHING), 0, 12, "disk"), StoreFailed("io", "EIO"), knowing(EVERYTHING)
     )
-    assert then == Transition(a(LoadingScorer, some(EVERYTHING, miss="restore_io")), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(EVERYTHING, miss="restore_io")), LoadModel("scorer"))
 
 
 def test_rows_that_were_not_acknowledged_are_computed() -> None:

@@ -253,15 +253,15 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     beside = LaneId(1)
     apart = evolve(PLAIN, scorer_max_tokens=1000, scorer_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
-    world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
+    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("scorer")),), beside)
+    world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="scorer")))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
     assert [effect_request.request for effect_request in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
     world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
-    assert outs == (Launch((EffectRequest(TWO, UnloadModel("drafter", keep=False)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, UnloadModel("scorer", keep=False)),), beside),)
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
