@@ -308,8 +308,8 @@ class DenseShard:
             fused_layers = fuse_layers(self._kernels, self._attending(), rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
             if self._embedding is None:
-                behind = self.config.num_layers - self.spec.layers.start
-                self._buffers[bucket].row_inputs = self._crossing.make_inputs(hidden, behind)
+                layer_count = self.config.num_layers - self.spec.layers.start
+                self._buffers[bucket].row_inputs = self._crossing.make_inputs(hidden, layer_count)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:

@@ -146,7 +146,12 @@ def latent_layer_tensors(shape: LatentLayerShape, prefix: str) -> Shapes:
 
 
 def latent_layer_products(shape: LatentLayerShape) -> tuple[Weight, ...]:
-    """Return the products of a layer, each as often as a row is multiplied with it."""
+    """Return the matrices that each row is multiplied with. One that is used several times is listed as often.
+
+    First come those of the frame (`frame_products`): the projection, the matrix behind the mixing, and the
+    feed-forward. Then come the one that makes queries of a compressed query, if there is one, and for each head the two
+    that take its query to the latent and its weighted sum of latents to a value.
+    """
     own = latent_of(shape)
     heads = shape.num_heads
     first = own.queries or heads * own.query

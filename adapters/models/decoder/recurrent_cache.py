@@ -235,9 +235,9 @@ def check_state(specs: Sequence[TensorSpec], state: NamedTensors, at: int) -> No
     """Raise ValueError unless a state consists of these tensors and may stand at row `at`."""
     if at < 0 or at % CHUNK:
         raise ValueError(f"a state at row {at}: states stand at multiples of {CHUNK}")
-    odd = sorted({spec.name for spec in specs}.symmetric_difference(state))
-    if odd:
-        raise ValueError(f"state of {len(specs)} tensors: {odd[0]} is odd")
+    unexpected = sorted({spec.name for spec in specs}.symmetric_difference(state))
+    if unexpected:
+        raise ValueError(f"state of {len(specs)} tensors: {unexpected[0]} is missing or not expected")
     for spec in specs:
         tensor = state[spec.name]
         dtype = torch_dtype(spec.dtype)

@@ -102,6 +102,6 @@ class SplitStates:
 
 def check_names(given: NamedTensors, expected: Sequence[str]) -> None:
     """Raise ValueError unless the tensors have exactly these names."""
-    odd = sorted(set(expected).symmetric_difference(given))
-    if odd:
-        raise ValueError(f"{len(expected)} tensors of all parts: {odd[0]} is odd")
+    unexpected = sorted(set(expected).symmetric_difference(given))
+    if unexpected:
+        raise ValueError(f"{len(expected)} tensors of all parts: {unexpected[0]} is missing or not expected")

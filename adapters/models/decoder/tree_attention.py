@@ -63,7 +63,7 @@ class TreeAttention:
     rope: Rope = field(init=False)
     aside: list[tuple[Tensor, Tensor]] = field(init=False)
     waves: list[Wave] = field(init=False, factory=list)
-    _spare: list[Batch] = field(init=False, factory=list)
+    _batches: list[Batch] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         k, _ = self.cache.layers[0]
@@ -93,9 +93,9 @@ class TreeAttention:
 
     def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
-        if number == len(self._spare):
-            self._spare.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
-        batch = self._spare[number]
+        if number == len(self._batches):
+            self._batches.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
+        batch = self._batches[number]
         batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
         self.kernels.prepare_step(batch)
         rows = torch.zeros(self.bucket, dtype=torch.int64)

@@ -91,7 +91,7 @@ class WindowPages(PagedKvCache):
         self._own = own
         self._pages = [[0] * len(pages) for pages in self._pages]
         self.table.zero_()
-        self._spare = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
+        self._unused_pages = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
         self._shared = list(range(slots * own, self.pages))
         self._placed: list[dict[int, int]] = [{} for _ in range(slots)]
 
@@ -99,12 +99,12 @@ class WindowPages(PagedKvCache):
         """Take the pages of all rows before `start` away, then give the slot pages for rows `[start, stop)`."""
         first = start // self.page
         placed = self._placed[slot]
-        spare = self._spare[slot]
+        unused = self._unused_pages[slot]
         for number in [number for number in placed if number < first]:
-            spare.append(placed.pop(number))
+            unused.append(placed.pop(number))
         new = [number for number in range(first, -(-stop // self.page)) if number not in placed]
         for number in new:
-            placed[number] = self._pages[slot][number] = spare.pop() if spare else self._shared.pop()
+            placed[number] = self._pages[slot][number] = unused.pop() if unused else self._shared.pop()
         if new:
             listed = self._pages[slot][new[0] : new[-1] + 1]
             self.table[slot, new[0] : new[-1] + 1] = torch.tensor(listed, dtype=torch.int32)
@@ -112,11 +112,11 @@ class WindowPages(PagedKvCache):
     def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
         placed = self._placed[slot]
-        spare = self._spare[slot]
+        unused = self._unused_pages[slot]
         for number in [number for number in placed if not start // self.page <= number < -(-stop // self.page)]:
-            spare.append(placed.pop(number))
-        while len(placed) + len(spare) > self._own:
-            self._shared.append(spare.pop())
+            unused.append(placed.pop(number))
+        while len(placed) + len(unused) > self._own:
+            self._shared.append(unused.pop())
 
 
 class WindowMemory(KvCache):

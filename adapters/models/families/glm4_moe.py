@@ -81,10 +81,10 @@ def parse(raw: Mapping[str, Any]) -> Glm4MoeConfig:
 def find_name(published: str, config: DenseConfig) -> str:
     """Return our name of a tensor. The prediction head's copies of the embedding and of the head are not used."""
     name = published.replace(".mlp.shared_experts.", ".mlp.shared_expert.", 1)
-    behind = f"model.layers.{config.num_layers}."
-    if not name.startswith(behind):
+    published_head = f"model.layers.{config.num_layers}."
+    if not name.startswith(published_head):
         return name
-    part = name.removeprefix(behind)
+    part = name.removeprefix(published_head)
     if part in ("embed_tokens.weight", "shared_head.head.weight"):
         return ""
     return HEAD_PREFIX + HEAD.get(part, f"layers.0.{part}")

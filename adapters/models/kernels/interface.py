@@ -305,7 +305,7 @@ class Kernels(Protocol):
     def build_draft_pass(
         self, block: DecodePass, contexts: Sequence[ContextPass], left: Sequence[Tensor], mask: int
     ) -> DraftPass | None:
-        """Return a draft's part of decode rounds. contexts: by rows, ascending.
+        """Return a draft's part of decode steps. contexts: by rows, ascending.
 
         left: what the target leaves for the draft of each layer that it reads, `[R, D]`. mask: the token of rows that
         are to be proposed. None as in `build_pass`.

@@ -49,10 +49,10 @@ class CallTags:
     def cut_tag(self) -> re.Pattern[str]:
         """The expression for a tag that all text ends in."""
         parameters, functions = ("|".join(map(re.escape, tags)) for tags in (self.parameters, self.functions))
-        behind = ""
+        following = ""
         for tag in reversed(self.key_ends):
-            behind = match_beginning(tag, rf"\s*{behind}")
-        return re.compile(rf"({parameters})[^<>\n]*{behind}|({functions})[^<>\n]{{0,128}}")
+            following = match_beginning(tag, rf"\s*{following}")
+        return re.compile(rf"({parameters})[^<>\n]*{following}|({functions})[^<>\n]{{0,128}}")
 
     @cached_property
     def value_never(self) -> str:
@@ -61,9 +61,9 @@ class CallTags:
         return rf"(?s:.*)({re.escape(self.closers[0])}\s*({closers})|({parameters}))"
 
 
-def match_beginning(text: str, behind: str) -> str:
-    """Return an expression for every beginning of a text, and for the whole text with `behind` after it."""
-    found = behind
+def match_beginning(text: str, following: str) -> str:
+    """Return an expression for every beginning of a text, and for the whole text with `following` after it."""
+    found = following
     for char in reversed(text):
         found = f"(?:{re.escape(char)}{found})?"
     return found

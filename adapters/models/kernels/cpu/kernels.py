@@ -192,8 +192,8 @@ class CpuKernels:
         whole = way == NATIVE or dtype is torch.float32
         columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
         parts = [weight.to(dtype) for weight in weights]
-        spare = columns - inputs
-        wide = (torch.nn.functional.pad(part, (0, spare)) if spare else part for part in parts)
+        padding = columns - inputs
+        wide = (torch.nn.functional.pad(part, (0, padding)) if padding else part for part in parts)
         return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
     def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
