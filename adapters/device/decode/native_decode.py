@@ -59,7 +59,7 @@ class NativeStepResult(NamedTuple):
 
 
 class GivenRows(NamedTuple):
-    """What is known of a step's rows before it: copies of earlier text, and a grammar's mask for each row, if any."""
+    """The rows of a step that are given: copies of earlier text, and a grammar's mask for each row, if there is one."""
 
     copies: Tokens = ()
     masks: Sequence[Mask] = ()

@@ -1,4 +1,4 @@
-"""What the members of a decode step copy from earlier text: as much as their launch says for the matches they have."""
+"""The choice of what the members of a decode step copy from earlier text, by the rule that their launch came with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effects.ids import Tokens
 
 @frozen(eq=False)
 class StepCopies:
-    """Says what is copied. proposer: None where no text is searched. capacity: rows of a slot."""
+    """A chooser of copies. proposer: None where no text is searched. capacity: rows of a slot."""
 
     proposer: TextProposer | None
     capacity: int
