@@ -50,7 +50,8 @@ class Decoded:
 
 @frozen
 class Copying:
-    """How a member of a launch copies earlier text: decided in advance, since matches are found between its steps.
+    """The rule by which a member of a launch copies earlier text: decided in advance, since matches are found between
+    its steps.
 
     A step in which the member's text has a match proposes as many tokens as `counts` says for the class of the match.
     They replace what a draft would propose.

@@ -1,4 +1,4 @@
-"""The plan of a launch with proposals, and the record of how well the proposals of a request do.
+"""The plan of a launch with proposals, and the knowledge of how well a request's proposals do.
 
 `states/speculation_control.py` and `states/suffix_control.py` make and update these values.
 """

@@ -128,7 +128,7 @@ def update_class_gains(
 
 
 class CopyOption(NamedTuple):
-    """A number of tokens that a member could copy, and the price of a step in which no other member copies."""
+    """One number of tokens that a member could copy, and the price of a step in which no other member copies."""
 
     at: int  # the index of the width
     width: int
@@ -144,7 +144,7 @@ class ClassChoice(NamedTuple):
 
 
 class CopyTerms(NamedTuple):
-    """The terms that hold for all members of a launch when their copies are chosen.
+    """The figures common to the members of a launch when their copies are chosen.
 
     balance: what a step may cost beyond a plain one. rival: tokens that a step without copies gives in the time of a
     plain step, in thousandths.

@@ -19,7 +19,8 @@ from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from engine.loading.load_draft import DraftNeighbours, FoundDraft, load_draft
+from engine.loading.find_draft import FoundDraft
+from engine.loading.load_draft import DraftNeighbours, load_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
 from engine.settings.paths import copies_text
@@ -49,7 +50,7 @@ def add_draft(
     neighbours: DraftNeighbours,
     *,
     events: DeviceEventPort,
-    report_step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
 ) -> DraftProposer[Any] | None:
     """Return the draft that was found, ready for an executor.
 
@@ -57,7 +58,7 @@ def add_draft(
     """
     if found is None:
         return None
-    report_step(start_progress.DRAFT)
+    on_step(start_progress.DRAFT)
     draft = load_draft(found, options, checkpoint, neighbours)
     buckets = neighbours.shard.spec.buckets
     if isinstance(draft, RemoteDraft):

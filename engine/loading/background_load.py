@@ -61,7 +61,7 @@ class LoadCancelled(Exception):
 
 
 def begin_load(
-    options: Options, report_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+    options: Options, on_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> BackgroundLoad:
     """Begin to load a target on its lane.
 
@@ -75,7 +75,7 @@ def begin_load(
             beginning.measuring_allowed.wait()
         if beginning.cancelled.is_set():
             raise LoadCancelled
-        report_step(step, done, total)
+        on_step(step, done, total)
 
     def load() -> None:
         beginning.result.set_result(load_on_lane(options, beginning.lane, next_step, only))
@@ -85,7 +85,7 @@ def begin_load(
 
 
 async def load_target(
-    options: Options, report_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+    options: Options, on_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> LoadedModel:
     """Load a target and wait for it, for callers that have nothing else to do meanwhile."""
-    return await begin_load(options, report_step, only).wait_for_target()
+    return await begin_load(options, on_step, only).wait_for_target()

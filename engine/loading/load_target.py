@@ -47,8 +47,9 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import assign_first_experts, with_expert_counts
+from engine.loading.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.identity import check_identity
-from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
@@ -212,7 +213,7 @@ class LoadedModel:
 
 
 def load_on_lane(
-    options: Options, lane: DeviceLane, report_step: start_progress.StepListener, expected_identity: str | None = None
+    options: Options, lane: DeviceLane, on_step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
     """Load a target on its lane. Raises UserError or IdentityMismatch.
 
@@ -224,9 +225,7 @@ def load_on_lane(
     checkpoint = Checkpoint.open(folder)
     peers = connect_peers(options, folder, checkpoint)
     try:
-        target = load_with_peers(
-            peers, checkpoint, options, lane, report_step=report_step, expected_identity=expected_identity
-        )
+        target = load_with_peers(peers, checkpoint, options, lane, on_step=on_step, expected_identity=expected_identity)
     except RowsLost as error:
         peers.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
@@ -245,7 +244,7 @@ def load_with_peers(
     options: Options,
     lane: DeviceLane,
     *,
-    report_step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
     expected_identity: str | None,
 ) -> LoadedModel:
     """Load a target whose parts may be in other processes. peers: those processes, if any."""
@@ -255,34 +254,34 @@ def load_with_peers(
     opened_draft = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
-    cache = CalibrationCache(find_user_folder(), proving=lambda: report_step(start_progress.PROBE))
+    cache = CalibrationCache(find_user_folder(), proving=lambda: on_step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    reported = report_weights(checkpoint, report_step)
+    counted = checkpoint.with_hook(start_progress.count_parts(on_step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=cache, report_step=report_step)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=cache, on_step=on_step)
         numerics = proven.numerics
         check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
-        report_step(start_progress.WEIGHTS)
+        on_step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
         room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
-        shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
-    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, report_step=report_step)
+    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
     draft = None if proposer is None else proposer.draft
     parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
-    report_step(start_progress.WARM_UP)
+    on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
-    report_step(start_progress.MEASURE)
+    on_step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
     settings = with_expert_counts(settings, host_experts)
     scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
-    report_step(start_progress.CACHE)
+    on_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
     transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
     settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
@@ -311,15 +310,13 @@ def load_with_peers(
     )
 
 
-def report_weights(checkpoint: Checkpoint, report_step: start_progress.StepListener) -> Checkpoint:
-    """Return the checkpoint that reports how many of its tensors were read."""
-    return checkpoint.with_hook(
-        start_progress.count_parts(report_step, start_progress.WEIGHTS, len(checkpoint.tensors))
-    )
-
-
 def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
+    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`.
+
+    Experts in host memory are unpacked, because all of them must have one form there.
+    """
+    if weights.device_expert_bytes is not None:
+        checkpoint = checkpoint.with_unpacked_experts()
     if weights.quantized_bits:
         checkpoint = checkpoint.with_quantisation(weights.quantized_bits)
     return checkpoint.with_dtype(dtype)

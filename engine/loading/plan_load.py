@@ -15,8 +15,8 @@ from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from engine.loading.device_survey import Placement, choose_chunk, prove
+from engine.loading.find_draft import FoundDraft
 from engine.loading.identity import compute_identity
-from engine.loading.load_draft import FoundDraft
 from engine.loading.memory_estimate import choose_fit, outgrows_estimate
 from engine.loading.memory_fit import Fit
 from engine.loading.warm_up import compile_kernels, digest_beside
@@ -71,9 +71,7 @@ class ProvenPlan:
     identity: str
 
 
-def prove_plan(
-    plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, report_step: start_progress.StepListener
-) -> ProvenPlan:
+def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, on_step: start_progress.StepListener) -> ProvenPlan:
     """Prove numerics on every device, and compute the identity of the model.
 
     fit: as it was estimated. If fewer weights stay packed than the estimate expected, there is less room for rows: then
@@ -93,7 +91,7 @@ def prove_plan(
         fit=fit,
         chunk=chunk,
         kept=kept,
-        report_step=report_step,
+        on_step=on_step,
     )
     digest = digest_beside(checkpoint, compiling)
     numerics, kernels = plan.prove(fit.context, kept)

@@ -68,7 +68,7 @@ def compile_kernels(
     fit: Fit,
     chunk: int,
     kept: CalibrationCache,
-    report_step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
 ) -> None:
     """Compile what steps of each bucket launch on a GPU, side by side, or read what an earlier start compiled.
 
@@ -105,7 +105,7 @@ def compile_kernels(
                 log.debug("kernels will be compiled when they are first used: %s", error)
             for thread in answers:
                 thread.join()
-            report_step(start_progress.COMPILE)
+            on_step(start_progress.COMPILE)
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
             if not probed:
                 compile_first(steps)

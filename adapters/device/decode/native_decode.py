@@ -59,7 +59,8 @@ class NativeStepResult(NamedTuple):
 
 
 class GivenRows(NamedTuple):
-    """The rows of a step that are given: copies of earlier text, and a grammar's mask for each row, if there is one."""
+    """The facts about a step's rows that are known before it: copies of earlier text, and a grammar's mask for each
+    row, if any."""
 
     copies: Tokens = ()
     masks: Sequence[Mask] = ()

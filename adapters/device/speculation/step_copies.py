@@ -1,4 +1,5 @@
-"""The choice of what the members of a decode step copy from earlier text, by the rule that their launch came with."""
+"""The tokens that the members of a decode step copy from earlier text: as much as their launch says for the matches
+they have."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from effects.ids import Tokens
 
 @frozen(eq=False)
 class StepCopies:
-    """A chooser of copies. proposer: None where no text is searched. capacity: rows of a slot."""
+    """Says what is copied. proposer: None where no text is searched. capacity: rows of a slot."""
 
     proposer: TextProposer | None
     capacity: int

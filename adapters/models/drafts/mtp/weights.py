@@ -7,24 +7,22 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import DecoderLayer, layer_products, load_layer
+from adapters.models.decoder.decoder_layer import layer_products
 from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.drafts.cached_draft import count_cache_rows
+from adapters.models.drafts.chained_draft import ChainedLayer, list_chained_heads, load_chained_layer
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
-from adapters.models.kernels.interface import HeadPrep, Kernels
-from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import Products, Weight
 
 
-@frozen
+@frozen(eq=False)
 class LoadedHead:
-    """All weights. kv, kv_prep: the part of the layer's projection and preparation that context rows go through."""
+    """All weights."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
     fc: Any
-    layer: DecoderLayer
-    kv: Any
-    kv_prep: HeadPrep
+    layer: ChainedLayer
     norm: Tensor
 
 
@@ -32,16 +30,11 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
     def norm(name: str) -> Tensor:
         return read.norm(f"mtp.{name}.weight", zero_centred=config.layer.zero_centred)
 
-    layer = load_layer(read, kernels, config.layer, LAYER)
-    bias = layer.prep.bias
-    queries = config.layer.num_heads * config.head_dim
     return LoadedHead(
         embedding_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
         fc=kernels.pack(read("mtp.fc.weight")),
-        layer=layer,
-        kv=kernels.pack(read(*(f"{LAYER}self_attn.{part}_proj.weight" for part in "kv"))),
-        kv_prep=evolve(layer.prep, bias=None if bias is None else bias[queries:]),
+        layer=load_chained_layer(read, kernels, config.layer, LAYER),
         norm=norm("norm"),
     )
 
@@ -58,6 +51,5 @@ def list_head_products(config: HeadConfig, target: Products, *, capacity: int, v
         *layer_products(shape),
         Weight(2 * config.num_kv_heads * config.head_dim, hidden),
     )
-    heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, count_cache_rows(capacity, config.block, TILE))
     own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, hidden)))
-    return evolve(target, weights=own, heads=(heads,), deltas=())
+    return evolve(target, weights=own, heads=list_chained_heads(shape, config.block, capacity), deltas=())
