@@ -43,9 +43,10 @@ FAMILIES = {
     "deepseek_v2": "deepseek_v2, groups, yarn",
     "deepseek_v3": "deepseek_v3, groups, yarn",
     "glm4_moe_lite": "glm4_moe_lite",
+    "mistral4": "mistral4",
 }
 # With compressed rows all heads share a row, and the sizes of heads are those of the variant.
-COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 DRAFT = DFlashConfig(
     HIDDEN, 128, 2, 4, 2, 32, Rotary(32, 1e4), (AttentionMask(), AttentionMask(causal=True)), (0, 2), 8, 5
 )
