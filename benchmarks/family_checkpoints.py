@@ -14,7 +14,7 @@ from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.kernels.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
-from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_glm_head
+from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
 from tests.models.windowed import WINDOWED
 
 VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
@@ -31,6 +31,7 @@ OWN: dict[str, Any] = {
 # The variants of tests that are measured, by the names that `--family` accepts.
 FAMILIES = {
     "mistral": "mistral",
+    "mimo": "mimo",
     "ministral3": "ministral3, scaled queries",
     "seed_oss": "seed_oss, biased output",
     "glm4_moe": "glm4_moe, groups and norms",
@@ -55,7 +56,7 @@ DRAFT = DFlashConfig(
 def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
     """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
 
-    drafts: the kind of the draft, "dflash" or, for Gemma 4, "assistant".
+    drafts: the kind of the draft: "dflash", "mtp" for the checkpoint's own head, or, for Gemma 4, "assistant".
     """
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
@@ -70,8 +71,8 @@ def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, 
     save_model(model, model_type, **settings)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / file, model)
-    if model_type == "glm4_moe":
-        save_glm_head(model, settings)
+    if drafts == "mtp":
+        save_own_head(model, model_type, settings)
     if drafts == "assistant":
         save_assistant(draft, settings, hidden=HIDDEN)
         return model, draft

@@ -27,6 +27,7 @@ DTYPE = torch.bfloat16
 PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (("llama3-json", "pythonic"), ()),
     "qwen2": (("hermes",), ()),
+    "mimo": (("hermes",), ("think",)),
     "qwen3": (("hermes",), ("think",)),
     "qwen3_moe": (("hermes", "qwen-xml"), ("think",)),
     "qwen3_5": (("qwen-xml",), ("think",)),

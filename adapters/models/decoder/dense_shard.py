@@ -12,11 +12,11 @@ from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.attention_layer import load_attention_layer
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.layer_index import LayerIndex, RopeTables, build_crossing_port, build_rows, build_states
 from adapters.models.decoder.layered_config import LayeredConfig
@@ -106,9 +106,7 @@ class DenseShard:
         prefix = f"model.layers.{layer}."
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
-        if shape.latent is not None:
-            return load_latent_layer(read, self._kernels, shape, prefix)
-        found = load_layer(read, self._kernels, shape, prefix)
+        found = load_attention_layer(read, self._kernels, shape, prefix)
         ending = self.config.load_ending(read, self._kernels, layer)
         return found if ending is None else evolve(found, ending=ending)
 

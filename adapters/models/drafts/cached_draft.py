@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.kv_cache import BOTH, KvCache
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import TargetHead
@@ -90,7 +90,9 @@ class CachedDraft(ABC, Generic[L]):
         self._ropes = self._make_ropes(count)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
-        self.rows = KvCache(names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity)
+        self.rows = KvCache(
+            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, parts=self.row_parts
+        )
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
             partial(self._read_weights, weights), self._device
@@ -170,6 +172,11 @@ class CachedDraft(ABC, Generic[L]):
     def _count_buffer_bytes(self) -> int: ...
 
     # --- properties ---
+
+    @property
+    def row_parts(self) -> str:
+        """The parts of a context row, as `KvCache` takes them."""
+        return BOTH
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -4,10 +4,11 @@ Theory of operation. A row of the head combines the embedding of a token with th
 
     x = fc(norm(embedding) | norm(hidden))
 
-For rows that the target has computed, `hidden` is the target's last hidden state after its final norm. One attention
-layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. `extend` keeps
-only the keys and values of rows that the target has computed. `propose` continues from the hidden states that the head
-itself computes, one forward for each place.
+For rows that the target has computed, `hidden` is the target's last hidden state, in most families after its final norm
+(`HeadInputs`). One attention layer runs over such rows, then a norm, and the target's own output head predicts the
+token that follows. `extend` keeps only the keys and values of rows that the target has computed. `propose` continues
+from the hidden states that the head itself computes, one forward for each place. If the target's layers keep compressed
+rows, the layer of the head keeps such rows as well.
 
 Rows lie at their tokens' positions. Published heads count from the hidden states, one position earlier; rotary
 embedding depends on differences only, so both give the same result. Therefore a block of rows depends on its own tokens
@@ -30,8 +31,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.attention_heads import finish_attention
+from adapters.models.decoder.attention_heads import finish_attention, select_heads
 from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
+from adapters.models.decoder.latent_layer import LatentLayer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
@@ -129,6 +131,10 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def can_branch(self) -> bool:
         return False
 
+    @property
+    def row_parts(self) -> str:
+        return self._config.row_parts
+
     # --- forwards ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
@@ -189,11 +195,16 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _run_context(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels = self._kernels
         batch = buffers.batch
-        hidden = kernels.add_norm(buffers.last, None, self._head.norm, self._eps)
+        hidden = buffers.last
+        if self._config.inputs.is_normed:
+            hidden = kernels.add_norm(hidden, None, self._head.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(hidden)
         x = self._join_inputs(loaded, batch)
         self._hidden.index_copy_(0, batch.kept_at, hidden)
-        kv = kernels.linear(kernels.add_norm(x, None, loaded.layer.frame.input_norm, self._eps), loaded.kv)
+        layer = loaded.layer
+        kv = kernels.linear(kernels.add_norm(x, None, layer.frame.input_norm, self._eps), loaded.kv)
+        if isinstance(layer, LatentLayer):
+            kv = layer.make_row(kernels, kv)
         [(k_cache, v_cache)] = self.rows.layers
         kernels.store(kv, loaded.kv_prep, self._rope, batch, k_cache, v_cache)
 
@@ -204,8 +215,8 @@ class MtpDraft(CachedDraft[LoadedHead]):
         [(k_cache, v_cache)] = self.rows.layers
         x = self._join_inputs(loaded, batch)
         own = project_inputs(kernels, layer.frame, x, None)
-        q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-        attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW)
+        q = kernels.rotate_store(select_heads(kernels, layer, own), layer.prep, self._rope, batch, k_cache, v_cache)
+        attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW, layer.rule.latent)
         delta = finish_layer(kernels, layer.frame, x, finish_attention(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)

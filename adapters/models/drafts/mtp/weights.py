@@ -7,7 +7,9 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import DecoderLayer, layer_products, load_layer
+from adapters.models.decoder.attention_layer import list_attention_products, load_attention_layer
+from adapters.models.decoder.decoder_layer import DecoderLayer
+from adapters.models.decoder.latent_layer import load_row_projection
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
@@ -32,15 +34,23 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
     def norm(name: str) -> Tensor:
         return read.norm(f"mtp.{name}.weight", zero_centred=config.layer.zero_centred)
 
-    layer = load_layer(read, kernels, config.layer, LAYER)
+    shape = config.layer
+    layer = load_attention_layer(read, kernels, shape, LAYER)
+    if shape.latent is None:
+        kv = kernels.pack(read(*(f"{LAYER}self_attn.{part}_proj.weight" for part in "kv")))
+    else:
+        kv = kernels.pack(load_row_projection(read, shape, LAYER))
     bias = layer.prep.bias
-    queries = config.layer.num_heads * config.head_dim
+    queries = shape.num_heads * config.head_dim
+    fc = read("mtp.fc.weight")
+    if config.inputs.hidden_first:
+        fc = fc.roll(config.hidden_size, 1)
     return LoadedHead(
         embedding_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
-        fc=kernels.pack(read("mtp.fc.weight")),
+        fc=kernels.pack(fc),
         layer=layer,
-        kv=kernels.pack(read(*(f"{LAYER}self_attn.{part}_proj.weight" for part in "kv"))),
+        kv=kv,
         kv_prep=evolve(layer.prep, bias=None if bias is None else bias[queries:]),
         norm=norm("norm"),
     )
@@ -55,8 +65,8 @@ def list_head_products(config: HeadConfig, target: Products, *, capacity: int, v
     hidden = config.hidden_size
     weights = (
         Weight(hidden, 2 * hidden),
-        *layer_products(shape),
-        Weight(2 * config.num_kv_heads * config.head_dim, hidden),
+        *list_attention_products(shape),
+        Weight(len(config.row_parts) * config.num_kv_heads * config.head_dim, hidden),
     )
     heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, count_cache_rows(capacity, config.block, TILE))
     own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, hidden)))
