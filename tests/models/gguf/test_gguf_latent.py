@@ -13,7 +13,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models import ggufs
-from tests.models.checkpoints import LATENT, VARIANTS, save_model
+from tests.models.checkpoints import LATENT, VARIANTS, YARN, rope, save_model
 from tests.models.gguf.test_gguf_windowed import same
 from tests.models.ggufs import write_gguf
 from tests.models.windowed import FULL, LAGUNA, SLIDING
@@ -110,6 +110,17 @@ def test_published_files_of_laguna_do_not_scale_cosines(tmp_path: Path) -> None:
     file: Any = Checkpoint.open(said).config
     assert file == folder
     assert file.kinds[0].rotary.scaling.attention == 1.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_the_factor_of_cosines_is_read_as_the_file_gives_it(factor: float, tmp_path: Path) -> None:
+    scaling = rope("yarn", **YARN, attention_factor=factor)
+    save_model(tmp_path / "m", "llama", **{**VARIANTS["llama, yarn"][1], **scaling})
+    said = write_gguf(tmp_path / "m.gguf", tmp_path / "m", **{"ARCH.rope.scaling.yarn_attn_factor": factor})
+    folder: Any = Checkpoint.open(tmp_path / "m").config
+    file: Any = Checkpoint.open(said).config
+    assert file.rope_scaling == folder.rope_scaling
+    assert file.rope_scaling.attention == factor
 
 
 WRONG = {
