@@ -44,8 +44,8 @@ class CallRules:
     text_before: the expression for text that may stand before a call.
     wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
     name_pattern: the names that the form can write.
-    optional_breaks: between two calls a line break may be missing.
     extra_rules: rules that the arguments need. write_extra: returns more of them, for these control tokens.
+    optional_breaks: between two calls a line break may be missing.
     """
 
     start: Sequence[str]
@@ -57,9 +57,9 @@ class CallRules:
     text_before: str = ANY
     wrapper_tokens: tuple[str, str] = ("", "")
     name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
-    optional_breaks: bool = False
     extra_rules: Sequence[str] = ()
     write_extra: Callable[[Container[str]], Sequence[str]] = lambda _: ()
+    optional_breaks: bool = False
 
 
 def make_json_head(arguments: str) -> Callable[[str], str]:
