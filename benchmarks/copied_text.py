@@ -4,8 +4,8 @@
 
 edits: one stream whose answers are files of this repository as they are after a commit, and whose prompts are the files
 before it. new: one stream whose answers repeat nothing. The model is made to give these answers in both ways: a grammar
-allows one token at each place. It cuts no proposal, so wrong ones are verified as those of any other answer. streams:
-so many clients at once, with prompts of code and the model's own answers.
+allows one token at each position. It cuts no proposal, so wrong ones are verified as those of any other answer.
+streams: so many clients at once, with prompts of code and the model's own answers.
 
 Time is the processor's, of plain answers over that with copies, because other work at the machine disturbs wall time.
 A second plain target says how much of a difference is noise.

@@ -34,7 +34,7 @@ from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_format import DTYPE_NAMES, row_dtype
+from adapters.models.kernels.row_format import DTYPE_NAMES, read_row_types
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import create_memory, open_store
@@ -258,7 +258,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
             slots=1,
             capacity=config.max_positions,
             buckets=buckets,
-            rows=row_dtype(given.kv_dtype, dtype),
+            rows=read_row_types(given.kv_dtype, dtype),
         ),
     )
     layout = Layout("bench", BLOCK_SIZE, shard.rows.spec)

@@ -86,9 +86,9 @@ async def answer_among_companions(
         for start in range(0, len(jobs), AT_ONCE):
             async with anyio.create_task_group() as tasks:
                 for number in range(start, min(start + AT_ONCE, len(jobs))):
-                    place = companions.draw.randint(0, COMPANIONS)
+                    index = companions.draw.randint(0, COMPANIONS)
                     for order in range(COMPANIONS + 1):
-                        if order == place:
+                        if order == index:
                             tasks.start_soon(answer, number)
                         else:
                             tasks.start_soon(companions.accompany, engine, companions.make_companion(jobs[number]))

@@ -7,9 +7,9 @@ busy replicas are killed with SIGKILL, by turns the server and its actor, and th
 share a tier in an S3 store, `moto`'s server process, which is killed and started again without its objects. Every
 answer is compared token by token. Half of the answers are streams. `--outages 0` runs without a shared tier.
 
-What happens is placed by the number of the turn, and not by time (`TurnGate`): before the first turn behind a place
-begins, all earlier turns have been answered, and what is due there has begun. So an outage in the middle of the events
-lies in the middle of the turns, however slow the machine is.
+What happens is placed by the number of the turn, and not by time (`TurnGate`): before the first turn behind a given
+number begins, all earlier turns have been answered, and what is due there has begun. So an outage in the middle of the
+events lies in the middle of the turns, however slow the machine is.
 
 `python -m benchmarks.fleet --overhead` measures what the fleet adds to a request. Requests go by turns through the
 fleet, and straight to the server of the replica that the fleet has chosen, which is a server like any other. So both
@@ -240,8 +240,8 @@ def plan_steps(given: argparse.Namespace) -> deque[str]:
     """Return what happens to the fleet, in order: the rarer events lie evenly among the kills."""
     steps = deque(["kill"] * given.kills)
     for event, count in (("update", given.updates), ("outage", given.outages)):
-        for place in range(count):
-            steps.insert((place + 1) * len(steps) // (count + 1), event)
+        for turn in range(count):
+            steps.insert((turn + 1) * len(steps) // (count + 1), event)
     return steps
 
 
@@ -253,17 +253,19 @@ async def disturb(
     update: the words of the command that updates the options.
     """
     steps = plan_steps(given)
-    places = [number * given.turns // (len(steps) + 1) for number in range(1, len(steps) + 1)]
+    turns_of_steps = [number * given.turns // (len(steps) + 1) for number in range(1, len(steps) + 1)]
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        for number, (step, place, end) in enumerate(zip(steps, places, [*places[1:], given.turns], strict=True), 1):
-            gate.open_until(place)
-            await gate.wait_for_answers(place)
+        for number, (step, turn, end) in enumerate(
+            zip(steps, turns_of_steps, [*turns_of_steps[1:], given.turns], strict=True), 1
+        ):
+            gate.open_until(turn)
+            await gate.wait_for_answers(turn)
             began = time.monotonic()
             if step == "outage":
                 assert store is not None
                 store.kill()
                 gate.open_until(end)
-                await gate.wait_for_answers((place + end) // 2)
+                await gate.wait_for_answers((turn + end) // 2)
                 await anyio.to_thread.run_sync(store.start)
             elif step == "kill":
                 gate.open_until(end)
@@ -276,7 +278,7 @@ async def disturb(
                 await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
                 await wait_for_others(client, before)
             spent_s = time.monotonic() - began
-            print(f"{step}: turns {place} to {gate.answered} of {given.turns}, {spent_s:.1f} s", flush=True)
+            print(f"{step}: turns {turn} to {gate.answered} of {given.turns}, {spent_s:.1f} s", flush=True)
     gate.open_until(given.turns)
 
 

@@ -2,7 +2,7 @@
 they were.
 
 `python -m benchmarks.held_out demo demo:int8 demo@int8 demo@fp8 FILE.gguf FOLDER [--tokens 16384] [--run 1024]`. The
-first is what the others are compared with; `:int8` and `:int4` are `--quantize`, `@int8` and `@fp8` `--kv-dtype`. All
+first is what the others are compared with; `:int8` and `:int4` are `--quantize`, what follows `@` is `--kv-dtype`. All
 read the same tokens, in runs of `--run`, and are computed in what they are served in. `off by` is how far the
 log-probability of the token that came is from the first one's, on average, and `at most` for 999 of 1,000.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from adapters import demo
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from benchmarks.arguments import benchmark_parser
@@ -59,7 +59,7 @@ def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
     dtype = resolve_dtype("auto", checkpoint)
     weights = checkpoint.with_dtype(dtype)
     how = {"device": torch.device("cpu"), "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
-    how["rows"] = row_dtype(kept, dtype)
+    how["rows"] = read_row_types(kept or "auto", dtype)
     shard = checkpoint.family.build(checkpoint.config, weights, CpuKernels(dtype), ShardPlacement(**how))
     losses = list[torch.Tensor]()
     for run in runs:

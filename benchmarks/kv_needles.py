@@ -1,4 +1,5 @@
-"""What rows in 8 bits find in long texts: numbers hidden in them, beside the same texts with rows as they are computed.
+"""What rows in 8 bits and fewer find in long texts: numbers hidden in them, beside the same texts with rows as they
+are computed.
 
 `python -m benchmarks.kv_needles [--kv-dtypes auto,int8,fp8] [--lengths 8192,16384] [--questions 8] [--model demo]`.
 Each text of random words has one number, the first at its beginning, the last at its end; all forms are asked the same.
@@ -8,6 +9,7 @@ Each text of random words has one number, the first at its beginning, the last a
 from __future__ import annotations
 
 import argparse
+import re
 from random import Random
 from typing import Any
 
@@ -71,7 +73,7 @@ async def measure(given: argparse.Namespace) -> None:
         one for length in map(int, given.lengths.split(",")) for one in await hidden(text, length, given.questions)
     ]
     rows, first = list[dict[str, Any]](), list[Tokens]()
-    for name in given.kv_dtypes.split(","):
+    for name in re.split(r",(?!v=)", given.kv_dtypes):
         answers, right = await asked(build_options(**base, kv_dtype=name), texts, text)
         first = first or answers
         for length in dict.fromkeys(one.length for one in texts):

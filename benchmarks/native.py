@@ -32,7 +32,7 @@ from benchmarks.tables import print_table
 DEMO, CPU = Path(__file__).parents[1] / "adapters" / "demo", torch.device("cpu")
 ROWS, CHUNK, CONTEXT = (4, 16, 64, 256), 256, 8192
 COPIES = 12  # of a weight, as many as there are layers or so: one alone would stay in the cache
-PLACES = (("decode", 500), ("decode", 2040), ("decode", 7800), ("chunk", 0), ("chunk", 2048), ("chunk", 7680))
+CASES = (("decode", 500), ("decode", 2040), ("decode", 7800), ("chunk", 0), ("chunk", 2048), ("chunk", 7680))
 
 
 def in_turn(rounds: int, works: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -96,7 +96,7 @@ def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:
         for start in range(0, CONTEXT - CHUNK, CHUNK):
             work(name, "chunk", start)
     rows = []
-    for kind, at in PLACES:
+    for kind, at in CASES:
         turns = rounds if kind == "decode" else max(3, rounds // 5)
         spent = in_turn(turns, {name: lambda name=name, kind=kind, at=at: work(name, kind, at) for name in shards})
         ratios = {f"{first} / {name}": spent[first] / spent[name] for name in others}

@@ -220,8 +220,8 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
             if rival is not None:
                 goal = Goal(at_least=1, against=rival) if unit in HIGHER_IS_BETTER else Goal(at_most=1, against=rival)
             peers = {peer: figures[name] for peer, figures in others}
-            placed = "packed" if given.file and promise != "start" else promise
-            made.append(Figure(placed, f"{subject}, {what}", at, unit, ours[name], peers, goal))
+            shown_promise = "packed" if given.file and promise != "start" else promise
+            made.append(Figure(shown_promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
     if "streams" in given.parts.split(","):
         level = given.levels.rpartition(",")[2]
         late, usual = (ours[f"{level}: {name}"] for name in ("p99, ms", "next token p50, ms"))

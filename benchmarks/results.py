@@ -124,7 +124,7 @@ def judge(figure: Figure) -> bool | None:
 
 @frozen
 class Machine:
-    """Where a run took place, as far as it explains figures. `name` is part of the file's name."""
+    """The machine of a run, as far as it explains figures. `name` is part of the file's name."""
 
     name: str
     cpu: str | None

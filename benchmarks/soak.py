@@ -71,13 +71,13 @@ class Soak:
             self.counts[f"{kind}: {said}"] += 1
 
     async def talk(self, client: httpx.AsyncClient) -> int:
-        place = self.random.randrange(len(self.talks))
-        so_far = self.talks[place] if len(self.talks[place]) < 2 * TURNS else []
+        index = self.random.randrange(len(self.talks))
+        so_far = self.talks[index] if len(self.talks[index]) < 2 * TURNS else []
         asked = [*so_far, {"role": "user", "content": f"Tell me more about {self.random.choice(TOPICS)}."}]
         body = {"messages": asked, "max_tokens": self.random.randint(8, 96), "seed": self.random.randrange(1000)}
         answer = await client.post("/v1/chat/completions", json=body)
         if answer.status_code == 200:
-            self.talks[place] = [
+            self.talks[index] = [
                 *asked,
                 {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]},
             ]
@@ -176,8 +176,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2, help="requests a second")
     parser.add_argument("--plot", type=Path, help="draw what grows there, an SVG")
     arguments, options = parser.parse_known_args()
-    with TemporaryDirectory() as place:
-        folder, trace, log = Path(place) / "kv", Path(place) / "trace.jsonl.zst", Path(place) / "log"
+    with TemporaryDirectory() as index:
+        folder, trace, log = Path(index) / "kv", Path(index) / "trace.jsonl.zst", Path(index) / "log"
         words = ["serve", "--port", "0", "--kv-cache-dir", str(folder), "--trace", str(trace)]
         given = {option.partition("=")[0] for option in options}
         budgets = [f"{name}={budget}" for name, budget in BUDGETS.items() if name not in given]
@@ -193,7 +193,7 @@ def main() -> int:
 
         async def both() -> None:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(watched, server.pid, Path(place), stop_at, samples)
+                tasks.start_soon(watched, server.pid, Path(index), stop_at, samples)
                 tasks.start_soon(soak.run)
 
         try:

@@ -70,12 +70,12 @@ def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, 
 def fill(kept: Path) -> None:
     """What weeks of answers and of responses leave."""
     numbers = random.Random(0)
-    for place in range(answer_tokens.MAX_TURNS):
+    for number in range(answer_tokens.MAX_TURNS):
         tokens = tuple(numbers.choices(range(10, 4000), k=ANSWER))
-        record = answer_tokens.ENCODER.encode(answer_tokens.TurnRecord("", (f"call_{place}",), 3, tokens))
-        (kept / "turns" / f"turn_{place:032x}").write_bytes(add_digest(record))
-    for place in range(response_store.MAX_RESPONSES):
-        name = f"resp_{place:024x}"
+        record = answer_tokens.ENCODER.encode(answer_tokens.TurnRecord("", (f"call_{number}",), 3, tokens))
+        (kept / "turns" / f"turn_{number:032x}").write_bytes(add_digest(record))
+    for number in range(response_store.MAX_RESPONSES):
+        name = f"resp_{number:024x}"
         response = response_store.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
         (kept / "responses" / name).write_bytes(add_digest(b" \n" + response + b"\n[]"))
 

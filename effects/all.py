@@ -11,8 +11,8 @@ from effects.experts import MoveExperts
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved

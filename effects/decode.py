@@ -35,8 +35,8 @@ class Decoded:
     accepted: int = field(default=Factory(infer_accepted, takes_self=True))  # how many of `tokens` were proposed
     steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
-    # Tokens before the next one that agree with an earlier place of a text, so that what followed there may be copied.
-    # 0: there are fewer than three, or no text is searched.
+    # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
+    # copied. 0: there are fewer than three, or no text is searched.
     matched: int = 0
 
 

@@ -20,10 +20,10 @@ Stage: TypeAlias = Literal[
     "Waiting",
     "LookingUp",
     "Restoring",
-    "Fetching",
+    "LoadingScorer",
     "Compressing",
-    "Releasing",
-    "Unparking",
+    "UnloadingScorer",
+    "UnparkingDraft",
     "Prefilling",
     "Speculating",
     "Snapshotting",
@@ -35,7 +35,7 @@ Stage: TypeAlias = Literal[
 """What a request does, as clients see it in answers, /slots, /props and metrics. These names are a public format."""
 QUEUE_STAGES: tuple[Stage, ...] = ("Waiting",)
 PROMPT_STAGES: tuple[Stage, ...] = (
-    *("LookingUp", "Restoring", "Fetching", "Compressing", "Releasing", "Unparking", "Prefilling"),
+    *("LookingUp", "Restoring", "LoadingScorer", "Compressing", "UnloadingScorer", "UnparkingDraft", "Prefilling"),
     *("Recovering", "Yielding"),
 )
 ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)

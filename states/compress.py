@@ -1,4 +1,4 @@
-"""Transitions of Fetching, Compressing and Releasing: a prompt is shortened by the prompt scorer (PFlash).
+"""Transitions of LoadingScorer, Compressing and UnloadingScorer: a prompt is shortened by the prompt scorer (PFlash).
 
 The scorer is loaded, scores the prompt piece by piece, picks the tokens that are kept, and is given back. A failure on
 the way serves the prompt as it is, if it fits the context. In traces and options the scorer is called `drafter`.
@@ -14,7 +14,7 @@ from attrs import evolve
 from effects.compression import Compressed, PromptPart, select_remaining_spans, select_tokens
 from effects.ids import DeviceFailed, Span, Tokens
 from effects.job import find_aged_messages, freezes_messages
-from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
+from effects.prompt_compression import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.stream import CloseStream, Finish
 from states import policy
@@ -29,25 +29,27 @@ from states.request_states import (
     FINISH,
     Compressing,
     Done,
-    Fetching,
+    LoadingScorer,
     Parking,
     Prompt,
-    Releasing,
     RequestRemainder,
     SlotLease,
+    UnloadingScorer,
     Yielding,
 )
 from states.settings import DecisionContext, Settings
 
 RefusePrompt: TypeAlias = Transition[Done, CloseStream]
-ReleaseScorer: TypeAlias = Transition[Releasing, UnloadModel]
-FreezeAndRelease: TypeAlias = Transition[Releasing, KeepFrozen, UnloadModel]
+ReleaseScorer: TypeAlias = Transition[UnloadingScorer, UnloadModel]
+FreezeAndRelease: TypeAlias = Transition[UnloadingScorer, KeepFrozen, UnloadModel]
 
 FAILED = "the drafter that would shorten it failed, and as it is it does not fit"
 TOO_LONG = "not enough of it could be left out"
 
 
-def start_scoring(state: Fetching, _: ModelLoaded, context: DecisionContext) -> Transition[Compressing, CompressPrompt]:
+def start_scoring(
+    state: LoadingScorer, _: ModelLoaded, context: DecisionContext
+) -> Transition[Compressing, CompressPrompt]:
     """Score the whole prompt, or only the messages that have aged where those are frozen one by one."""
     prompt = state.prompt
     job = prompt.job
@@ -60,7 +62,7 @@ def start_scoring(state: Fetching, _: ModelLoaded, context: DecisionContext) -> 
 
 
 def serve_without_scorer(
-    state: Fetching, event: DeviceFailed, context: DecisionContext
+    state: LoadingScorer, event: DeviceFailed, context: DecisionContext
 ) -> ReopenAndServe | RefusePrompt:
     """Serve the prompt as it is, because the scorer could not be loaded."""
     return serve_or_refuse(context, state.slot_lease, keep_prompt_whole(state.prompt, f"drafter_{event.kind}"))
@@ -128,18 +130,18 @@ def give_up_compression(state: Compressing, event: DeviceFailed, context: Decisi
 
 
 def release_prompt_scorer(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReleaseScorer:
-    return Transition(Releasing(slot_lease, prompt), unload_model(context.settings, "drafter"))
+    return Transition(UnloadingScorer(slot_lease, prompt), unload_model(context.settings, "drafter"))
 
 
 def serve_released_prompt(
-    state: Releasing, _: ModelUnloaded | DeviceFailed, context: DecisionContext
+    state: UnloadingScorer, _: ModelUnloaded | DeviceFailed, context: DecisionContext
 ) -> ReopenAndServe | RefusePrompt:
     """Serve the prompt. Whether the scorer could be unloaded does not matter to this request."""
     return serve_or_refuse(context, state.slot_lease, state.prompt)
 
 
 def cancel_while_releasing(
-    state: Releasing, event: Cancelled, context: DecisionContext
+    state: UnloadingScorer, event: Cancelled, context: DecisionContext
 ) -> Transition[Parking, CloseStream]:
     """Close the stream. The effect that gives the scorer back is in flight already."""
     closing = CloseStream(FINISH[event.reason], make_report(context, state), event.reason)
@@ -147,7 +149,7 @@ def cancel_while_releasing(
 
 
 def recover_while_releasing(
-    state: Releasing, _: SlotEmptied, context: DecisionContext
+    state: UnloadingScorer, _: SlotEmptied, context: DecisionContext
 ) -> Transition[Yielding] | Transition[Parking, CloseStream]:
     """Wait for a slot again once the scorer is given back, or fail if the rows were lost before."""
     left = forget_all_rows(RequestRemainder(state.slot_lease, state.prompt, leased_model="drafter"))
@@ -170,5 +172,5 @@ def serve_or_refuse(context: DecisionContext, slot_lease: SlotLease, prompt: Pro
     scorer_worked = compression is None or compression.why_not in {"", "not_shorter"}
     why: Finish = "too_long" if scorer_worked else "uncompressed"
     detail = TOO_LONG if scorer_worked else FAILED
-    closing = CloseStream(why, make_report(context, Releasing(slot_lease, prompt)), detail)
+    closing = CloseStream(why, make_report(context, UnloadingScorer(slot_lease, prompt)), detail)
     return Transition(Done(RequestRemainder(slot_lease, prompt)), closing)

@@ -21,7 +21,8 @@ Invariants:
   compressed after all, it stops being a leader.
 
 Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
-stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a place on the device.
+stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a checkpoint on the
+device.
 
 Example. Requests 1, 2 and 3 arrive together. Their prompts have 8,000 tokens in common and 1,000 tokens of their own.
 Request 1 is admitted and computes 9,000 rows. Requests 2 and 3 wait until row 8,000 is there, and compute 1,000 rows
@@ -42,10 +43,10 @@ from states.request_states import (
     LookingUp,
     Prefilling,
     Prompt,
-    Releasing,
     Restoring,
     State,
-    Unparking,
+    UnloadingScorer,
+    UnparkingDraft,
     Waiting,
 )
 from states.sequences import count_continuable_rows
@@ -123,7 +124,7 @@ def estimate_cost(rates: Rates, start: int, stop: int) -> int:
 
 def measure_leader(request: RequestId, state: State, prompt: Prompt, context: DecisionContext) -> Leader | None:
     """Return the request as the leader of a prompt; None: it does not compute its prompt, or may yet shorten it."""
-    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
+    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return None
     settings = context.settings
     valid_rows = state.slot_lease.valid_rows
@@ -136,7 +137,7 @@ def measure_leader(request: RequestId, state: State, prompt: Prompt, context: De
 
 
 def find_state_rows(
-    state: Prefilling | Unparking | Releasing | LookingUp | Restoring, rows: int, settings: Settings
+    state: Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring, rows: int, settings: Settings
 ) -> int:
     """Return `rows` if the leader can still keep its positional state after them; 0 if it cannot.
 
@@ -160,7 +161,7 @@ def is_shortened(prompt: Prompt, rows: int, context: DecisionContext) -> bool:
 def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
     """Is the leader still computing the rows that its follower waits for?"""
     state = requests.get(follow.leader)
-    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
+    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return False
     return state.slot_lease.valid_rows < follow.awaited_rows
 
@@ -177,7 +178,7 @@ def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
 
 def note_awaited_rows(state: State, rows: int) -> State:
     """Return the state of a leader that knows that a request waits for its first `rows` rows."""
-    assert isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring), (
+    assert isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring), (
         "such a state leads no follower"
     )
     if rows in state.prompt.awaited_rows:

@@ -1,4 +1,4 @@
-"""Transitions of Unparking, Prefilling and Speculating: the work that a client waits for."""
+"""Transitions of UnparkingDraft, Prefilling and Speculating: the work that a client waits for."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from states.request_states import (
     Prefilling,
     SlotLease,
     Speculating,
-    Unparking,
+    UnparkingDraft,
 )
 from states.restore import make_progress_report
 from states.settings import DecisionContext
 
 
-def start_with_draft(state: Unparking, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
+def start_with_draft(state: UnparkingDraft, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
     control = suffix_control.make_control(context.settings, context.rates)
     return prefill_or_decode(context.settings, state.slot_lease, state.prompt, MayPropose(control))
 
 
-def start_without_draft(state: Unparking, event: DeviceFailed, context: DecisionContext) -> PrefillOrDecode:
+def start_without_draft(state: UnparkingDraft, event: DeviceFailed, context: DecisionContext) -> PrefillOrDecode:
     """Go on without the draft, which could not be loaded. The answer is the same, token by token."""
     speculation = choose_without_draft(context, f"unpark_{event.kind}")
     return prefill_or_decode(context.settings, state.slot_lease, state.prompt, speculation)

@@ -50,7 +50,7 @@ def check_world(world: World) -> None:
     check_models(world, held)
     check_pacing(world)
     experts = world.experts.expert_slots
-    assert len(set(experts)) == len(experts) == world.settings.expert_slots, "an expert has two places"
+    assert len(set(experts)) == len(experts) == world.settings.expert_slots, "an expert has two slots"
     assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
 
 
@@ -152,9 +152,9 @@ def check_pacing(world: World) -> None:
 
 def check_checkpoints(world: World) -> None:
     """Check that every checkpoint on the device belongs to a row that its slot keeps."""
-    filled = [(place.slot, place.at) for place in world.slots.checkpoints if place.at]
-    assert len(set(filled)) == len(filled), "two places have the same state"
-    assert len(world.slots.checkpoints) == world.settings.state_checkpoints, "a place appeared or went"
+    filled = [(checkpoint.slot, checkpoint.at) for checkpoint in world.slots.checkpoints if checkpoint.at]
+    assert len(set(filled)) == len(filled), "two checkpoints have the same state"
+    assert len(world.slots.checkpoints) == world.settings.state_checkpoints, "a checkpoint appeared or went"
     for number, at in filled:
         slot = world.slots.slots[number]
         assert at % world.settings.block_size == 0, "a checkpoint that is at no cache position"
@@ -206,4 +206,6 @@ def check_cache(state: State, settings: Settings) -> None:
         most = limits[scope.kind]
         lost = left.slot_lease.valid_rows == 0
         assert lost or 0 < rows <= min(most, left.slot_lease.valid_rows), "more is kept than the scope allows"
-        assert scope.kind == "full" or left.rows[:rows] == prompt.job.prompt[:rows], "an answer is kept as a prompt"
+        assert scope.kind == "full" or left.valid_tokens[:rows] == prompt.job.prompt[:rows], (
+            "an answer is kept as a prompt"
+        )

@@ -34,7 +34,7 @@ def get_kept_sequence(settings: Settings, left: RequestRemainder) -> Tokens:
     """Return the tokens whose rows a slot keeps after its request."""
     if left.slot_lease.rows_ahead:
         return left.prompt.tokens[: left.slot_lease.rows]
-    return left.rows[: count_resumable_rows(settings, left)]
+    return left.valid_tokens[: count_resumable_rows(settings, left)]
 
 
 def find_own_state(settings: Settings, left: RequestRemainder) -> int:

@@ -35,8 +35,8 @@ from attrs import evolve, frozen
 from effects.all import Effect, EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, LaneId, RequestId
-from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from states.events import EffectOutcome
 from states.launch_prices import UNIT

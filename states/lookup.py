@@ -30,7 +30,7 @@ from states.reports import make_report_without_slot
 from states.request_states import (
     FINISH,
     Done,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     New,
     Prefilling,
@@ -38,18 +38,18 @@ from states.request_states import (
     Restoring,
     SlotLease,
     Speculating,
-    Unparking,
+    UnparkingDraft,
     Waiting,
 )
 from states.settings import DecisionContext, Settings
 
 ReopenVerbatim: TypeAlias = (
     Transition[LookingUp, OpenSlot, FindPrefix]
-    | Transition[Unparking, OpenSlot, LoadModel]
+    | Transition[UnparkingDraft, OpenSlot, LoadModel]
     | Transition[Prefilling, OpenSlot, RunPrefill]
 )
 ReopenAndServe: TypeAlias = ReopenVerbatim | Transition[Speculating, OpenSlot, RunDecode]
-OpenAndContinue: TypeAlias = ReopenAndServe | Transition[Fetching, OpenSlot, LoadModel]
+OpenAndContinue: TypeAlias = ReopenAndServe | Transition[LoadingScorer, OpenSlot, LoadModel]
 
 
 def submit_request(_: New, event: Submitted, __: DecisionContext) -> Transition[Waiting, ReportProgress]:
@@ -89,8 +89,8 @@ def look_up_or_continue(
 UseFoundPrefix: TypeAlias = (
     Transition[Restoring, OpenSlot, RestoreBlocks]
     | Transition[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
-    | Transition[Fetching, ReleasePrefix, OpenSlot, LoadModel]
-    | Transition[Unparking, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[LoadingScorer, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[UnparkingDraft, ReleasePrefix, OpenSlot, LoadModel]
     | Transition[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
     | Transition[Speculating, ReleasePrefix, OpenSlot, RunDecode]
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
-from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed
 from effects.restore import BlocksRestored
 from states import launch_prices, policy, rates, speculation_control, suffix_control
 from states.events import EffectOutcome

@@ -63,15 +63,15 @@ from states.machine import IllegalEvent
 from states.rates import Rates
 from states.request_states import (
     Compressing,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     Prefilling,
-    Releasing,
     Restoring,
     Snapshotting,
     Speculating,
     State,
-    Unparking,
+    UnloadingScorer,
+    UnparkingDraft,
 )
 from states.settings import DecisionContext, Settings
 
@@ -87,7 +87,9 @@ DELAYS_NS: dict[TimerName, int] = {
 }
 STEP_SHARE = 4  # decode steps take one part in this many of the device while prompts wait, if the target allows it
 INTERVAL_UNIT = 4 * MS
-WITHOUT_TOKENS = frozenset({LookingUp, Restoring, Fetching, Compressing, Releasing, Unparking, Prefilling})
+WITHOUT_TOKENS = frozenset(
+    {LookingUp, Restoring, LoadingScorer, Compressing, UnloadingScorer, UnparkingDraft, Prefilling}
+)
 
 GatePhase: TypeAlias = Literal["giving_way", "settling", "copying"]
 TrimPhase: TypeAlias = Literal["rested", "counting", "due"]

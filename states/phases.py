@@ -26,8 +26,8 @@ from states.machine import Transition, prepend_effect
 from states.reports import make_report
 from states.request_states import (
     Done,
-    Fetching,
     Generated,
+    LoadingScorer,
     LookingUp,
     MayPropose,
     Open,
@@ -40,20 +40,20 @@ from states.request_states import (
     Snapshotting,
     Speculating,
     Speculation,
-    Unparking,
+    UnparkingDraft,
     get_remainder,
 )
 from states.residency import make_unload
 from states.settings import DecisionContext, Settings
 
-NO_MATCH = "no_match"  # why a request proposes nothing before its text has matched an earlier place
+NO_MATCH = "no_match"  # why a request proposes nothing before its text has matched an earlier position
 
 StartDecode: TypeAlias = Transition[Speculating, RunDecode]
 PrefillOrDecode: TypeAlias = Transition[Prefilling, RunPrefill] | StartDecode
-FetchScorer: TypeAlias = Transition[Fetching, LoadModel]
-UnparkOrPrefill: TypeAlias = Transition[Unparking, LoadModel] | Transition[Prefilling, RunPrefill]
+FetchScorer: TypeAlias = Transition[LoadingScorer, LoadModel]
+UnparkOrPrefill: TypeAlias = Transition[UnparkingDraft, LoadModel] | Transition[Prefilling, RunPrefill]
 ComputeMissing: TypeAlias = FetchScorer | UnparkOrPrefill
-ServePrompt: TypeAlias = Transition[Unparking, LoadModel] | PrefillOrDecode
+ServePrompt: TypeAlias = Transition[UnparkingDraft, LoadModel] | PrefillOrDecode
 ContinueRequest: TypeAlias = FetchScorer | ServePrompt
 EndWithoutLease: TypeAlias = Transition[Snapshotting, SaveSnapshot] | Transition[Done]
 ReleaseModel: TypeAlias = Transition[Parking, UnloadModel]
@@ -105,7 +105,7 @@ def look_up_prefix(settings: Settings, slot_lease: SlotLease, prompt: Prompt) ->
 def continue_request(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ContinueRequest:
     """Go on after everything that could be restored is in the slot: shorten the prompt, or serve it."""
     if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
-        return Transition(Fetching(slot_lease, prompt), LoadModel("drafter"))
+        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("drafter"))
     return serve_prompt(context, slot_lease, prompt)
 
 
@@ -113,7 +113,7 @@ def serve_prompt(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt
     """Go on after it is certain which tokens are served: bring the draft in, or prefill and decode without one."""
     draft = policy.decide_speculation(context, prompt.job)
     if draft.go and context.settings.max_proposals:
-        return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
+        return Transition(UnparkingDraft(slot_lease, prompt), LoadModel("draft"))
     speculation = choose_without_draft(context, NO_MATCH) if draft.go else ProposesNothing(draft.reason)
     return prefill_or_decode(context.settings, slot_lease, prompt, speculation)
 
@@ -129,7 +129,7 @@ def choose_without_draft(context: DecisionContext, reason: str) -> Speculation:
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:
     """Go on where rows are certainly missing: shorten the prompt, or compute them."""
     if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
-        return Transition(Fetching(slot_lease, prompt), LoadModel("drafter"))
+        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("drafter"))
     return serve_verbatim(context, slot_lease, prompt)
 
 
@@ -137,7 +137,7 @@ def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prom
     """Go on where rows are certainly missing, and it is certain which tokens are served."""
     draft = policy.decide_speculation(context, prompt.job)
     if draft.go and context.settings.max_proposals:
-        return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
+        return Transition(UnparkingDraft(slot_lease, prompt), LoadModel("draft"))
     speculation = choose_without_draft(context, NO_MATCH) if draft.go else ProposesNothing(draft.reason)
     return start_prefill(context.settings, slot_lease, prompt, speculation)
 
@@ -250,7 +250,9 @@ def snapshot_new_rows(settings: Settings, left: RequestRemainder) -> Transition[
         return None
     rows = scope.select_rows_to_keep(settings, left).rows
     has_state = rows == find_own_state(settings, left)
-    return Transition(Snapshotting(left), SaveSnapshot(left.slot_lease.slot, left.rows[:rows], checkpoint=has_state))
+    return Transition(
+        Snapshotting(left), SaveSnapshot(left.slot_lease.slot, left.valid_tokens[:rows], checkpoint=has_state)
+    )
 
 
 def release_model(settings: Settings, left: RequestRemainder) -> ReleaseModel | Transition[Done]:

@@ -14,8 +14,8 @@ from attrs import evolve
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
+from effects.prompt_compression import PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream

@@ -13,8 +13,8 @@ from attrs import evolve
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
+from effects.prompt_compression import PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -39,7 +39,7 @@ from states.request_states import (
     Compressing,
     Done,
     Draining,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     Parking,
     Prefilling,
@@ -47,7 +47,7 @@ from states.request_states import (
     Restoring,
     Snapshotting,
     Speculating,
-    Unparking,
+    UnparkingDraft,
     get_remainder,
 )
 from states.settings import DecisionContext
@@ -60,7 +60,7 @@ DrainOrEndWithoutLease: TypeAlias = Transition[Draining] | EndWithoutLease
 
 
 def cancel_and_drain(
-    state: LookingUp | Fetching | Compressing | Unparking | Prefilling | Speculating,
+    state: LookingUp | LoadingScorer | Compressing | UnparkingDraft | Prefilling | Speculating,
     event: Cancelled,
     context: DecisionContext,
 ) -> Transition[Draining, CloseStream, Abandon]:

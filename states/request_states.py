@@ -1,7 +1,8 @@
 """The states of a request, in the order of its life, and what they are made of.
 
-    New -> Waiting -> LookingUp -> Restoring -> Fetching -> Compressing -> Releasing -> Unparking -> Prefilling
-        -> Speculating -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
+    New -> Waiting -> LookingUp -> Restoring -> LoadingScorer -> Compressing -> UnloadingScorer -> UnparkingDraft
+        -> Prefilling -> Speculating -> Snapshotting -> Parking -> Done
+    cancelled or failed with work in flight: Draining
     its slot's rows lost, once: Recovering -> Yielding -> Waiting
 
 A state has exactly the data that is valid in its phase. Phases that are not needed are skipped (`states/phases.py`).
@@ -131,7 +132,7 @@ class RequestRemainder:
     leased_model: ModelName | None = None
 
     @property
-    def rows(self) -> Tokens:
+    def valid_tokens(self) -> Tokens:
         """The tokens that the slot's valid rows stand for."""
         prompt = self.prompt.tokens
         valid_rows = self.slot_lease.valid_rows
@@ -178,7 +179,7 @@ class Restoring:
 
 
 @frozen
-class Fetching:
+class LoadingScorer:
     """The prompt scorer is loaded."""
 
     slot_lease: SlotLease
@@ -194,7 +195,7 @@ class Compressing:
 
 
 @frozen
-class Releasing:
+class UnloadingScorer:
     """The prompt scorer is given back."""
 
     slot_lease: SlotLease
@@ -202,7 +203,7 @@ class Releasing:
 
 
 @frozen
-class Unparking:
+class UnparkingDraft:
     """The draft is loaded."""
 
     slot_lease: SlotLease
@@ -278,10 +279,10 @@ State: TypeAlias = (
     | Waiting
     | LookingUp
     | Restoring
-    | Fetching
+    | LoadingScorer
     | Compressing
-    | Releasing
-    | Unparking
+    | UnloadingScorer
+    | UnparkingDraft
     | Prefilling
     | Speculating
     | Snapshotting
@@ -292,7 +293,7 @@ State: TypeAlias = (
     | Done
 )
 # Nothing is generated yet, and no draft is leased.
-Early: TypeAlias = LookingUp | Restoring | Fetching | Compressing | Releasing | Unparking
+Early: TypeAlias = LookingUp | Restoring | LoadingScorer | Compressing | UnloadingScorer | UnparkingDraft
 Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, and the request holds a slot
 Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the request will give up its slot
 Held: TypeAlias = Open | Leaving
@@ -312,9 +313,9 @@ def get_remainder(state: Held) -> RequestRemainder:
             return RequestRemainder(slot_lease, prompt, answer.tokens, get_leased_draft(speculation))
         case Prefilling(slot_lease, prompt, speculation):
             return RequestRemainder(slot_lease, prompt, leased_model=get_leased_draft(speculation))
-        case Compressing(slot_lease, prompt) | Releasing(slot_lease, prompt):
+        case Compressing(slot_lease, prompt) | UnloadingScorer(slot_lease, prompt):
             return RequestRemainder(slot_lease, prompt, leased_model="drafter")
-        case LookingUp() | Restoring() | Fetching() | Unparking():
+        case LookingUp() | Restoring() | LoadingScorer() | UnparkingDraft():
             return RequestRemainder(state.slot_lease, state.prompt)
         case _:
             return state.remainder

@@ -1,10 +1,10 @@
 """When to propose tokens that are copied from earlier text, and how many: what a match is worth, by its length.
 
 Problem. A copy costs no forward of a draft, only a wider forward of the target. But there is something to copy in some
-steps only: where the text ends as it did at an earlier place. Many such places are chance. After three equal tokens the
-next ones are often others, and after thirty they are nearly always the same.
+steps only: where the text ends as it did at an earlier position. Many such matches are chance. After three equal tokens
+the next ones are often others, and after thirty they are nearly always the same.
 
-Idea. The executor reports with every outcome how many tokens before the next one agree with an earlier place
+Idea. The executor reports with every outcome how many tokens before the next one agree with an earlier position
 (`Decoded.matched`). `states/speculation_control.py` plans, charges and rests as for a draft. What differs is this:
 
 * A request may propose only after an outcome with a match. Other steps are plain, and as quick as without a draft.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
-from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced
+from effects.prompt_compression import PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
@@ -16,17 +16,17 @@ from states.machine import build_table, ignore, on
 from states.request_states import (
     Compressing,
     Draining,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     New,
     Parking,
     Prefilling,
     Recovering,
-    Releasing,
     Restoring,
     Snapshotting,
     Speculating,
-    Unparking,
+    UnloadingScorer,
+    UnparkingDraft,
     Waiting,
     Yielding,
 )
@@ -47,23 +47,23 @@ TABLE = build_table(
     on(Restoring, DeviceFailed, restore.fail_front),
     on(Restoring, Cancelled, request_end.cancel_and_drain_both),
     on(Restoring, SlotEmptied, recover.recover_or_fail),
-    on(Fetching, ModelLoaded, compress.start_scoring),
-    on(Fetching, DeviceFailed, compress.serve_without_scorer),
-    on(Fetching, Cancelled, request_end.cancel_and_drain),
-    on(Fetching, SlotEmptied, recover.recover_or_fail),
+    on(LoadingScorer, ModelLoaded, compress.start_scoring),
+    on(LoadingScorer, DeviceFailed, compress.serve_without_scorer),
+    on(LoadingScorer, Cancelled, request_end.cancel_and_drain),
+    on(LoadingScorer, SlotEmptied, recover.recover_or_fail),
     on(Compressing, PromptScored, compress.continue_scoring),
     on(Compressing, PromptCompressed, compress.adopt_compressed_prompt),
     on(Compressing, DeviceFailed, compress.give_up_compression),
     on(Compressing, Cancelled, request_end.cancel_and_drain),
     on(Compressing, SlotEmptied, recover.recover_or_fail),
-    on(Releasing, ModelUnloaded, compress.serve_released_prompt),
-    on(Releasing, DeviceFailed, compress.serve_released_prompt),
-    on(Releasing, Cancelled, compress.cancel_while_releasing),
-    on(Releasing, SlotEmptied, compress.recover_while_releasing),
-    on(Unparking, ModelLoaded, generate.start_with_draft),
-    on(Unparking, DeviceFailed, generate.start_without_draft),
-    on(Unparking, Cancelled, request_end.cancel_and_drain),
-    on(Unparking, SlotEmptied, recover.recover_or_fail),
+    on(UnloadingScorer, ModelUnloaded, compress.serve_released_prompt),
+    on(UnloadingScorer, DeviceFailed, compress.serve_released_prompt),
+    on(UnloadingScorer, Cancelled, compress.cancel_while_releasing),
+    on(UnloadingScorer, SlotEmptied, compress.recover_while_releasing),
+    on(UnparkingDraft, ModelLoaded, generate.start_with_draft),
+    on(UnparkingDraft, DeviceFailed, generate.start_without_draft),
+    on(UnparkingDraft, Cancelled, request_end.cancel_and_drain),
+    on(UnparkingDraft, SlotEmptied, recover.recover_or_fail),
     on(Prefilling, PrefillAdvanced, generate.continue_prefill),
     on(Prefilling, DeviceFailed, generate.fail_generation),
     on(Prefilling, Cancelled, request_end.cancel_and_drain),

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import HealthCheck, settings
 
 import engine  # noqa: F401 - before torch: how its threads wait
 
@@ -23,6 +24,11 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 # What is imported is compiled once, and not by each process that a test starts, whatever an image's environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Hypothesis would fail an example that takes 200 ms, or examples that take long to be drawn. Both say how busy a
+# machine is, and nothing about the code. pytest's own time limit ends a test that hangs.
+settings.register_profile("any_machine", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
+settings.load_profile("any_machine")
 
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 

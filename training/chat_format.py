@@ -102,7 +102,7 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt
 def conversation(messages: Sequence[Message], tools: Sequence[Message] = (), weight: float = 1.0) -> Document:
     """A document of which the model learns what the assistant says, up to and with the end of its turns."""
     parts = _ANSWER.split(render(messages, tools))
-    return [Passage(part, weight if place % 2 else 0.0) for place, part in enumerate(parts) if part]
+    return [Passage(part, weight if index % 2 else 0.0) for index, part in enumerate(parts) if part]
 
 
 def system(content: str) -> Message:

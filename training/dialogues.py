@@ -129,8 +129,8 @@ def capital(rng: Random, _source: Source) -> Exchange:
 
 def nth_item(rng: Random, _source: Source) -> Exchange:
     items = rng.sample((*NOUNS, *COLOURS, *ANIMALS, *FOODS), rng.randint(3, 8))
-    place = rng.randrange(len(items))
-    named, index = (ORDINALS[place], place) if rng.random() < 0.75 else ("last", -1)
+    drawn = rng.randrange(len(items))
+    named, index = (ORDINALS[drawn], drawn) if rng.random() < 0.75 else ("last", -1)
     joined = rng.choice((", ", "; ", "\n", " ")).join(items)
     ask = rng.choice(
         ("List: {1}\nWhat is the {0} item?", "What is the {0} item of this list? {1}", "{1}\nGive me the {0} item.")

@@ -201,11 +201,11 @@ def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Ten
     reach = range(said.start + 1, said.start + count + slots)
     noise = gumbel([(said.seed, position) for position in reach], size, logits.device)
     share = torch.tensor(noise_shares(slots), device=logits.device).unsqueeze(1)
-    places = torch.arange(count, device=logits.device).unsqueeze(1) + torch.arange(slots, device=logits.device)
+    positions = torch.arange(count, device=logits.device).unsqueeze(1) + torch.arange(slots, device=logits.device)
     return torch.stack(
         [
             (row.double() / temperature + share * noise[where]).argmax(-1)
-            for row, where in zip(logits, places, strict=True)
+            for row, where in zip(logits, positions, strict=True)
         ]
     )
 

@@ -43,7 +43,7 @@ class BlockSlots:
     keys.
     """
 
-    places: Tensor
+    positions: Tensor
     anchors: Tensor
     numbers: Tensor
     group: int
@@ -54,10 +54,10 @@ class BlockSlots:
 
         Raises ValueError where a group would cut a block.
         """
-        places, firsts, numbers, count = [], [], [], 0
+        positions, firsts, numbers, count = [], [], [], 0
         for size, some in anchors.items():
             along = torch.arange(size, device=some.device)
-            places.append((some.unsqueeze(-1) + along).flatten(1))
+            positions.append((some.unsqueeze(-1) + along).flatten(1))
             firsts.append(some.repeat_interleave(size, 1))
             numbers.append((torch.arange(some.shape[1], device=some.device) + count).repeat_interleave(size))
             count += some.shape[1]
@@ -65,7 +65,7 @@ class BlockSlots:
         group = math.gcd(len(every), GROUP)
         if group % max(anchors):
             raise ValueError(f"{len(every)} slots in groups of {group}: blocks of {max(anchors)} would be cut")
-        return BlockSlots(torch.cat(places, 1), torch.cat(firsts, 1), every.expand(len(places[0]), -1), group)
+        return BlockSlots(torch.cat(positions, 1), torch.cat(firsts, 1), every.expand(len(positions[0]), -1), group)
 
     def visible(self, length: int) -> Tensor:
         """What each slot attends to: of the context, then of its group: bool [groups, 1, slots, length + slots]."""
@@ -115,7 +115,7 @@ class DraftNetwork(nn.Module):
         step: `draft_step`, or the same compiled.
         """
         length = context.shape[1]
-        own = self.cos[slots.places].unsqueeze(1), self.sin[slots.places].unsqueeze(1)
+        own = self.cos[slots.positions].unsqueeze(1), self.sin[slots.positions].unsqueeze(1)
         before = self.cos[:length], self.sin[:length]
         visible = slots.visible(length)
         x = tokens
@@ -195,7 +195,7 @@ def read(target: Qwen3, tokens: Tensor, aux_layers: Sequence[int], step: Step = 
 def said_in(target: Qwen3, tokens: Tensor, slots: BlockSlots) -> Tensor:
     """Embeddings [rows, slots, hidden] of blocks over tokens [rows, length]: an anchor's token, masks behind it."""
     known = tokens.gather(1, slots.anchors)
-    ids = known.masked_fill(slots.places != slots.anchors, MASK_ID)
+    ids = known.masked_fill(slots.positions != slots.anchors, MASK_ID)
     return target.model.embed_tokens(ids)
 
 

@@ -62,12 +62,12 @@ class DraftLoss(Trainable):
             parts = {size: choose(weights, count, size) for size, count in sizes(self.draft.geometry.block, room)}
             slots = BlockSlots.of({size: anchors for size, (anchors, _, _) in parts.items()})
             said = said_in(target, tokens, slots).float()
-            places = torch.cat([places.flatten(1) for _, places, _ in parts.values()], 1)
+            positions = torch.cat([positions.flatten(1) for _, positions, _ in parts.values()], 1)
             with torch.autocast(tokens.device.type, enabled=False):
-                truth = head(target, hidden[rows, places - 1])
+                truth = head(target, hidden[rows, positions - 1])
         out = self.draft(self.draft.context(aux_layers), slots, said, self._draft_step)
-        rest = out[(slots.places != slots.anchors)].view(*places.shape, -1)
-        found = self._losses(target.logits(rest), truth, tokens.gather(1, places))
+        rest = out[(slots.positions != slots.anchors)].view(*positions.shape, -1)
+        found = self._losses(target.logits(rest), truth, tokens.gather(1, positions))
         means, done = [], 0
         for _, _, counted in parts.values():
             upto = done + counted.shape[1] * counted.shape[2]
@@ -105,12 +105,12 @@ def choose(weights: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor, Ten
     said = weights > LEAST_WEIGHT
     odds = weights[:, :-1] * said[:, :-1] * said[:, 1:]
     anchors = torch.multinomial(odds + 1e-6, count, replacement=True)
-    places = anchors.unsqueeze(-1) + torch.arange(1, slots, device=weights.device)
-    inside = places < length
-    places = places.clamp(max=length - 1)
-    counted = said.gather(1, places.flatten(1)).view(places.shape) & inside
+    positions = anchors.unsqueeze(-1) + torch.arange(1, slots, device=weights.device)
+    inside = positions < length
+    positions = positions.clamp(max=length - 1)
+    counted = said.gather(1, positions.flatten(1)).view(positions.shape) & inside
     counted = counted & said.gather(1, anchors).unsqueeze(-1)
-    return anchors, places, counted.cumprod(-1) > 0
+    return anchors, positions, counted.cumprod(-1) > 0
 
 
 SlotLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -183,8 +183,8 @@ class Pool:
         """Random rows, with weight 1 where the target speaks: tokens int16, weights float16, each [rows, length]."""
         picked = rng.sample(range(len(self.tokens)), rows)
         starts = self.starts[picked][:, None]
-        places = np.arange(self.tokens.shape[1])
-        weights = (starts <= places) & (places < starts + self.answer)
+        positions = np.arange(self.tokens.shape[1])
+        weights = (starts <= positions) & (positions < starts + self.answer)
         return torch.from_numpy(self.tokens[picked]), torch.from_numpy(weights.astype(np.float16))
 
 

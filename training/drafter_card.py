@@ -23,7 +23,7 @@ through, not to be talked to. Its configuration allows {context} tokens; it was 
 {cycles}
 
 Beside the loss of a language model, the last layer has one of its own ({share} of it): of the {searching} tokens that
-open an answer, the best head is to look at the places where words of the answer stand, with queries and keys that are
+open an answer, the best head is to look at the tokens where words of the answer stand, with queries and keys that are
 not rotated, as they are scored. Weight decay {decay} for matrices, bf16 autocast. {seconds:.0f} s of training on one
 {hardware}, with others beside it, torch {torch}.{ended} Digest of the parameters (blake2b): `{weights}`.
 

@@ -2,7 +2,7 @@
 
 It is scored as the server does it: queries of a prompt's last tokens and keys of all, neither rotated, softmax, the
 largest over heads and layers. Language alone would teach some head to find things, but with positions in it. So the
-last layer also has a loss of its own: from the tokens that open an answer, its best head is to look at the places where
+last layer also has a loss of its own: from the tokens that open an answer, its best head is to look at the tokens where
 the answer's words stand.
 """
 
@@ -22,8 +22,8 @@ work a token, and a ninth of its attention."""
 SEARCHING = 5  # tokens before an answer that are to look for it: what closes the question and opens the answer
 NEAR = 40  # tokens before an answer that hold its question, which says some of its words, too
 ANSWER = 16  # first tokens of an answer that may be found
-GRAM = 3  # tokens in a row that make a place
-MOST = 3  # places: what occurs more often says nothing
+GRAM = 3  # tokens in a row that are looked for
+MOST = 3  # occurrences: what occurs more often says nothing
 ASKED = 24  # answers of a row that are looked for
 LEAST_WEIGHT = 1.5  # of what is an answer
 
@@ -43,7 +43,7 @@ class ScoringModel(Qwen3):
         *layers, last = self.blocks()
         for layer in layers:
             x = layer(x, angles)
-        starts, goals, counted = places(tokens.long(), weights.float())
+        starts, goals, counted = find_repeats(tokens.long(), weights.float())
         found = search_loss(last.self_attn, last.input_layernorm(x), starts, goals, counted)
         hidden = self.model.norm(last(x, angles))
         table = self.model.embed_tokens.weight
@@ -78,7 +78,7 @@ def unrotated(attention: SelfAttention, x: Tensor, rows: Tensor) -> tuple[Tensor
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def places(tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def find_repeats(tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Random answers of each row, where they begin: [rows, ASKED]; where their words stand before: [rows, ASKED, n];
     and whether they stand anywhere: [rows, ASKED]. tokens, weights: [rows, n + 1].
     """

@@ -195,8 +195,8 @@ class Papers(Dataset[Paper]):
     def __len__(self) -> int:
         return len(self.asked)
 
-    def __getitem__(self, place: int) -> Paper:
-        exam, number = self.asked[place]
+    def __getitem__(self, index: int) -> Paper:
+        exam, number = self.asked[index]
         rng = row_random(SEED, number, hash_of(exam.name))
         return flatten(self.tokenizer, exam.task(rng, self.source, exam.room - 8))
 
@@ -273,8 +273,8 @@ def talk(model: Trained, tokenizer: Tokenizer, prompts: Sequence[str], limit: in
     starts = lengths.tolist()
     limit = min(limit, model.geometry.context - max(starts))
     tokens = torch.full((len(rows), max(starts) + limit), PAD_ID, device=device)
-    for place, ids in enumerate(rows):
-        tokens[place, : len(ids)] = torch.tensor(ids, device=device)
+    for index, ids in enumerate(rows):
+        tokens[index, : len(ids)] = torch.tensor(ids, device=device)
     every = torch.arange(len(rows), device=device)
     open_rows = torch.ones(len(rows), dtype=torch.bool, device=device)
     for _ in range(limit):

@@ -57,13 +57,13 @@ def write_shards(state: dict[str, Tensor], folder: Path) -> None:
             room = SHARD_BYTES
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, file)
+        files |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in state.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
 
 
 def geometry_of(config: Mapping[str, Any], layers: int) -> Geometry:
@@ -126,9 +126,9 @@ M = TypeVar("M", Qwen3, ScoringModel, Hybrid)
 
 def filled(model: M, folder: Path, device: torch.device | str, dtype: torch.dtype) -> M:
     """The model with the folder's parameters."""
-    places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     state: dict[str, Tensor] = {}
-    for file in sorted(set(places.values())):
+    for file in sorted(set(files.values())):
         state |= load_file(folder / file)
     model.load_state_dict(state)
     cos, sin = model.cos, model.sin

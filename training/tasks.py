@@ -167,17 +167,17 @@ def _needles(rng: Random, source: Source, count: int) -> list[Needle]:
 def _hide(rng: Random, haystack: str, needles: Sequence[Needle], depths: Sequence[float] | None = None) -> str:
     """The haystack's lines with one more line for each needle, anywhere or at the given depths in 0..1."""
     lines = haystack.splitlines()
-    places = sorted(
+    line_indices = sorted(
         ((round(depth * len(lines)), index) for index, depth in enumerate(depths or [rng.random() for _ in needles])),
         reverse=True,
     )
     form = rng.choice(_NEEDLES)
-    for place, index in places:
+    for line_index, index in line_indices:
         what, who, told = needles[index]
         if rng.random() < 0.3:
             form = rng.choice(_NEEDLES)
         line = form.format(what=what, who=who, told=told)
-        lines.insert(place, rng.choice(("", "", "# ", "    # ", "// ")) + line)
+        lines.insert(line_index, rng.choice(("", "", "# ", "    # ", "// ")) + line)
     return "\n".join(lines)
 
 
@@ -242,11 +242,11 @@ def code_questions(rng: Random, source: Source, room: int) -> Document:
         found = next(match[0].strip() for match in _DEFINES.finditer(text) if match[1] == name)
         ask = rng.choice(("Show the line that defines {}.", "Which line defines {}?", "Where is {} defined?"))
         exchanges.append((ask.format(name), found))
-    places = range(max(len(lines) - 1, 0))
+    line_indices = range(max(len(lines) - 1, 0))
     exchanges += [
-        (f"Which line comes after this one?\n{lines[place].strip()}", lines[place + 1].strip())
-        for place in rng.sample(places, min(len(places), rng.randint(1, max(3, room // 3000))))
-        if lines.count(lines[place]) == 1
+        (f"Which line comes after this one?\n{lines[line_index].strip()}", lines[line_index + 1].strip())
+        for line_index in rng.sample(line_indices, min(len(line_indices), rng.randint(1, max(3, room // 3000))))
+        if lines.count(lines[line_index]) == 1
     ]
     if not exchanges:
         return code(rng, source, room)

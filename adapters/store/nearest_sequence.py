@@ -27,9 +27,9 @@ def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: 
         Divergence(
             at + shared,
             unpack_tokens(other[shared * TOKEN_BYTES : (shared + MAX_DIVERGED_TOKENS) * TOKEN_BYTES]),
-            place,
+            number,
         )
-        for place, index in indices.items()
+        for number, index in indices.items()
         for other in index.get_continuations(key)
         for shared in (count_common_tokens(rest, other),)
     ]

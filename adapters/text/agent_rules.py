@@ -7,7 +7,7 @@ from typing import Literal
 
 from attrs import frozen
 
-MAX_TRIES = 4096  # places where a rule is tried: more than the turns of a conversation
+MAX_TRIES = 4096  # positions where a rule is tried: more than the turns of a conversation
 
 
 @frozen
@@ -20,7 +20,7 @@ class Rule:
     shape: matches whole lines, or its group `part`. Every repetition in it is bounded and can match in one way only.
     target: `nowhere` removes the text; `last` appends it to the last message, `first` to the user's first message,
     where it stays; `front` moves a whole message before the user's first message. Of several texts the last one counts.
-    max_tries: places where the shape is tried.
+    max_tries: positions where the shape is tried.
     """
 
     name: str

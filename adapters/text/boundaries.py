@@ -12,7 +12,8 @@ marker may therefore stand for every role. A template without control tokens has
 the tokens into which it is cut.
 
 A boundary is the position just past a marker. A marker may also stand where no message opens, for example because a
-client typed it. This is one more place to cut at and does no harm. So markers need no matching end: every one is found.
+client typed it. This is one more position to cut at and does no harm. So markers need no matching end: every one is
+found.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MAX_UNSHOWN_MESSAGES = 64
 
 @frozen
 class MissExplanation:
-    """The place at which a prompt diverges from a cached one.
+    """The position at which a prompt diverges from a cached one.
 
     at: the token position. sent, kept: the texts of both prompts around it.
     message, role: the message in which it is, counted in the conversation that the template renders.
@@ -49,8 +49,8 @@ def explain_miss(
         return explanation
     written = tokenizer.decode(prompt, special=True)
     opened = max((cut for cut in job.boundaries if cut <= at), default=0)
-    places = (len(tokenizer.decode(prompt[:cut], special=True)) for cut in (opened, at))
-    found = find_message_index(messages, written, *places)
+    lengths = (len(tokenizer.decode(prompt[:cut], special=True)) for cut in (opened, at))
+    found = find_message_index(messages, written, *lengths)
     return explanation if found is None else evolve(explanation, message=found, role=messages[found].role)
 
 
@@ -72,10 +72,10 @@ def find_message_index(messages: Sequence[ChatMessage], written: str, opened: in
     unshown = 0
     for number, message in enumerate(messages):
         shown = (message.content or message.reasoning or (message.calls[0].name if message.calls else "")).strip()
-        place = written.find(shown, stop, at + len(shown)) if shown else -1
-        if place >= 0:
+        found_at = written.find(shown, stop, at + len(shown)) if shown else -1
+        if found_at >= 0:
             found = number
-            stop = place + len(shown)
+            stop = found_at + len(shown)
             continue
         unshown += 1
         if unshown == MAX_UNSHOWN_MESSAGES:

@@ -107,7 +107,7 @@ class SchemaFitter:
             if keyword in BY_NAME and isinstance(held, dict):
                 yield from ((*steps, keyword, name) for name, value in held.items() if isinstance(value, dict))
             elif keyword in LISTS and isinstance(held, list):
-                yield from ((*steps, keyword, place) for place, value in enumerate(held) if isinstance(value, dict))
+                yield from ((*steps, keyword, index) for index, value in enumerate(held) if isinstance(value, dict))
             elif keyword in SINGLE and isinstance(held, dict):
                 yield (*steps, keyword)
 
@@ -161,7 +161,7 @@ def fit_schemas(
 
 
 def rebase_references(schema: Any) -> Any:
-    """Return a copy for the place `#/whole`: its references mean the same there, and identifiers are removed."""
+    """Return a copy for the pointer `#/whole`: its references mean the same there, and identifiers are removed."""
     if isinstance(schema, list):
         return [rebase_references(part) for part in schema]
     if not isinstance(schema, dict):

@@ -259,13 +259,13 @@ async def accepts_system_anywhere(template: ChatTemplate, parts: bool) -> bool:
 
 def cut_after(rendered: Rendered, text: str) -> Rendered:
     """Remove all that follows the last occurrence of `text`. Raises TemplateRefused where it does not occur."""
-    for place in range(len(rendered) - 1, -1, -1):
-        piece = rendered[place]
+    for index in range(len(rendered) - 1, -1, -1):
+        piece = rendered[index]
         # Search the reversed text, since `rfind` may take time in proportion to the product of both lengths.
         at = -1 if isinstance(piece, ControlToken) else piece[::-1].find(text[::-1])
         if at >= 0 and text:
             assert isinstance(piece, str)
-            return (*rendered[:place], piece[: len(piece) - at])
+            return (*rendered[:index], piece[: len(piece) - at])
     raise TemplateRefused("it does not show the message that the answer is to continue as it was sent")
 
 

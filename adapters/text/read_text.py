@@ -92,12 +92,12 @@ def read_history(messages: Sequence[ChatMessage], owner: str) -> tuple[list[Assi
     """
     history = blake2b(frame_texts("owner", owner), digest_size=32)
     said = list[AssistantTurn]()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         reading = Reading.from_message(message)
         if message.role == "assistant":
             said.append(
                 AssistantTurn(
-                    place, turn_key(history.digest(), reading), tuple(one.id for one in message.calls), reading
+                    index, turn_key(history.digest(), reading), tuple(one.id for one in message.calls), reading
                 )
             )
         history.update(frame_texts(message.role, reading.text, *flatten_calls(reading)))

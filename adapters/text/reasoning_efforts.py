@@ -46,8 +46,8 @@ def find_nearest(level: str, accepted: list[str]) -> str | None:
     if level in accepted:
         return level
     levels = [one for one in accepted if (one == "none") == (level == "none")]
-    place = EFFORTS.index(level)
-    return min(levels, key=lambda one: (abs(EFFORTS.index(one) - place), EFFORTS.index(one)), default=None)
+    rank = EFFORTS.index(level)
+    return min(levels, key=lambda one: (abs(EFFORTS.index(one) - rank), EFFORTS.index(one)), default=None)
 
 
 def resolve_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:

@@ -147,8 +147,8 @@ class TurnRecaller:
         said = await anyio.to_thread.run_sync(self.remove_defaults, said, conversation.messages)
         known = await anyio.to_thread.run_sync(self.recognise, [(said[at], generated) for at, generated in found])
         messages = list(conversation.messages)
-        for place, turn in known.items():
-            messages[place] = evolve(messages[place], reasoning=turn.reading.reasoning)
+        for index, turn in known.items():
+            messages[index] = evolve(messages[index], reasoning=turn.reading.reasoning)
         return RecalledConversation(evolve(conversation, messages=messages), said, known, history)
 
     def remove_defaults(self, said: Iterable[AssistantTurn], messages: Sequence[ChatMessage]) -> list[AssistantTurn]:
@@ -217,14 +217,14 @@ class TurnRecaller:
     def iterate_segments(self, rendered: Rendered) -> Iterator[tuple[int, int]]:
         """Yield the ranges of pieces between the marker of a message and an end token."""
         start = None
-        for place, piece in enumerate(rendered):
+        for index, piece in enumerate(rendered):
             if not isinstance(piece, ControlToken):
                 continue
             if start is not None and piece.id in self.tokenizer.end_tokens:
-                yield start, place
+                yield start, index
                 start = None
             if piece.id in self.markers:
-                start = place + 1
+                start = index + 1
 
     def find_lead(self, tokens: Tokens) -> Tokens | None:
         """Return the tokens after the last marker of a prompt. None: there is none among the last 64 tokens."""

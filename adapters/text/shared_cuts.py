@@ -1,4 +1,4 @@
-"""Finds the token positions of a client's cuts: the places up to which, the client says, prompts may be shared.
+"""Finds the token positions of a client's cuts: the positions up to which, the client says, prompts may be shared.
 
 Clients mark them in the contents of messages (Anthropic's `cache_control`).
 """
@@ -39,7 +39,7 @@ def find_cut_positions(
     """Return the number of whole tokens before each cut, ascending. This is slow: call it in a thread.
 
     A content that the template does not show as it was sent gives no position. The same text may also be found at
-    another place. This is one more place to cut at and does no harm.
+    another position. This is one more position to cut at and does no harm.
     """
     written = join_rendered(rendered)
     ends = set[int]()
@@ -54,5 +54,5 @@ def find_cut_positions(
     lengths = list(accumulate(len(tokenizer.token_bytes(token)) for token in tokens)) if ends else []
     if not lengths or lengths[-1] != len(written.encode()):
         return ()  # the tokenizer has normalized the text, so the tokens are not its bytes
-    places = {bisect_right(lengths, len(written[:end].encode())) for end in ends}
-    return tuple(sorted(places - {0}))
+    cuts = {bisect_right(lengths, len(written[:end].encode())) for end in ends}
+    return tuple(sorted(cuts - {0}))

@@ -43,7 +43,7 @@ def stabilize(conversation: Conversation, before: MovedTextLookup = lambda _: No
     """
     leading = list(takewhile(lambda message: message.role == "system", conversation.messages))
     front, rest, applied = split_constant_messages(conversation.messages[len(leading) :])
-    places = {"nowhere": 0, "first": find_first_user(rest), "last": find_last_request(rest)}
+    targets = {"nowhere": 0, "first": find_first_user(rest), "last": find_last_request(rest)}
     tools = conversation.tools
     said = {"nowhere": dict[str, str](), "first": {}, "last": {}}
     readable = bool(rest) and sum(len(message.content) for message in leading) <= MAX_SYSTEM_CHARS
@@ -53,7 +53,7 @@ def stabilize(conversation: Conversation, before: MovedTextLookup = lambda _: No
             if any(map(lambda one, other: one is not other, changed, tools)):
                 tools = changed
                 applied = [*applied, rule.name]
-        elif readable and places[rule.target] is not None:
+        elif readable and targets[rule.target] is not None:
             leading, text = remove_from_messages(rule, leading)
             if text:
                 applied.append(rule.name)
@@ -62,15 +62,15 @@ def stabilize(conversation: Conversation, before: MovedTextLookup = lambda _: No
         return conversation
     leading = [*(message for message in leading if message.content), *front]
     unmoved = [*leading, *rest]
-    first = places["first"]
-    last = places["last"]
+    first = targets["first"]
+    last = targets["last"]
     stay = tuple[MovedText, ...]()
     tail = False
     if said["first"] and first is not None and last is not None:
         stay = place_lasting_texts(said["first"], first, last, rest, before(unmoved))
-    for place in sorted({one.message_index for one in stay}):
-        rest[place] = append_text(
-            rest[place], "\n".join(one.text for one in stay if one.message_index == place), cut=False
+    for index in sorted({one.message_index for one in stay}):
+        rest[index] = append_text(
+            rest[index], "\n".join(one.text for one in stay if one.message_index == index), cut=False
         )
     if said["last"] and last is not None:
         rest[last] = append_text(rest[last], "\n".join(said["last"].values()), cut=True)
@@ -94,9 +94,9 @@ def split_constant_messages(messages: Sequence[ChatMessage]) -> tuple[list[ChatM
     front = list[ChatMessage]()
     rest = list[ChatMessage]()
     applied = list[str]()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.role == "assistant":
-            rest += messages[place:]
+            rest += messages[index:]
             break
         rule = next((rule for rule in MESSAGE_RULES if is_constant(rule, message)), None)
         if rule is None:
@@ -114,7 +114,7 @@ def is_constant(rule: Rule, message: ChatMessage) -> bool:
 def place_lasting_texts(
     said: Mapping[str, str], first: int, last: int, rest: Sequence[ChatMessage], before: tuple[MovedText, ...] | None
 ) -> tuple[MovedText, ...]:
-    """Return the places of texts that stay for a session.
+    """Return where to put the texts that stay for a session.
 
     A text that is new, or that changed, goes to the last message if the conversation already went on without it.
 
@@ -141,12 +141,12 @@ def count_characters(texts: Sequence[MovedText]) -> int:
 
 
 def find_first_user(messages: Sequence[ChatMessage]) -> int | None:
-    return next((place for place, message in enumerate(messages) if message.role == "user"), None)
+    return next((index for index, message in enumerate(messages) if message.role == "user"), None)
 
 
 def find_last_request(messages: Sequence[ChatMessage]) -> int | None:
     """Return the index of the last message that is not the assistant's: the answer may have been begun already."""
-    return next((place for place in reversed(range(len(messages))) if messages[place].role != "assistant"), None)
+    return next((index for index in reversed(range(len(messages))) if messages[index].role != "assistant"), None)
 
 
 def iterate_matches(rule: Rule, text: str) -> Iterator[tuple[int, int]]:

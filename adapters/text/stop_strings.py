@@ -119,8 +119,8 @@ class StopFinder:
 
     def search(self, text: str) -> tuple[int, str | None]:
         """Read `text` up to the first stop string. Return the number of characters read, and the stop string."""
-        for place, char in enumerate(text, 1):
+        for index, char in enumerate(text, 1):
             self.node = self._step(self.node, char)
             if self.stops_at[self.node] is not None:
-                return place, self.stops_at[self.node]
+                return index, self.stops_at[self.node]
         return len(text), None

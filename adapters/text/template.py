@@ -130,7 +130,7 @@ class ChatTemplate:
     def _split(self, text: str) -> Rendered:
         """Split the output at its marks, which become control tokens."""
         pieces = re.split(f"\ufdd0{self._nonce}\ufdd2([0-9]+)\ufdd1", text)
-        rendered = [self.controls[int(piece)] if place % 2 else piece for place, piece in enumerate(pieces)]
+        rendered = [self.controls[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces)]
         try:
             text.encode()
         except UnicodeEncodeError:

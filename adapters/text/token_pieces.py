@@ -6,8 +6,8 @@ Both follow from tokenizer.json, if its parts are of known kinds.
    bytes gives the least number of its tokens.
 2. Every known pre-tokenizer ends a word between a letter and a sign other than an apostrophe, whatever follows. None
    of their expressions continues from a letter to anything but a letter, its mark or an apostrophe, and none looks
-   back. NFC composes nothing across such a place either. So a text may be cut there: the parts have the tokens of the
-   whole.
+   back. NFC composes nothing across such a position either. So a text may be cut there: the parts have the tokens of
+   the whole.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def batch_pieces(texts: Sequence[str], knowledge: TokenBounds) -> Iterator[list[
     """Yield the pieces of all texts, each with the index of its text, in batches of about 64 Ki characters."""
     run = list[tuple[int, str]]()
     size = 0
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         for piece in knowledge.iterate_pieces(text):
             if run and size + len(piece) > PIECE_CHARS:
                 yield run
                 run = []
                 size = 0
-            run.append((place, piece))
+            run.append((index, piece))
             size += len(piece)
     if run:
         yield run

@@ -112,7 +112,7 @@ class Tokenizer:
         self, rendered: Spliced, max_tokens: int | None = None, is_disconnected: DisconnectCheck | None = None
     ) -> Tokens:
         """Encode a rendered conversation in the same way. max_tokens: limits the tokens of the whole prompt."""
-        texts = [trim_text(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
+        texts = [trim_text(rendered, index) for index, piece in enumerate(rendered) if isinstance(piece, str)]
         encoded = iter(
             await self._encode(
                 texts, False, max_tokens, is_disconnected, opens=isinstance(next(iter(rendered), None), str)
@@ -152,12 +152,12 @@ class Tokenizer:
         for run in batch_pieces(texts, knowledge):
             if count and is_disconnected is not None and await is_disconnected():
                 raise ClientLeft
-            opening = [piece for place, piece in run if opens and place == 0]
+            opening = [piece for index, piece in run if opens and index == 0]
             found = await self._run_in_thread(self.encode_now, opening, controls) if opening else []
             if rest := [piece for _, piece in run[len(opening) :]]:
                 found += await self._run_in_thread(self.encode_now, rest, controls, inner=True)
-            for (place, _), tokens in zip(run, found, strict=True):
-                encoded[place] += tokens
+            for (index, _), tokens in zip(run, found, strict=True):
+                encoded[index] += tokens
                 count += len(tokens)
             if max_tokens is not None and count > max_tokens:
                 raise TooManyTokens(count)
@@ -235,12 +235,12 @@ def convert_panics() -> Iterator[None]:
         raise TokenizerPanicked(f"the tokenizer gave up: {str(error)[:200]}") from None
 
 
-def trim_text(rendered: Spliced, place: int) -> str:
-    """Return the text at `place` without the white space that neighbouring control tokens remove."""
-    text = rendered[place]
+def trim_text(rendered: Spliced, index: int) -> str:
+    """Return the text at `index` without the white space that neighbouring control tokens remove."""
+    text = rendered[index]
     assert isinstance(text, str)
-    before = rendered[place - 1] if place else None
-    after = rendered[place + 1] if place + 1 < len(rendered) else None
+    before = rendered[index - 1] if index else None
+    after = rendered[index + 1] if index + 1 < len(rendered) else None
     if isinstance(before, ControlToken) and before.rstrip:
         text = text.lstrip()
     if isinstance(after, ControlToken) and after.lstrip:

@@ -52,7 +52,7 @@ class CacheMisses:
         """
         found = [self._slot_divergences.pop(request, None), self.lookup_divergences.pop(request, None)]
         if was_compressed(report):
-            return None  # places are those of another prompt
+            return None  # positions are those of another prompt
         if is_fully_restored(report, self.settings):
             return None
         there = [one for one in found if one is not None and one.at >= report.restored_tokens]

@@ -29,7 +29,7 @@ log = logging.getLogger("rekindle.engine")
 
 @frozen
 class Envelope:
-    """An event as it entered the world: its place in the order, its time (monotonic), and what it is."""
+    """An event as it entered the world: its number in the order, its time (monotonic), and what it is."""
 
     seq: int
     at_ns: int

@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 from effects.all import Outcome
 from effects.decode import Decoded
 from effects.ids import RequestId, Tokens
-from effects.pflash import PromptCompressed
+from effects.prompt_compression import PromptCompressed
 from engine.core.event_loop import Envelope
 from states.events import Cancelled, Derived, Event, ForEngine, ForLaunch, ForModel, ForRequest, Submitted
 from states.request_states import Held, Speculating, get_remainder

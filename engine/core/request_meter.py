@@ -18,10 +18,10 @@ STAGES: Mapping[type[request_states.State], Stage] = {
     request_states.Waiting: "Waiting",
     request_states.LookingUp: "LookingUp",
     request_states.Restoring: "Restoring",
-    request_states.Fetching: "Fetching",
+    request_states.LoadingScorer: "LoadingScorer",
     request_states.Compressing: "Compressing",
-    request_states.Releasing: "Releasing",
-    request_states.Unparking: "Unparking",
+    request_states.UnloadingScorer: "UnloadingScorer",
+    request_states.UnparkingDraft: "UnparkingDraft",
     request_states.Prefilling: "Prefilling",
     request_states.Speculating: "Speculating",
     request_states.Snapshotting: "Snapshotting",
@@ -32,9 +32,9 @@ STAGES: Mapping[type[request_states.State], Stage] = {
 }
 """The stage that clients see of each state. `New` and `Done` are left within the fold, so they have none."""
 BEHIND: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
-    request_states.Fetching: (LoadModel("drafter"), "Compressing"),
-    request_states.Releasing: (UnloadModel("drafter"), "Prefilling"),
-    request_states.Unparking: (LoadModel("draft"), "Prefilling"),
+    request_states.LoadingScorer: (LoadModel("drafter"), "Compressing"),
+    request_states.UnloadingScorer: (UnloadModel("drafter"), "Prefilling"),
+    request_states.UnparkingDraft: (LoadModel("draft"), "Prefilling"),
 }
 """States in which weights are to be moved: the move, and what it is for."""
 
@@ -51,7 +51,7 @@ def stage_of(state: request_states.State, world: World) -> Stage:
     running = [effect_request.effect for lane in world.lanes.values() for effect_request in lane.running]
     if any(type(one) is type(move) and one.name == move.name for one in running):
         return STAGES[type(state)]
-    if isinstance(state, request_states.Unparking) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
+    if isinstance(state, request_states.UnparkingDraft) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
         return "Speculating"
     return behind
 

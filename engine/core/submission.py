@@ -217,7 +217,7 @@ class Submissions:
 def count_model_bytes(live: LiveFigures) -> Mapping[str, tuple[int, int]]:
     """Return the bytes of each model's weights, on its device and in host memory, as the memory ledger counts them."""
     models = {} if live.memory is None else live.memory.models
-    return {name: (places.device, places.host) for name, places in models.items()}
+    return {name: (memory.device, memory.host) for name, memory in models.items()}
 
 
 def describe_cache_use(report: Report, live: LiveFigures) -> str:

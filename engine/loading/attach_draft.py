@@ -50,7 +50,7 @@ def add_draft(
     neighbours: DraftNeighbours,
     *,
     events: DeviceEventPort,
-    step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
 ) -> DraftProposer[Any] | None:
     """Return the draft that was found, ready for an executor.
 
@@ -58,7 +58,7 @@ def add_draft(
     """
     if found is None:
         return None
-    step(start_progress.DRAFT)
+    on_step(start_progress.DRAFT)
     draft = load_draft(found, options, checkpoint, neighbours)
     buckets = neighbours.shard.spec.buckets
     if isinstance(draft, RemoteDraft):

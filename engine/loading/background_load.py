@@ -61,7 +61,7 @@ class LoadCancelled(Exception):
 
 
 def begin_load(
-    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+    options: Options, on_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> BackgroundLoad:
     """Begin to load a target on its lane.
 
@@ -70,12 +70,12 @@ def begin_load(
     *others, last = choose_devices(options.placement)
     beginning = BackgroundLoad(DeviceLane(last, (*others, choose_draft_device(options.speculation, last))))
 
-    def next_step(step_: str, done: int = 0, total: int = 0) -> None:
-        if step_ in start_progress.TIMED and not total:
+    def next_step(step: str, done: int = 0, total: int = 0) -> None:
+        if step in start_progress.TIMED and not total:
             beginning.measuring_allowed.wait()
         if beginning.cancelled.is_set():
             raise LoadCancelled
-        step(step_, done, total)
+        on_step(step, done, total)
 
     def load() -> None:
         beginning.result.set_result(load_on_lane(options, beginning.lane, next_step, only))
@@ -85,7 +85,7 @@ def begin_load(
 
 
 async def load_target(
-    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+    options: Options, on_step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> LoadedModel:
     """Load a target and wait for it, for callers that have nothing else to do meanwhile."""
-    return await begin_load(options, step, only).wait_for_target()
+    return await begin_load(options, on_step, only).wait_for_target()

@@ -13,7 +13,7 @@ from adapters.device.speculation.drafting import DraftProposer
 from adapters.transfer.transfer import Transfer
 from effects.all import Outcome
 from effects.ids import ModelName, RequestId
-from effects.pflash import CompressPrompt
+from effects.prompt_compression import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from engine.loading.load_scorer import LoadedScorer
 from states.settings import Settings

@@ -81,9 +81,9 @@ def choose_settings(
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
     shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
-    places = describe_placement(shard.parts) + ("" if draft is None else f",draft@{draft.place}")
-    places += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
-    times = build_rates_key(proven.identity, None if draft is None else draft.identity, places, asdict(shape))
+    locations = describe_placement(shard.parts) + ("" if draft is None else f",draft@{draft.location}")
+    locations += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
+    times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
     return Settings(
         slots=shard.spec.slots,
         max_context=fit.context,

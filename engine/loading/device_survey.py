@@ -19,7 +19,7 @@ from adapters.models.kernels import factory
 from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import Rows, RowTypes, name_row_types, read_row_types
 from adapters.models.numerics.probe import ProbeShape, probe, probe_key
 from adapters.models.numerics.probe_result import Numerics, join_numerics
 from adapters.models.open_checkpoint import Checkpoint
@@ -159,11 +159,11 @@ class SlotMemory:
 
 
 def measure_host_slots(
-    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: torch.dtype, plan: Sequence[Placement]
+    config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: Rows, plan: Sequence[Placement]
 ) -> SlotMemory:
     """Return what slots take of host memory.
 
-    rows: the dtype of cached rows. draft: its rows are in host memory as well.
+    rows: the types of cached rows. draft: its rows are in host memory as well.
     """
     here = [one.layers for one in plan if one.is_on_host]
     token = sum(config.kv_bytes_per_token(rows, layers) for layers in here)
@@ -216,7 +216,7 @@ def prove(
     kernels; they are offered the outcomes that are known here.
     """
     chunk = choose_chunk(runtime, plan)
-    rows = row_dtype(weights.kv_dtype, dtype)
+    rows = read_row_types(weights.kv_dtype, dtype)
     found = dict[torch.device, tuple[Numerics, Kernels]]()
     offers = list[Offer]()
     # A draft may run on the device of the last layers, with a copy of the head. It is in this process wherever they
@@ -235,7 +235,7 @@ def prove(
         else:
             asked = Prove(
                 dtype_name(dtype),  # type: ignore[arg-type]
-                dtype_name(rows),  # type: ignore[arg-type]
+                name_row_types(rows, dtype),
                 chunk,
                 context,
                 read_boot_id(),
@@ -253,15 +253,30 @@ def prove(
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
+def check_row_types(config: ModelConfig, types: RowTypes, device: torch.device) -> None:
+    """Raise UserError for formats of rows that the device or the model's heads do not have."""
+    is_fp8 = torch.float8_e4m3fn in {types.keys.dtype, types.values.dtype}
+    if is_fp8 and device.type == "cuda" and not read_capability(device).converts_e4m3:
+        others = "auto, bf16, int8, int4, int3.5"
+        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: {others}")
+    if device.type == "cuda" and types.is_packed and config.latent is not None:
+        # Unpacking 576 numbers a row takes more shared memory than cards of 99 KiB have.
+        others = "auto, bf16, fp8, int8"
+        raise UserError(f"--kv-dtype {types.name}: {device} has no such rows of compressed models; accepted: {others}")
+    try:
+        config.check_rows(types)
+    except ValueError as error:
+        raise UserError(f"--kv-dtype {error}") from error
+
+
 def build_probe_shape(
-    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
+    checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, RowTypes], chunk: int, context: int
 ) -> ProbeShape:
     """Return what a probe depends on, besides the configuration and the machine. dtypes: of weights and of rows.
 
     Raises UserError if the device cannot keep such rows.
     """
-    if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and not read_capability(device).converts_e4m3:
-        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
+    check_row_types(checkpoint.config, dtypes[1], device)
     return ProbeShape(
         device=device,
         dtype=dtypes[0],

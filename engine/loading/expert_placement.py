@@ -64,7 +64,7 @@ def assign_first_experts(hosted: HostExperts | None) -> None:
 
 
 def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settings:
-    """Return the settings with the numbers of experts and of places for them."""
+    """Return the settings with the numbers of experts and of slots for them."""
     if hosted is None:
         return settings
     return evolve(settings, experts=hosted.experts, expert_slots=hosted.expert_slots)

@@ -6,6 +6,7 @@ from hashlib import blake2b
 
 import torch
 
+from adapters.models.kernels.row_format import Rows, row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 
@@ -15,19 +16,20 @@ def compute_identity(
     dtype: torch.dtype,
     numerics: Numerics,
     mode: str,
-    rows: torch.dtype | None = None,
+    rows: Rows | None = None,
     *,
     digest: str = "",
 ) -> str:
     """Return 32 hex digits over everything that changes numbers, and nothing about this machine.
 
-    rows: the dtype of cached keys and values, if it is not `dtype`. digest: that of the checkpoint, if it is known
+    rows: the types of cached keys and values, if they are not `dtype`. digest: that of the checkpoint, if it is known
     already.
     """
+    types = row_types(rows or dtype)
     parts = (
         digest or checkpoint.digest(),
         repr(checkpoint.config),
-        str(dtype) if rows in {None, dtype} else f"{dtype}, rows in {rows}",
+        str(dtype) if types == row_types(dtype) else f"{dtype}, rows in torch.{types.name}",
         str(numerics.block_size),
         numerics.numerics_class,
         numerics.mode,
@@ -36,3 +38,13 @@ def compute_identity(
         mode,
     )
     return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+class IdentityMismatch(Exception):
+    """The model's identity, which is the argument, is not the one that is wanted."""
+
+
+def check_identity(found: str, expected: str | None) -> None:
+    """Raise IdentityMismatch for another identity than the expected one. None: any will do."""
+    if expected not in {None, found}:
+        raise IdentityMismatch(found)

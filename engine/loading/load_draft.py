@@ -28,6 +28,7 @@ from adapters.models.drafts.assistant.weights import list_assistant_products
 from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.gguf_draft import check_gguf_tokens
 from adapters.models.drafts.dflash.projection import FeatureProjection
 from adapters.models.drafts.dflash.weights import list_draft_products as block_products
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Projection
@@ -97,6 +98,7 @@ def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
     try:
         if name == OWN:
             return find_own_head(target)
+        check_gguf_tokens(Path(name), target.folder)
         find = find_assistant if is_assistant(Path(name)) else find_dflash
         return find(Path(name), target.config)
     except CheckpointError as error:

@@ -58,7 +58,7 @@ class FoundScorer:
     peer: Peer | None = None  # the process that has the scorer, if another one has it
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return str(self.device) if self.peer is None else self.peer.dial.name
 
 
@@ -174,8 +174,8 @@ def cannot_stay(found: FoundScorer) -> bool:
     size = estimate_weights(config, dtype, found.device, range(config.num_layers))
     if found.peer is None:
         return is_short_of_memory(found.device, size)
-    place = Placement(range(config.num_layers), found.device, found.peer)
-    return place.compute_device.type == "cuda" and size > measure_remote_free(place)
+    placement = Placement(range(config.num_layers), found.device, found.peer)
+    return placement.compute_device.type == "cuda" and size > measure_remote_free(placement)
 
 
 def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
@@ -213,17 +213,19 @@ def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCach
         remote, numerics = prove_remote_scorer(found, found.peer, options, dtype)
         return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
     assert isinstance(config, DenseConfig)
-    place = Placement(range(config.num_layers), found.device)
-    runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, place))
-    numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
+    placement = Placement(range(config.num_layers), found.device)
+    runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, placement))
+    numerics, (kernels,) = prove(
+        options.weights, runtime, checkpoint, dtype, (placement,), context=found.limit, kept=kept
+    )
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
     return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
 
 
-def count_scored_rows(runtime: RuntimeOptions, place: Placement) -> int:
+def count_scored_rows(runtime: RuntimeOptions, placement: Placement) -> int:
     """Return the rows of one forward of the scorer."""
-    return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
+    return CUDA_CHUNK if placement.compute_device.type == "cuda" else choose_chunk(runtime, (placement,))
 
 
 def prove_remote_scorer(
@@ -231,26 +233,26 @@ def prove_remote_scorer(
 ) -> tuple[RemoteScorer, Numerics]:
     """Return the scorer in another process, with the numerics that this process has proven. Raises UserError."""
     config = found.checkpoint.config
-    place = Placement(range(config.num_layers), found.device, peer)
+    placement = Placement(range(config.num_layers), found.device, peer)
     kept_in: Any = dtype_name(dtype)
     try:
         numerics = peer.prove(
-            Prove(kept_in, kept_in, count_scored_rows(options.runtime, place), found.limit, read_boot_id())
+            Prove(kept_in, "auto", count_scored_rows(options.runtime, placement), found.limit, read_boot_id())
         )
         return RemoteScorer(peer, build_scorer_request(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
-        raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
+        raise UserError(f"--prefill-drafter-device {found.location}: {error}") from error
 
 
-def describe_compression(options: Options, settings: Settings, drafter: LoadedScorer | None) -> Mapping[str, Any]:
+def describe_compression(options: Options, settings: Settings, prompt_scorer: LoadedScorer | None) -> Mapping[str, Any]:
     """Return what `/props` shows as `pflash`."""
     return {
         "mode": options.compression.prefill_compression,
         "threshold": options.compression.prefill_threshold,
         "keep_ratio": options.compression.prefill_keep_ratio,
         "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
-        "drafter": None if drafter is None else Path(drafter.found.name).name,
-        "device": None if drafter is None else drafter.found.place,
+        "drafter": None if prompt_scorer is None else Path(prompt_scorer.found.name).name,
+        "device": None if prompt_scorer is None else prompt_scorer.found.location,
         "most_tokens": settings.scorer_max_tokens,
         "draft_residency": settings.residency.policy,
         "freeze": options.cache.disk_prefix_cache_compress,

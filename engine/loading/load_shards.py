@@ -43,16 +43,16 @@ def build_shards(
     """
     config = checkpoint.config
     parts = list[Shard]()
-    for place, own, weights in zip(plan, kernels, sources, strict=True):
-        placement = evolve(room, device=place.device, layers=place.layers)
-        if place.peer is not None:
-            ends = CopiedEnds(config, checkpoint, own, room.dtype, place.device)
+    for part_placement, own, weights in zip(plan, kernels, sources, strict=True):
+        placement = evolve(room, device=part_placement.device, layers=part_placement.layers)
+        if part_placement.peer is not None:
+            ends = CopiedEnds(config, checkpoint, own, room.dtype, part_placement.device)
             request = build_layers_request(config, placement, fast=fast)
-            left = config.find_crossing(place.layers.stop, room.dtype, room.rows or room.dtype).width
-            parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers, left))
+            left = config.find_crossing(part_placement.layers.stop, room.dtype, room.rows or room.dtype).width
+            parts.append(RemoteShard(part_placement.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None
-        with use_device(place.device):
+        with use_device(part_placement.device):
             parts.append(checkpoint.family.build(config, weights, own, placement, offloaded=experts))
     return Pipeline(parts)
 
@@ -90,16 +90,16 @@ def stage_weights(
 
 
 def upload_weights(
-    checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
+    checkpoint: Checkpoint, part_placement: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
 ) -> Upload:
     """Return the upload of one shard to its GPU."""
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,
-        names=checkpoint.config.tensors(place.layers),
-        device=place.device,
+        names=checkpoint.config.tensors(part_placement.layers),
+        device=part_placement.device,
         new_buffer=buffer,
         on_tensor_read=checkpoint.on_read,
         served_dtype=dtype,
-        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
+        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(part_placement.device) // 4),
     )

@@ -34,11 +34,10 @@ from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
@@ -48,6 +47,7 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import assign_first_experts, with_expert_counts
+from engine.loading.identity import check_identity
 from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
@@ -92,6 +92,7 @@ class LoadedModel:
     identity: str
     model_id: str
     mode: str  # exact or fast
+    kv_dtype: str  # the formats of cached keys and values
     freezes: bool  # messages that have aged are shortened, which needs a prompt scorer
     scope: Scope  # of requests that do not name one
     calibrations: CalibrationCache
@@ -117,7 +118,7 @@ class LoadedModel:
         return {
             "n_ctx_train": config.max_positions,
             "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
-            "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
+            "kv_dtype": self.kv_dtype,
             "size": self.weight_bytes,
             "packed": list(self.checkpoint.packing_names),
             "bits_per_weight": round(self.checkpoint.stored_bits, 2),
@@ -210,12 +211,8 @@ class LoadedModel:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-class IdentityMismatch(Exception):
-    """The model's identity, which is the argument, is not the one that is wanted."""
-
-
 def load_on_lane(
-    options: Options, lane: DeviceLane, step: start_progress.StepListener, expected_identity: str | None = None
+    options: Options, lane: DeviceLane, on_step: start_progress.StepListener, expected_identity: str | None = None
 ) -> LoadedModel:
     """Load a target on its lane. Raises UserError or IdentityMismatch.
 
@@ -227,7 +224,7 @@ def load_on_lane(
     checkpoint = Checkpoint.open(folder)
     peers = connect_peers(options, folder, checkpoint)
     try:
-        target = load_with_peers(peers, checkpoint, options, lane, step=step, expected_identity=expected_identity)
+        target = load_with_peers(peers, checkpoint, options, lane, on_step=on_step, expected_identity=expected_identity)
     except RowsLost as error:
         peers.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
@@ -246,7 +243,7 @@ def load_with_peers(
     options: Options,
     lane: DeviceLane,
     *,
-    step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
     expected_identity: str | None,
 ) -> LoadedModel:
     """Load a target whose parts may be in other processes. peers: those processes, if any."""
@@ -256,35 +253,34 @@ def load_with_peers(
     opened_draft = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened_draft, peers.draft)
     fit = load_plan.choose_fit()
-    cache = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    cache = CalibrationCache(find_user_folder(), proving=lambda: on_step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    reported = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    counted = checkpoint.with_hook(start_progress.count_parts(on_step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     embedding_on_host = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(reported, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=cache, step=step)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=cache, on_step=on_step)
         numerics = proven.numerics
-        if expected_identity not in {None, proven.identity}:
-            raise IdentityMismatch(proven.identity)
+        check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))
         found_scorer = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=peers.scorer)
-        step(start_progress.WEIGHTS)
+        on_step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
         room = plan_shard_room(options, proven, dtype, usable_draft, offload_embedding=embedding_on_host)
-        shard = build_shards(reported, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels), numerics, cache, peers.draft)
-    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, step=step)
+    proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
     draft = None if proposer is None else proposer.draft
     parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
-    step(start_progress.WARM_UP)
+    on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
-    step(start_progress.MEASURE)
+    on_step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
     settings = with_expert_counts(settings, host_experts)
     scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
-    step(start_progress.CACHE)
+    on_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
     transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
     settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
@@ -301,6 +297,7 @@ def load_with_peers(
         identity=proven.identity,
         model_id=choose_model_id(options.model),
         mode=options.runtime.numerics,
+        kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         freezes=options.cache.disk_prefix_cache_compress,
         scope=options.cache.default_scope,
         calibrations=cache,
@@ -330,7 +327,7 @@ def plan_shard_room(
     """Return what every shard of the target has room for. Its device and its layers are not known yet."""
     return ShardPlacement(
         dtype=dtype,
-        rows=row_dtype(options.weights.kv_dtype, dtype),
+        rows=read_row_types(options.weights.kv_dtype, dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),

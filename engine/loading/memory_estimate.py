@@ -16,7 +16,7 @@ from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from engine.loading.device_survey import (
@@ -79,7 +79,7 @@ def choose_fit(
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
     shape = draft.shape if draft and on_host else None
-    rows = row_dtype(options.weights.kv_dtype, dtype)
+    rows = read_row_types(options.weights.kv_dtype, dtype)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
     return found
 
@@ -131,23 +131,23 @@ def estimate_needs(
     drafted = plan_draft_placement(options.speculation, plan[-1].device, peer)
     found = list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
-        places = [one for one in plan if one.memory == memory]
-        first = (*places, drafted)[0]
-        here = [one.layers for one in places]
+        placements = [one for one in plan if one.memory == memory]
+        first = (*placements, drafted)[0]
+        here = [one.layers for one in placements]
         device = first.compute_device
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(estimate_weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
-        if hosted and places:
+        if hosted and placements:
             fixed += hosted - count_expert_weights(config) * dtype.itemsize
-        if plan[0] in places:
+        if plan[0] in placements:
             fixed -= table
-        fixed += options.cache.state_checkpoints * sum(place for _, place in states)
+        fixed += options.cache.state_checkpoints * sum(placement for _, placement in states)
         if device.type == "cuda":
             chunk = choose_chunk(options.runtime, plan)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
         own = 0
-        row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
-        if plan[-1] in places:
+        row = sum(config.kv_bytes_per_token(read_row_types(options.weights.kv_dtype, dtype), layers) for layers in here)
+        if plan[-1] in placements:
             fixed += estimate_buffers(options.runtime, config, dtype, plan)
         if draft is not None and memory == drafted.memory:
             fixed += estimate_buffers(options.runtime, config, dtype, plan) + draft.weights * choose_itemsize(
@@ -158,7 +158,7 @@ def estimate_needs(
             # Such a draft has copies of the embedding and of the head.
             if config.embedding_scale != 1:
                 fixed += config.vocab_size * config.hidden_size * dtype.itemsize
-            if not drafted.is_local or plan[-1] not in places:
+            if not drafted.is_local or plan[-1] not in placements:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
         name = str(device)
@@ -239,10 +239,10 @@ def measure_allowed(device: torch.device) -> int:
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def measure_remote_free(place: Placement) -> int:
+def measure_remote_free(placement: Placement) -> int:
     """Return the free bytes of a device in another process, as that process reported when it started."""
-    free = 0 if place.peer is None or place.peer.facts is None else place.peer.facts.free
-    return free * 3 // 4 if place.compute_device.type == "cpu" else max(0, free - SPARE)
+    free = 0 if placement.peer is None or placement.peer.facts is None else placement.peer.facts.free
+    return free * 3 // 4 if placement.compute_device.type == "cpu" else max(0, free - SPARE)
 
 
 def choose_itemsize(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:

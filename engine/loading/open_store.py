@@ -71,7 +71,7 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
     A shared store that cannot be used always stops it: it was named, and a server without it would seem to work.
     """
     folder = disk_folder(cache)
-    place = find_shared_store(cache)
+    shared = find_shared_store(cache)
 
     def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
         return open_store(
@@ -81,7 +81,7 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
             disk_bytes=cache.kv_cache_budget << 20,
             codec=cache.kv_cache_codec,
             memory=memory,
-            shared=place,
+            shared=shared,
         )
 
     try:

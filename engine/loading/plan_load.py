@@ -10,7 +10,7 @@ from attrs import frozen
 
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
@@ -71,7 +71,7 @@ class ProvenPlan:
     identity: str
 
 
-def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_progress.StepListener) -> ProvenPlan:
+def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, on_step: start_progress.StepListener) -> ProvenPlan:
     """Prove numerics on every device, and compute the identity of the model.
 
     fit: as it was estimated. If fewer weights stay packed than the estimate expected, there is less room for rows: then
@@ -80,7 +80,7 @@ def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_
     checkpoint = plan.checkpoint
     placements = plan.placements
     options = plan.options
-    rows = row_dtype(options.weights.kv_dtype, plan.dtype)
+    rows = read_row_types(options.weights.kv_dtype, plan.dtype)
     chunk = choose_chunk(options.runtime, placements)
     compiling = partial(
         compile_kernels,
@@ -91,7 +91,7 @@ def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_
         fit=fit,
         chunk=chunk,
         kept=kept,
-        step=step,
+        on_step=on_step,
     )
     digest = digest_beside(checkpoint, compiling)
     numerics, kernels = plan.prove(fit.context, kept)

@@ -161,18 +161,18 @@ def describe_shard(part: Shard) -> ShardMemory:
 
 def describe_draft(draft: DraftModel) -> ModelMemory:
     """Return what /props shows of a draft."""
-    return describe_model(draft.place, draft.memory(), find_peer(draft))
+    return describe_model(draft.location, draft.memory(), find_peer(draft))
 
 
 def describe_scorer(scorer: LoadedScorer) -> ModelMemory:
     """Return what /props shows of a prompt scorer."""
-    return describe_model(scorer.found.place, scorer.memory(), scorer.found.peer)
+    return describe_model(scorer.found.location, scorer.memory(), scorer.found.peer)
 
 
-def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelMemory:
+def describe_model(location: str, held: Mapping[str, int], remote: Peer | None) -> ModelMemory:
     """Return what /props shows of a model that is not the target."""
     return ModelMemory(
-        device=place,
+        device=location,
         process=find_process(remote),
         bytes=held,
         error="" if remote is None else remote.error,

@@ -25,6 +25,7 @@ from adapters.models.decoder.scorer import Scorer
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.row_format import RowTypes, read_row_types
 from adapters.models.numerics.probe import probe_key
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
@@ -67,7 +68,7 @@ class ServedModel:
     checkpoint: Checkpoint
     device: torch.device
     draft: str = "none"
-    _proven: tuple[Checkpoint, torch.dtype, torch.dtype, Kernels, Numerics] | None = None
+    _proven: tuple[Checkpoint, torch.dtype, RowTypes, Kernels, Numerics] | None = None
 
     @classmethod
     def open(cls, model: str, device: str, draft: str = "none") -> ServedModel:
@@ -98,7 +99,7 @@ class ServedModel:
         threads. Otherwise they are proven here.
         """
         dtype = torch_dtype(asked.dtype)
-        rows = torch_dtype(asked.rows)
+        rows = read_row_types(asked.rows, dtype)
         checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.with_dtype(dtype)
         shape = build_probe_shape(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)

@@ -26,6 +26,7 @@ from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
 from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.row_format import RowTypes
 from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
@@ -63,11 +64,11 @@ def compile_kernels(
     plan: Sequence[Placement],
     dtype: torch.dtype,
     *,
-    rows: torch.dtype,
+    rows: RowTypes,
     fit: Fit,
     chunk: int,
     kept: CalibrationCache,
-    step: start_progress.StepListener,
+    on_step: start_progress.StepListener,
 ) -> None:
     """Compile what steps of each bucket launch on a GPU, side by side, or read what an earlier start compiled.
 
@@ -104,7 +105,7 @@ def compile_kernels(
                 log.debug("kernels will be compiled when they are first used: %s", error)
             for thread in answers:
                 thread.join()
-            step(start_progress.COMPILE)
+            on_step(start_progress.COMPILE)
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
             if not probed:
                 compile_first(steps)

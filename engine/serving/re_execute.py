@@ -33,7 +33,7 @@ from engine.core.event_loop import Envelope
 from engine.core.replay import Replay, ReplayDiffers, format_record, until_cut_line
 from engine.core.trace import LINE_LIMIT, BadTrace, Header, TraceLine, read_trace_lines
 from engine.loading.background_load import load_target
-from engine.loading.load_target import IdentityMismatch
+from engine.loading.identity import IdentityMismatch
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options
 from engine.settings.progress import count_progress

@@ -23,9 +23,9 @@ from effects.experts import MoveExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.pflash import KeepFrozen
 from effects.ports import NotifyEffect, PerformEffect, SubmitLaunch
 from effects.prefill import OpenSlot
+from effects.prompt_compression import KeepFrozen
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
@@ -95,7 +95,7 @@ async def run_engine(
     executor.row_watch.switch(on=paranoid)
     sources = status or StatusSources()
     live = sources.live
-    drafter = None if compression is None else compression.scorer
+    prompt_scorer = None if compression is None else compression.scorer
     metrics = Metrics()
     metrics.watch_damage(lambda: live().damaged)
     meter = RequestMeter(metrics.observe_stage)
@@ -115,7 +115,7 @@ async def run_engine(
         transfer.store.memory.set_pace(ENGINE, PaceMemory(gently=False))  # the start is over; no request is served yet
     event_loop = EventLoop(
         make_world(settings),
-        Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
+        Executors(list_lane_submitters(settings, executor, prompt_scorer), list_store_performers(transfer), notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,
@@ -173,12 +173,12 @@ def make_device_event(event: DeviceEvent) -> Happened:
 
 
 def list_lane_submitters(
-    settings: Settings, executor: DeviceExecutor, drafter: LoadedScorer | None
+    settings: Settings, executor: DeviceExecutor, prompt_scorer: LoadedScorer | None
 ) -> dict[LaneId, SubmitLaunch]:
     """Return the function that carries out the launches of each lane."""
     submitters: dict[LaneId, SubmitLaunch] = {MAIN: executor.submit, PROMPTS: executor.submit}
-    if drafter is not None and drafter.own_lane is not None:
-        submitters[settings.scorer_lane] = drafter.own_lane.submit
+    if prompt_scorer is not None and prompt_scorer.own_lane is not None:
+        submitters[settings.scorer_lane] = prompt_scorer.own_lane.submit
     return submitters
 
 
@@ -218,8 +218,8 @@ def list_notify_handlers(
 
 
 def list_abandon_handlers(
-    executor: DeviceExecutor, drafter: LoadedScorer | None, transfer: Transfer | None
+    executor: DeviceExecutor, prompt_scorer: LoadedScorer | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
     """Return the functions that are called when a request is abandoned."""
-    others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
+    others = [one for one in (prompt_scorer, None if transfer is None else transfer.restorer) if one is not None]
     return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))

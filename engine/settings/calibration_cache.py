@@ -60,7 +60,7 @@ class CalibrationCache:
         file = self.locate("numerics", key)
         found = make()
 
-        def place(new: Path) -> None:
+        def publish(new: Path) -> None:
             nonlocal found
             try:
                 file.hardlink_to(new)
@@ -72,7 +72,7 @@ class CalibrationCache:
                     return
                 new.replace(file)
 
-        replace_file(file, write(found), place)
+        replace_file(file, write(found), publish)
         return found
 
     def recall(self, key: str, read: Callable[[str], T]) -> T | None:
@@ -113,13 +113,13 @@ def read_small_file(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def replace_file(file: Path, text: str, place: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all. place: puts the new file where it belongs."""
+def replace_file(file: Path, text: str, publish: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all. publish: puts the new file where it belongs."""
     new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(text, encoding="utf-8")
-        place(new)
+        publish(new)
     except OSError:
         pass
     finally:

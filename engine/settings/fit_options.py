@@ -9,7 +9,14 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.settings.option_types import Device, check_device, check_devices, check_experts, parse_integer
+from engine.settings.option_types import (
+    Device,
+    check_device,
+    check_devices,
+    check_experts,
+    check_kv_dtype,
+    parse_integer,
+)
 from engine.settings.options import Options, build_options
 
 
@@ -26,8 +33,8 @@ class FitOptions:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
     """Number format of weights and computation."""
 
-    kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
-    """Number format of cached keys and values."""
+    kv_dtype: Annotated[str, Parameter(validator=check_kv_dtype)] = "auto"
+    """Number format of cached keys and values: auto, bf16, fp8, int8, int4, int3.5, or k=TYPE,v=TYPE."""
 
     experts: Annotated[str, Parameter(validator=check_experts)] = "device"
     """Where the weights of experts are kept: device, or host:N (host memory, and the most used ones also in N GiB of

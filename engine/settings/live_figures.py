@@ -22,7 +22,7 @@ class ModelBytes:
 
 @frozen
 class ModelMemory:
-    """The place of a draft or a prompt scorer, and of the process that has it.
+    """The location of a draft or a prompt scorer, and of the process that has it.
 
     bytes: what it holds, by kind. error: why its process is gone, while it is gone.
     """
@@ -36,7 +36,7 @@ class ModelMemory:
 
 @frozen
 class ShardMemory(ModelMemory):
-    """The place of a shard. layers: the first, and the one behind the last. remote: another process has it."""
+    """The location of a shard. layers: the first, and the one behind the last. remote: another process has it."""
 
     layers: tuple[int, int] = (0, 0)
     remote: bool = False

@@ -31,6 +31,7 @@ from engine.settings.option_types import (
     check_devices,
     check_draft_device,
     check_experts,
+    check_kv_dtype,
     check_weights,
     flag,
     parse_integer,
@@ -125,9 +126,10 @@ class WeightOptions:
     """Number format of weights and computation. auto: the checkpoint's own format; for GGUF files bfloat16 or
     float32."""
 
-    kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], flag(MODEL)] = "auto"
-    """Number format of cached keys and values. auto: the format of computation. int8 and fp8 take half the memory of
-    bfloat16 and give other answers."""
+    kv_dtype: Annotated[str, flag(MODEL, validator=check_kv_dtype)] = "auto"
+    """Number format of cached keys and values: auto (the format of computation), bf16, fp8, int8, int4 or int3.5. int8
+    and fp8 take half the memory of bfloat16, int4 and int3.5 about a quarter; each gives other answers. k=int8,v=int4
+    gives keys and values a format each."""
 
     quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
     """Round an unpacked checkpoint to 8 or 4 bits while it is loaded, in groups of 128 numbers. This shows what a
@@ -190,10 +192,10 @@ class SpeculationOptions:
     """The draft model and how its proposals are verified."""
 
     draft: Annotated[str, flag(DRAFT)] = "auto"
-    """Draft for speculative decoding. A folder with a DFlash draft that was trained for the model, or with a Gemma 4
-    assistant; mtp: the prediction head in the model's own checkpoint; suffix: no model, but copies of what followed
-    earlier text that ended in the same way; none: no draft; auto: the draft of a demo model, otherwise none.
-    FOLDER+suffix, mtp+suffix and auto+suffix have both."""
+    """Draft for speculative decoding. A folder or GGUF file with a DFlash, DFlash 2 or DSpark draft that was trained
+    for the model, or a folder with a Gemma 4 assistant; mtp: the prediction head in the model's own checkpoint; suffix:
+    no model, but copies of what followed earlier text that ended in the same way; none: no draft; auto: the draft of a
+    demo model, otherwise none. FOLDER+suffix, mtp+suffix and auto+suffix have both."""
 
     draft_device: Annotated[Device, flag(DRAFT, validator=check_draft_device)] = ""
     """Device of the draft: cpu, cuda or cuda:N. By default the device of the model's last layers. ipc+cpu:0 and

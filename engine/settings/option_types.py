@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter, Token
 
+from adapters.models.kernels.row_names import read_pair
 from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 
@@ -123,6 +124,10 @@ def check_weights(_: Any, value: str) -> None:
 def check_chunk(_: Any, value: int) -> None:
     if value and (value < 64 or value & (value - 1) or value > 4096):
         raise ValueError("Must be 0 (the device's default) or a power of two from 64 to 4096.")
+
+
+def check_kv_dtype(_: Any, value: str) -> None:
+    read_pair(value)
 
 
 def check_experts(_: Any, value: str) -> None:

@@ -128,7 +128,7 @@ class StartProgress:
             self._bar = None
 
 
-def count_parts(step: StepListener, name: str, total: int) -> Callable[[], None]:
+def count_parts(on_step: StepListener, name: str, total: int) -> Callable[[], None]:
     """Return a function to call after each part of a step. Every hundredth of all is reported."""
     done = 0
 
@@ -136,7 +136,7 @@ def count_parts(step: StepListener, name: str, total: int) -> Callable[[], None]
         nonlocal done
         done += 1
         if 100 * done // total > 100 * (done - 1) // total and done <= total:
-            step(name, done, total)
+            on_step(name, done, total)
 
     return one_more
 

@@ -22,7 +22,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.gguf_tensor import GgufTensor
 from adapters.checkpoint.safetensors_folder import StoredTensor
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from effects.ids import PAGE
 from engine.loading.device_survey import choose_devices, plan_placement
@@ -121,7 +121,7 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         stored=find_main_format(checkpoint),
         bits=round(checkpoint.stored_bits, 2),
         dtype=shorten_dtype(dtype),
-        kv_dtype=shorten_dtype(row_dtype(options.weights.kv_dtype, dtype)),
+        kv_dtype=read_row_types(options.weights.kv_dtype, dtype).name,
         limit=config.max_positions,
         **attrs.asdict(fit),
         token=sum(need.row for need in asked),

@@ -127,8 +127,8 @@ def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> S
     """Return the settings with recurrent state if the costs have any, or else without anything that belongs to it."""
     if not costs.state_bytes:
         return evolve(settings, state_checkpoints=0)
-    places = settings.state_checkpoints if wanted.state_checkpoints is None else wanted.state_checkpoints
-    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_checkpoints=places)
+    checkpoints = settings.state_checkpoints if wanted.state_checkpoints is None else wanted.state_checkpoints
+    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_checkpoints=checkpoints)
 
 
 def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[FinishedRun]:

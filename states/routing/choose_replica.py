@@ -195,7 +195,7 @@ def count_home_blocks(replica: KnownReplica, home: SessionHome, keys: Sequence[b
         return 0
     low = 0
     high = min(len(keys), len(home.keys))
-    # Each key stands for everything before it, so equal keys at one place mean equal keys at all earlier places.
+    # Each key stands for everything before it, so equal keys at one index mean equal keys at all earlier indices.
     while low < high:
         middle = (low + high + 1) // 2
         if keys[middle - 1] == home.keys[middle - 1]:

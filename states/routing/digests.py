@@ -140,7 +140,7 @@ class DigestWriter:
 
 @define
 class DigestReader:
-    """The place of one replica's digests that a router has applied. number = 0: none of this epoch."""
+    """The last of one replica's digests that a router has applied. number = 0: none of this epoch."""
 
     epoch: int = -1
     number: int = 0

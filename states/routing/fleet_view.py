@@ -4,8 +4,8 @@ Problem. For each prompt the router has to find the longest prefix that each of 
 microseconds. A prompt of 100,000 tokens has 1,600 blocks.
 
 Idea. Each replica has a number, and the index keeps for each key and tier a mask with one bit for each replica. A tier
-that holds a block holds those before it as well, because only leaves are evicted. So the mask at a place of a prompt
-only loses bits from one place to the next. `find_groups` therefore looks at a few places, by halving. Most replicas
+that holds a block holds those before it as well, because only leaves are evicted. So the mask at a block of a prompt
+only loses bits from one block to the next. `find_groups` therefore looks at a few blocks, by halving. Most replicas
 hold the same of a prompt: nothing, or the same system prompt. So the result is a few groups of replicas instead of one
 entry for each.
 
@@ -169,8 +169,8 @@ class FleetView:
         return groups
 
     def _mask_reader(self, keys: Sequence[bytes], tier: int) -> Callable[[int], int]:
-        """Return a function of a place in the prompt: the mask of replicas that have its block in this tier or before
-        it.
+        """Return a function of a block's index in the prompt: the mask of replicas that have its block in this tier or
+        before it.
         """
         index = self._index
 

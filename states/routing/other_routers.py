@@ -17,7 +17,7 @@ from states.routing.choose_replica import RouteDecision, RouteQuery
 from states.routing.fleet_view import NOTHING
 from states.routing.prefix_router import ReplicaAdded, ReplicaRemoved, RequestArrived, RequestEnded, RouterEvent
 
-RING_POINTS = 128  # places of each replica on the ring of consistent hashing
+RING_POINTS = 128  # points of each replica on the ring of consistent hashing
 LEAST_MATCH = 10  # percent of a prompt below which Ray's router does not follow the prefix
 
 

@@ -35,8 +35,8 @@ def hay(*depths: float, seed: int = 1, words: int = 600) -> Haystack:
 @pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
 def test_a_needle_is_where_it_is_wanted(depth: float) -> None:
     text = hay(depth)
-    place = text.lines.index(text.needles[0].line)
-    assert place == round(depth * (len(text.lines) - 1))
+    index = text.lines.index(text.needles[0].line)
+    assert index == round(depth * (len(text.lines) - 1))
     assert 500 < len(text.text().split()) < 700
     assert text.text().endswith(f"\n\nWhat is the secret number of {text.needles[0].person}?")
 

@@ -193,16 +193,16 @@ def test_every_benchmark_records_its_result_under_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words.split()[0])
 def test_a_quick_benchmark_writes_a_well_formed_result(words: str, tmp_path: Path) -> None:
-    run_benchmark(words, tmp_path)
+    check_benchmark(words, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("words", SLOW, ids=lambda words: words.split()[0])
 def test_every_other_benchmark_for_processors_does_so_too(words: str, tmp_path: Path) -> None:
-    run_benchmark(words, tmp_path)
+    check_benchmark(words, tmp_path)
 
 
-def run_benchmark(words: str, folder: Path) -> None:
+def check_benchmark(words: str, folder: Path) -> None:
     """Run a benchmark for a moment. Its figures say nothing, but its result must be whole."""
     name, *options = words.split()
     command = [sys.executable, "-c", RUN, str(folder), name, *options, "--record"]

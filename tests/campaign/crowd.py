@@ -131,17 +131,17 @@ def drop(port: int, rate: float, ended: Callable[[], bool]) -> int:
     """Open and close at once, in a few threads. How often."""
     counts = [0] * DROPPING
 
-    def run(place: int) -> None:
+    def run(index: int) -> None:
         began = time.monotonic()
         while not ended():
-            if counts[place] * DROPPING > (time.monotonic() - began) * rate * DROPPED:
+            if counts[index] * DROPPING > (time.monotonic() - began) * rate * DROPPED:
                 time.sleep(0.001)
                 continue
             with suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 10).close()
-            counts[place] += 1
+            counts[index] += 1
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(DROPPING)]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(DROPPING)]
     for thread in threads:
         thread.start()
     for thread in threads:

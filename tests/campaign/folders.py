@@ -65,6 +65,14 @@ def safetensors_heads(folder: Path) -> Iterator[Case]:
 def configurations(_: Path) -> Iterator[Case]:
     target, hybrid = (json.loads((demo.FOLDER / at / "config.json").read_text()) for at in (".", "hybrid"))
     draft = json.loads((demo.FOLDER / "draft" / "config.json").read_text())
+    selecting = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16}
+    selecting |= {"output_multiplier": 0.5, "final_logit_softcapping": 20.0, "architectures": ["DFlash2DraftModel"]}
+    correcting = {"markov_rank": 32, "markov_head_type": "rnn", "sample_from_anchor": True, "is_causal": False}
+    names = {
+        "": (),
+        "DFlash 2": ("candidate_selector.predecessor_codebook", "layers.0.mlp_conv.base_kernel"),
+        "DSpark": ("markov_head.markov_w1.weight", "confidence_head.proj.weight"),
+    }
     config = parse(target)
 
     def check(random: Random) -> None:
@@ -72,10 +80,11 @@ def configurations(_: Path) -> Iterator[Case]:
         if isinstance(changed, dict):  # or `read_json` refuses it
             for kind in FAMILIES:
                 taken(lambda kind=kind: family_of({"model_type": kind}).parse(changed))
-        changed = spoilt(draft, random)
+        changed = spoilt(draft | selecting | correcting, random)
         if isinstance(changed, dict):
             taken(lambda: refuse_other_formats(changed))
-            taken(lambda: parse_draft_config(changed, shapes, config))
+            for kind in names.values():
+                taken(lambda kind=kind: parse_draft_config(changed, shapes, config, kind))
 
     from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, _read_shapes  # noqa: PLC0415
 

@@ -32,23 +32,23 @@ def spoilt_cases(check: Callable[[Random], None], examples: int) -> None:
     chosen(given(st.randoms(use_true_random=False))(check))()  # type: ignore[misc]
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def iterate_values(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) inside."""
     if isinstance(value, dict):
         for key in value:
             yield value, key
-            yield from places(value[key])
+            yield from iterate_values(value[key])
     elif isinstance(value, list):
         for at in range(min(len(value), 40)):
             yield value, at
-            yield from places(value[at])
+            yield from iterate_values(value[at])
 
 
 def spoilt(value: Any, random: Random, values: tuple[Any, ...] = VALUES) -> Any:
     """A copy in which something, somewhere, is another value, gone, doubled, moved or nested."""
     whole = [deepcopy(value)]
     for _ in range(random.randint(1, 3)):
-        container, key = random.choice(list(places(whole)))
+        container, key = random.choice(list(iterate_values(whole)))
         match random.randint(0, 5):
             case 0 | 1:
                 container[key] = deepcopy(random.choice(values))
@@ -61,7 +61,7 @@ def spoilt(value: Any, random: Random, values: tuple[Any, ...] = VALUES) -> Any:
             case 5:
                 container[key] = [container[key]] * random.choice((1, 2, 50))
             case _:
-                container[key] = deepcopy(random.choice(list(places(whole)))[0])
+                container[key] = deepcopy(random.choice(list(iterate_values(whole)))[0])
     return whole[0]
 
 

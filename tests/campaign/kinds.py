@@ -6,7 +6,7 @@ from tests.campaign import connections, decoders, folders, logs, site, stores
 from tests.campaign.case import Kind
 
 STORE = (
-    Kind("kills", stores.kills, 100, deadline_s=60, few=8),
+    Kind("kills", stores.kills, 100, deadline_s=60, few=5),
     Kind("faults", stores.faults, 150),
     Kind("damage", stores.damage, 200),
 )
@@ -27,9 +27,9 @@ DECODERS = (
     Kind("logs of texts", logs.logs_of_texts, 30),
 )
 SERVER = (
-    Kind("attacks", site.attacks, 40, deadline_s=90, few=6),
+    Kind("attacks", site.attacks, 40, deadline_s=90, few=3),
     Kind("crowds", connections.crowds, 4, deadline_s=240, together=20, few=1),
     Kind("bodies", site.bodies, 60),
-    Kind("served", site.served, 20, deadline_s=90, together=100, few=8),
+    Kind("served", site.served, 20, deadline_s=90, together=100, few=5),
 )
 KINDS = {kind.name: kind for kind in (*STORE, *DECODERS, *SERVER)}

@@ -33,6 +33,7 @@ def named(kind: Kind) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in DECODERS], ids=named)
 def test_a_few(kind: Kind, tmp_path: Path) -> None:
+    """Each case asserts its own oracle, and the watchdog raises what all kinds share."""
     guard = Watchdog()
     with kind.bench(tmp_path) as case:
         for number in range(kind.few):

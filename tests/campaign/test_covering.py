@@ -57,7 +57,7 @@ def chosen(**wanted: tuple[str, ...]) -> Arrangement:
 def test_a_few_requests_in_a_row_of_the_array(row: Arrangement, tmp_path: Path) -> None:
     models = Models(tmp_path / "models")
     models.folder.mkdir()
-    done: RowResult = run(row, models, tmp_path, requests=12, seed=SEED)
+    done: RowResult = run(row, models, tmp_path, requests=8, seed=SEED)
     assert not done.trouble
     assert done.answers
     assert (done.differing, done.examples) == (0, [])

@@ -53,7 +53,7 @@ class AgentRequest:
 class AgentTurn:
     """What one request came to, in tokens. told: its `rekindle` object."""
 
-    place: AgentRequest
+    agent_request: AgentRequest
     prompt: int
     restored: int
     answered: int
@@ -114,25 +114,25 @@ class Relay:
         self._asked += main
         return await self.relayed(request, json.dumps(body).encode(), AgentRequest(number, main, after_kill))
 
-    async def relayed(self, request: Request, content: bytes, place: AgentRequest | None = None) -> Response:
+    async def relayed(self, request: Request, content: bytes, agent_request: AgentRequest | None = None) -> Response:
         kept = [(key, value) for key, value in request.headers.items() if key not in DROPPED]
         url = f"{self.url}{request.url.path}"
         asked = self.client.build_request(request.method, url, headers=kept, content=content)
         answer = await self.client.send(asked, stream=True)
         return StreamingResponse(
-            self.read(answer, place), answer.status_code, media_type=answer.headers.get("content-type")
+            self.read(answer, agent_request), answer.status_code, media_type=answer.headers.get("content-type")
         )
 
-    async def read(self, answer: httpx.Response, place: AgentRequest | None) -> AsyncIterator[bytes]:
+    async def read(self, answer: httpx.Response, agent_request: AgentRequest | None) -> AsyncIterator[bytes]:
         said = b""
         try:
             async for part in answer.aiter_bytes():
                 said += part
                 yield part
         finally:  # agents leave when they have seen the last event
-            if place is not None:
-                (self.folder / f"{place.number:02}.answer").write_bytes(said)
-                self.turns += turn_of(said.decode(), place)
+            if agent_request is not None:
+                (self.folder / f"{agent_request.number:02}.answer").write_bytes(said)
+                self.turns += turn_of(said.decode(), agent_request)
             with anyio.CancelScope(shield=True):
                 await answer.aclose()
 
@@ -145,7 +145,7 @@ async def drained(lines: ByteReceiveStream) -> None:
         pass
 
 
-def turn_of(said: str, place: AgentRequest) -> list[AgentTurn]:
+def turn_of(said: str, agent_request: AgentRequest) -> list[AgentTurn]:
     """From an answer of any API, whole or as events; nothing of one that its agent left before its end."""
     events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: {")] or [said]
     told, usage = dict[str, Any](), dict[str, Any]()
@@ -157,7 +157,7 @@ def turn_of(said: str, place: AgentRequest) -> list[AgentTurn]:
     # Anthropic counts apart what was computed, what of it is kept, and what was restored
     prompt += usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
     answered = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return [AgentTurn(place, prompt, told["restored_tokens"], answered, told)] if told else []
+    return [AgentTurn(agent_request, prompt, told["restored_tokens"], answered, told)] if told else []
 
 
 def prepared(folder: Path) -> Path:
@@ -190,8 +190,8 @@ async def tried(agent: CodingAgent, packages: Path, folder: Path) -> list[AgentT
             "HOME": str(home),
             **{name: value.replace("ADDRESS", url) for name, value in agent.environment.items()},
         }
-        for place, command in enumerate(agent.runs):
-            with (folder / f"agent-{place}.log").open("wb") as log, anyio.move_on_after(LONGEST_S):
+        for run, command in enumerate(agent.runs):
+            with (folder / f"agent-{run}.log").open("wb") as log, anyio.move_on_after(LONGEST_S):
                 await anyio.run_process(
                     command, cwd=project, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
                 )
@@ -205,19 +205,19 @@ def lines_of(agent: CodingAgent, turns: Sequence[AgentTurn], project: Path) -> t
     good, before = (project / "shapes.py").exists() and (project / "shapes.py").read_text() == AFTER, 0
     lines = [f"{agent.name}: the file is {'as asked for' if good else 'wrong'}"]
     for turn in turns:
-        place, told = turn.place, turn.told
-        new = turn.prompt - before if place.main else turn.prompt
-        well = not place.main or not before or turn.computed <= new + CHUNK
+        agent_request, told = turn.agent_request, turn.told
+        new = turn.prompt - before if agent_request.main else turn.prompt
+        well = not agent_request.main or not before or turn.computed <= new + CHUNK
         good = good and well
-        what = ("killed; " if place.after_kill else "") + ("turn" if place.main else "side request")
+        what = ("killed; " if agent_request.after_kill else "") + ("turn" if agent_request.main else "side request")
         lines.append(
-            f"{place.number:3} {what:12} {turn.prompt:6} tokens, {new:6} new, {turn.restored:6} restored from "
+            f"{agent_request.number:3} {what:12} {turn.prompt:6} tokens, {new:6} new, {turn.restored:6} restored from "
             f"{told['tier']}, {turn.computed:6} computed, {told['remembered']:4} remembered"
         )
         lines += [f"    {name}" for name in told["stabilized"]]
         if not well:
             lines.append(f"    MISSED: {json.dumps(told['prefix_cache']['miss'])}")
-        if place.main:
+        if agent_request.main:
             before = turn.prompt + turn.answered
     return lines, good
 

@@ -172,15 +172,22 @@ def codex_call(number: int, name: str, arguments: str, output: Any) -> list[Item
 def codex() -> ClientSession:
     picture = [{"type": "input_image", "image_url": DATA_URL, "detail": "high"}]
     rules = codex_says("developer", "You are a helper of ours.")
-    place = codex_says("developer", "Anything may be run.", "Skills: none.", number=1)
+    permissions = codex_says("developer", "Anything may be run.", "Skills: none.", number=1)
     where = codex_says("user", "<environment_context>\n  <cwd>/home/us</cwd>\n</environment_context>", number=2)
     question = codex_says("user", QUESTION, number=3)
-    begun = [rules, place, where, question, codex_answer("I do it.")]
+    begun = [rules, permissions, where, question, codex_answer("I do it.")]
     begun += codex_call(1, "view_image", '{"path": "square.png"}', picture)
     told = [codex_answer(ANSWER), codex_says("user", MORE, number=4)]
     shorter: Item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": SHORTER}]}
     # Of what was said, the user's messages stay; the summary stands behind them as one more.
-    later = [rules, question, place, where, codex_says("user", SUMMARY, number=5), codex_says("user", MORE, number=6)]
+    later = [
+        rules,
+        question,
+        permissions,
+        where,
+        codex_says("user", SUMMARY, number=5),
+        codex_says("user", MORE, number=6),
+    ]
     later += [
         codex_answer("I do it."),
         *codex_call(2, "exec_command", '{"path": "sum.sh"}', "Exit code: 0\nOutput:\n4"),

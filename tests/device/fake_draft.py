@@ -35,7 +35,7 @@ class FakeDraft:
     noise: float = 0.0
     can_branch: bool = True
     aux_layers: tuple[int, ...] = (0,)
-    state: Literal["loaded", "parked", "released"] = "loaded"
+    weights_state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
     asked: list[Sequence[BlockRequest]] = field(factory=list)
     cache: Tensor = field(init=False)
@@ -67,8 +67,8 @@ class FakeDraft:
             assert 0 < block_request.count < self.block
             total = self.cache[block_request.slot, block_request.first : block_request.position].sum()
             token = block_request.token
-            for place in range(block_request.position, block_request.position + block_request.count):
-                total = total + row_of(torch.tensor(token), torch.tensor(place))
+            for position in range(block_request.position, block_request.position + block_request.count):
+                total = total + row_of(torch.tensor(token), torch.tensor(position))
                 logits = logits_of(mix(total).reshape(1, 1), vocab)
                 found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
                 token = int(logits.argmax())
@@ -78,7 +78,7 @@ class FakeDraft:
         self.cache[target, start:stop] = self.cache[source, start:stop]
 
     def offload(self) -> int:
-        self.state = "parked"
+        self.weights_state = "parked"
         return 1000
 
     def load_back(self) -> int:
@@ -86,17 +86,17 @@ class FakeDraft:
             raise torch.OutOfMemoryError("no room for the draft")
         if "file" in self.exhausted:
             raise CheckpointError("the draft's file has gone")
-        self.state = "loaded"
+        self.weights_state = "loaded"
         return 1000
 
     def release(self) -> None:
-        self.state = "released"
+        self.weights_state = "released"
 
     def memory(self) -> Mapping[str, int]:
-        loaded = self.state == "loaded"
+        loaded = self.weights_state == "loaded"
         return {"weights": 1000 * loaded, "host": 0, "kv": self.cache.nbytes, "buffers": 0}
 
     def _need(self, what: str) -> None:
-        assert self.state == "loaded"
+        assert self.weights_state == "loaded"
         if what in self.exhausted:
             raise torch.OutOfMemoryError(f"no room to {what}")

@@ -22,13 +22,13 @@ from states.table import TABLE
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 LIFE = (
-    *("New", "Waiting", "LookingUp", "Restoring", "Fetching", "Compressing", "Releasing", "Unparking"),
+    *("New", "Waiting", "LookingUp", "Restoring", "LoadingScorer", "Compressing", "UnloadingScorer", "UnparkingDraft"),
     *("Prefilling", "Speculating", "Snapshotting", "Parking", "Done"),
 )
 PITCH, HEIGHT, WIDTH = 54, 30, 150  # pixels: between rows, and of a box
 LEFT, RIGHT = 250, 700  # left edges of both columns
 ROW = {name: 28 + PITCH * number for number, name in enumerate(LIFE)}  # top edges
-ROW |= {"Recovering": ROW["Compressing"], "Yielding": ROW["Releasing"], "Draining": ROW["Speculating"]}
+ROW |= {"Recovering": ROW["Compressing"], "Yielding": ROW["UnloadingScorer"], "Draining": ROW["Speculating"]}
 SIZE = (960, ROW["Done"] + HEIGHT + 44)
 LOST_BUS, CANCELLED_BUS = 650, 672  # where the lines to Recovering and to Draining go down
 # Lines that leave a state of the right column: the point of the box where each begins, and where it turns.

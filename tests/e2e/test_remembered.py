@@ -82,11 +82,11 @@ def test_nothing_that_was_generated_is_computed_again(tmp_path: Path) -> None:
     ends = [0] * len(talks)  # rows that there are of each conversation
     for start in range(2):
         with serving(*words, "--kv-cache-min-tokens", "64", trusting=True) as server:
-            for place, talk in enumerate(talks):
-                remembered, prompt, cached, made = turn(server, talk, 10 * start + place)
-                assert (remembered > 0) == (ends[place] > 0)
-                assert cached >= ends[place] // BLOCK * BLOCK, (start, place)
+            for index, talk in enumerate(talks):
+                remembered, prompt, cached, made = turn(server, talk, 10 * start + index)
+                assert (remembered > 0) == (ends[index] > 0)
+                assert cached >= ends[index] // BLOCK * BLOCK, (start, index)
                 assert made > BLOCK
-                ends[place] = prompt + made - 1  # what ended the answer has no row
+                ends[index] = prompt + made - 1  # what ended the answer has no row
             settled(server, tmp_path / "kv" / "turns", (start + 1) * len(talks))
             server.stop(signal.SIGKILL)

@@ -336,7 +336,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed == 0
         assert shown()["draft"]["last_error"] == "out_of_memory: no room"
-        assert shown()["draft"]["state"] == draft.state == "parked"
+        assert shown()["draft"]["state"] == draft.weights_state == "parked"
         one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed > 0
@@ -426,12 +426,12 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert proposed < 60 or accepted * 15 > proposed, "it is the draft of this very target"
         first = answers[0]
         text = first["choices"][0]["text"]
-        for end in sorted({text[at : at + 3] for at in range(0, len(text) - 3, 16)}):
+        for end in sorted({text[at : at + 3] for at in range(0, len(text) - 3, 40)}):
             both = [server.complete(CODE, **body, stop=end, speculation=how).json() for how in ("auto", "off")]
             assert both[0]["choices"] == both[1]["choices"], end
             assert both[0]["choices"][0]["text"] == text[: text.index(end)]
             assert both[1]["rekindle"]["speculation"]["proposed"] == 0
-        assert server.client.get("/props").json()["runtime"]["draft_residency"]["draft"]["loads"] > 5
+        assert server.client.get("/props").json()["runtime"]["draft_residency"]["draft"]["loads"] > 4
         assert server.stop() == 0
 
 

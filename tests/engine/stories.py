@@ -16,8 +16,8 @@ from effects.ids import ENGINE, PROMPTS, DeviceFailed, LeaseId, RequestId, SlotI
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pacing import PaceSnapshot, TrimMemory
-from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.scope import Scope

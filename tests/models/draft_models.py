@@ -20,6 +20,7 @@ from adapters.models.decoder.shard import BUCKETS, TargetHead
 from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.parts import PLAIN_LOGITS, DraftParts
 from adapters.models.drafts.dflash.weights import list_draft_products as draft_products
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
@@ -101,15 +102,35 @@ def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], *
         "vocab_size": TARGET.vocab_size,
         "num_target_layers": TARGET.num_layers,
         "max_position_embeddings": 4096,
-        "block_size": config.block,
+        "block_size": config.rows,
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.aux_layers)},
         "layer_types": ["sliding_attention" if mask.window else "full_attention" for mask in config.masks],
+        **part_fields(config.parts),
         **changes,
     }
     folder.mkdir(exist_ok=True)
     kept = {name: value for name, value in raw.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(kept))
     save_file(dict(tensors), folder / "model.safetensors")
+
+
+def part_fields(parts: DraftParts) -> dict[str, object]:
+    """The fields of config.json that DFlash 2 and DSpark have, flat as DSpark has them."""
+    found: dict[str, object] = {}
+    if parts.convolution is not None and parts.selector is not None:
+        found |= {"conv_kernel_size": parts.convolution.taps, "conv_group_size": parts.convolution.group}
+        found |= {"selector_rank": parts.selector.rank, "selector_top_k": parts.selector.candidates}
+        found["architectures"] = ["DFlash2DraftModel"]
+    if parts.markov is not None:
+        found |= {"markov_rank": parts.markov.rank, "markov_head_type": parts.markov.kind}
+        found |= {"enable_confidence_head": parts.markov.has_confidence, "architectures": ["DSparkDraftModel"]}
+        found |= {"confidence_head_with_markov": parts.markov.confidence_sees_token}
+        found["sample_from_anchor"] = parts.from_anchor
+    if parts.embedding_scale != 1:
+        found["input_embedding_scale"] = parts.embedding_scale
+    if parts.scale != PLAIN_LOGITS:
+        found |= {"output_multiplier": parts.scale.multiplier, "final_logit_softcapping": parts.scale.cap}
+    return found
 
 
 def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, vocab: int = 211) -> TargetHead:
@@ -200,12 +221,41 @@ def slow_logits(
 ) -> Tensor:
     """Float64 logits `[rows, V]` of a block `tokens` behind context rows `[first, n)` that auxiliary hidden states
     give."""
+    hidden = slow_hidden(config, tensors, table, aux_hidden_states=aux_hidden_states, first=first, tokens=tokens)
+    return hidden @ table.double().T
+
+
+def entered(config: DFlashConfig, weights: dict[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What goes into attention or a feed-forward, and the factors of what comes out, where there is a convolution."""
+    if config.parts.convolution is None:
+        return x, None
+    factors = (x @ weights[name + "kernel_projection.weight"].T).view(len(x), 2, config.parts.convolution.taps, -1)
+    return convolved(config, weights[name + "base_kernel"][0], factors[:, 0], x), factors[:, 1]
+
+
+def convolved(config: DFlashConfig, base: Tensor, factors: Tensor | None, x: Tensor) -> Tensor:
+    """One number after the other."""
+    shape = config.parts.convolution
+    if shape is None or factors is None:
+        return x
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for tap in range(min(shape.taps, row + 1)):
+            wide = factors[row, tap].repeat_interleave(shape.group)
+            out[row] += (base[tap] + wide) * x[row - tap]
+    return out
+
+
+def slow_hidden(
+    config: DFlashConfig, tensors: Tensors, table: Tensor, *, aux_hidden_states: Tensor, first: int, tokens: list[int]
+) -> Tensor:
+    """The same block's hidden states behind the last norm, float64 `[rows, D]`."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     eps, head, group = config.rms_norm_eps, config.head_dim, config.num_heads // config.num_kv_heads
     count, size = aux_hidden_states.shape[1], len(tokens)
     fused = aux_hidden_states.double().permute(1, 0, 2).reshape(count, -1) @ weights["fc.weight"].T
     context = norm(fused, weights["hidden_norm.weight"], eps)[first:]
-    x = table.double()[tokens]
+    x = table.double()[tokens] * config.parts.embedding_scale
     here = list(range(count, count + size))
     for layer, mask in enumerate(config.masks):
         name = f"layers.{layer}."
@@ -214,6 +264,7 @@ def slow_logits(
             return rows @ weights[name + part].T
 
         h = norm(x, weights[name + "input_layernorm.weight"], eps)
+        h, far = entered(config, weights, name + "attention_conv.", h)
         q = norm(of("self_attn.q_proj.weight", h).view(size, -1, head), weights[name + "self_attn.q_norm.weight"], eps)
         both = torch.cat((context, h))
         k = of("self_attn.k_proj.weight", both).view(len(both), -1, head)
@@ -232,11 +283,14 @@ def slow_logits(
             for number in range(config.num_heads):
                 keys, values = k[seen, number // group], v[seen, number // group]
                 attended[row, number] = (keys @ q[row, number] / head**0.5).softmax(0) @ values
-        x = x + of("self_attn.o_proj.weight", attended.flatten(1))
+        out = of("self_attn.o_proj.weight", attended.flatten(1))
+        x = x + (out if far is None else convolved(config, weights[name + "attention_conv.base_kernel"][1], far, out))
         h = norm(x, weights[name + "post_attention_layernorm.weight"], eps)
+        h, far = entered(config, weights, name + "mlp_conv.", h)
         gate, up = of("mlp.gate_proj.weight", h), of("mlp.up_proj.weight", h)
-        x = x + of("mlp.down_proj.weight", gate * gate.sigmoid() * up)
-    return norm(x, weights["norm.weight"], eps) @ table.double().T
+        out = of("mlp.down_proj.weight", gate * gate.sigmoid() * up)
+        x = x + (out if far is None else convolved(config, weights[name + "mlp_conv.base_kernel"][1], far, out))
+    return norm(x, weights["norm.weight"], eps)
 
 
 def save_assistant(folder: Path, target: dict[str, object], *, hidden: int = 32, seed: int = 3) -> object:

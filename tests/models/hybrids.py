@@ -161,13 +161,13 @@ def same_sequence(shard: DenseShard, ours: int, theirs: int) -> bool:
     return same and same_rows(shard, ours, theirs, 0, LENGTH)
 
 
-def rows_in_pieces_are_rows_of_chunks(whole: Whole, pieces: Sequence[tuple[int, int]]) -> None:
+def check_rows_in_pieces(whole: Whole, pieces: Sequence[tuple[int, int]]) -> None:
     shard, tokens, expected = whole
     assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
     assert same_sequence(shard, 0, 1)
 
 
-def what_is_rolled_back_has_never_happened(whole: Whole, start: int, kept: int) -> None:
+def check_rolled_back_rows(whole: Whole, start: int, kept: int) -> None:
     """Other rows, proposed and refused, crossing multiples of 64 or not: then the sequence as if they had not been."""
     shard, tokens, expected = whole
     computed(shard, tokens[:start], CHUNKS, slot=1)
@@ -180,7 +180,7 @@ def what_is_rolled_back_has_never_happened(whole: Whole, start: int, kept: int) 
     assert same_sequence(shard, 0, 1)
 
 
-def slots_side_by_side_are_each_as_if_alone(whole: Whole) -> None:
+def check_slots_side_by_side(whole: Whole) -> None:
     shard, tokens, expected = whole
     starts = (100, 256, 61)
     for slot, start in enumerate(starts, 1):

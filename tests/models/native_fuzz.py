@@ -31,7 +31,7 @@ from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.delta_interface import CHUNK, DeltaShape, DeltaWeights
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import WHOLE, RowLayout, read_row_types
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
@@ -43,7 +43,8 @@ OUTPUTS = (1, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
 TERMS = (1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 100, 383, 384, 385, 769)
 HEADS = (2, 4, 6, 7, 8, 15, 16, 17, 24, 31, 32, 33, 64, 65, 128, 1023, 1024)
 VOCABULARIES = (1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2048, 4099)
-ROW_FORMS = (FLOAT, BRAIN, torch.int8, torch.float8_e4m3fn)
+ROW_FORMS = ("k=bf16,v=bf16", "auto", "int8", "fp8")
+PACKED_FORMS = ("int4", "int3.5", "k=int8,v=int4", "k=int4,v=int3.5", "k=bf16,v=int4", "k=int3.5,v=fp8")
 ODD = (0.0, -0.0, 1e-45, -1e-39, 3e38, -3e38, float("inf"), -float("inf"), float("nan"))
 
 Finds = Callable[[int], "list[Tensor]"]
@@ -113,7 +114,7 @@ def norms(chance: random.Random, native: NativeLibrary) -> Finds:
     return found
 
 
-def places(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+def row_positions(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Of rows where they go, no two to the same place; some are padded."""
     every = chance.sample(range(slots * capacity), min(rows, slots * capacity))
     at = [(one // capacity, one % capacity) for one in every] + [(0, -1)] * (rows - len(every))
@@ -121,9 +122,15 @@ def places(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple
     return torch.tensor([slot for slot, _ in at]), torch.tensor([position for _, position in at])
 
 
+def draw_layout(chance: random.Random, head: int) -> RowLayout:
+    """Formats of keys and values that heads of this size may have."""
+    forms = ROW_FORMS + PACKED_FORMS if head % WHOLE == 0 else ROW_FORMS
+    return RowLayout(read_row_types(chance.choice(forms), FLOAT), head)
+
+
 def heads(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, kv, queries, head = chance.choice(ROWS), chance.choice([1, 2]), chance.choice([0, 1, 5]), chance.choice(HEADS)
-    rows, dtype, kept = min(rows, 40), chance.choice([FLOAT, BRAIN]), chance.choice(ROW_FORMS)
+    rows, dtype, layout = min(rows, 40), chance.choice([FLOAT, BRAIN]), draw_layout(chance, head)
     slots, capacity, turned = chance.choice([1, 3]), chance.choice([1, 5, 128, 129]), chance.randrange(head // 2 + 1)
     projected = laid(chance, numbers(chance, rows, (queries + 2 * kv) * head, dtype=dtype))
     if projected.stride(1) != 1:
@@ -135,23 +142,25 @@ def heads(chance: random.Random, native: NativeLibrary) -> Finds:
         chance.random() < 0.5,
         1e-6,
     )
-    at = places(chance, rows, slots, capacity)
+    at = row_positions(chance, rows, slots, capacity)
 
     def found(level: int) -> list[Tensor]:
-        caches = [torch.zeros(slots, kv, capacity, RowFormat(kept).row_width(head), dtype=kept) for _ in "kv"]
+        memory = torch.zeros(len(layout.parts), slots, kv, capacity, layout.width, dtype=layout.dtype)
         rope = Rope(angles.cos(), angles.sin())
-        return [NativeRows(native, level).prepare_heads(projected, how, rope, at, *caches), *caches]
+        caches = layout.open_parts(tuple(memory))
+        return [NativeRows(native, level).prepare_heads(projected, how, rope, at, *caches), memory]
 
     return found
 
 
 def attention(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, kv, group = chance.choice(ROWS[:12]), chance.choice([1, 2]), chance.choice([1, 2, 5, 95, 96, 97])
-    head, kept, slots = chance.choice(HEADS[:-2]), chance.choice(ROW_FORMS), chance.choice([1, 3])
+    head, slots = chance.choice(HEADS[:-2]), chance.choice([1, 3])
+    layout = draw_layout(chance, head)
     capacity = chance.choice([1, 31, 32, 33, 127, 128, 129, 256, 300])
     rows = min(rows, 17) if group > 5 else rows
     q = numbers(chance, rows, kv, group, head)
-    caches = [RowFormat(kept).encode(numbers(chance, slots, kv, capacity, head)) for _ in "kv"]
+    caches = layout.open_parts(layout.encode(lambda: numbers(chance, slots, kv, capacity, head)))
     bounds = (0, 1, 31, 32, 33, 127, 128, 129, capacity - 1, capacity)
     high = torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])
     low = chance.choice([None, torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])])
@@ -273,8 +282,8 @@ def run(native: NativeLibrary, seed: int) -> None:
     torch.set_num_threads(chance.choice([1, 2, 2, 4]))
     expected = finds(0)
     for level in range(1, native.level + 1):
-        for place, (one, other) in enumerate(zip(finds(level), expected, strict=True)):
-            assert same(one, other), f"seed {seed}: {kind.__name__}, output {place}, level {level}"
+        for index, (one, other) in enumerate(zip(finds(level), expected, strict=True)):
+            assert same(one, other), f"seed {seed}: {kind.__name__}, output {index}, level {level}"
 
 
 def main(folder: str, seconds: str, first: str = "0") -> None:

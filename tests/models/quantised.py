@@ -32,8 +32,8 @@ def in_words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) ->
     each = 32 // bits
     rows = np.pad(np.asarray(numbers, np.uint32), ((0, 0), (0, -numbers.shape[1] % each)))
     packed = np.zeros((len(rows), rows.shape[1] // each), np.uint32)
-    for place, number in enumerate(order or range(each)):
-        packed |= rows[:, number::each] << np.uint32(bits * place)
+    for index, number in enumerate(order or range(each)):
+        packed |= rows[:, number::each] << np.uint32(bits * index)
     return torch.from_numpy(packed.view(np.int32))
 
 

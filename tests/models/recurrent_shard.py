@@ -92,17 +92,17 @@ class RecurrentRows:
 
 
 class RecurrentStates:
-    """What each slot goes on from, and places for more."""
+    """What each slot goes on from, and checkpoints for more."""
 
     specs = STATE_SPECS
     commits_per_segment = False
     tree_obstacle = "each node of a tree would need a state of its own"
 
-    def __init__(self, slots: int, block: int, places: int) -> None:
+    def __init__(self, slots: int, block: int, checkpoints: int) -> None:
         self.block = block
-        self.checkpoint_count = places
+        self.checkpoint_count = checkpoints
         self.standing: list[Behind | None] = [None] * slots
-        self.kept: list[Behind | None] = [None] * places
+        self.kept: list[Behind | None] = [None] * checkpoints
 
     def copy(self, source: int, target: int) -> None:
         self.standing[target] = self.standing[source]
@@ -118,13 +118,13 @@ class RecurrentStates:
                 raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
         self.standing[slot] = Behind(at, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
 
-    def keep(self, slot: int, place: int) -> None:
+    def keep(self, slot: int, index: int) -> None:
         found = self.standing[slot]
         assert found is not None, "nothing was computed here"
-        self.kept[place] = Behind(found.base, found.state, [])
+        self.kept[index] = Behind(found.base, found.state, [])
 
-    def load(self, place: int, slot: int) -> None:
-        found = self.kept[place]
+    def load(self, index: int, slot: int) -> None:
+        found = self.kept[index]
         assert found is not None, "nothing was kept here"
         self.standing[slot] = found
 

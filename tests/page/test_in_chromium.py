@@ -45,17 +45,17 @@ class Speaking(ScriptedDevice):
         for ask in launch.effect_requests:
             if self.halts_prefill and isinstance(ask.effect, RunPrefill):
                 await self.go.wait()
-            if isinstance(ask.effect, RunDecode) and self.place(ask.effect) == self.halts:
+            if isinstance(ask.effect, RunDecode) and self.count_deltas(ask.effect) == self.halts:
                 await self.go.wait()
 
-    def place(self, effect: RunDecode) -> int:
+    def count_deltas(self, effect: RunDecode) -> int:
         """Of the token that comes next, in its answer."""
         return effect.position + 1 - len(self.prompts[effect.slot])
 
     def answer(self, ask: EffectRequest) -> Outcome:
         outcome = super().answer(ask)
         if isinstance(outcome, Decoded) and isinstance(ask.effect, RunDecode):
-            return Decoded((self.says[self.place(ask.effect)],))
+            return Decoded((self.says[self.count_deltas(ask.effect)],))
         return outcome
 
 
@@ -77,8 +77,8 @@ class Seen:
         with anyio.fail_after(30):
             await self.engine.door.wait_until_empty()
 
-    def halt_at(self, place: int) -> None:
-        self.device.halts, self.device.go = place, anyio.Event()
+    def halt_at(self, count_deltas: int) -> None:
+        self.device.halts, self.device.go = count_deltas, anyio.Event()
 
 
 @asynccontextmanager

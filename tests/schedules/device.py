@@ -17,8 +17,8 @@ from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved

@@ -16,8 +16,8 @@ from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, 
 from effects.job import Job, Sampling, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import KeepFrozen
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved

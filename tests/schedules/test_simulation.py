@@ -16,10 +16,10 @@ import states.world
 from effects.all import EffectRequest, Launch
 from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import DeviceFailed, RequestId, Tokens
 from effects.job import Job, Sampling
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import EmitTokens, StopLaunch
@@ -27,7 +27,17 @@ from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 from states.machine import Table, Transition
 from states.policy import Decision
-from states.request_states import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, get_remainder
+from states.request_states import (
+    Draining,
+    Held,
+    Prompt,
+    Recovering,
+    RequestRemainder,
+    Restoring,
+    Waiting,
+    Yielding,
+    get_remainder,
+)
 from states.residency import Resolved
 from states.settings import DecisionContext, Settings
 from states.table import TABLE
@@ -342,7 +352,10 @@ def test_a_checkpoint_beyond_the_scope_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.slots.get_kept_sequence", lambda _, left: left.rows[: left.slot_lease.valid_rows // 2])
+    def keep_half(_: object, left: RequestRemainder) -> Tokens:
+        return left.valid_tokens[: left.slot_lease.valid_rows // 2]
+
+    monkeypatch.setattr("states.slots.get_kept_sequence", keep_half)
     assert "state" in caught()
 
 

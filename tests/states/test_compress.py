@@ -1,4 +1,5 @@
-"""What a compression goes through: Fetching, Compressing, Releasing, and every way in which nothing comes of it."""
+"""What a compression goes through: LoadingScorer, Compressing, UnloadingScorer, and every way in which nothing comes of
+it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from effects.compression import Compressed, Compression, PromptPart
 from effects.ids import DeviceFailed, SlotId
 from effects.job import Job
 from effects.lookup import FindPrefix
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Scope
 from effects.stream import CloseStream
@@ -23,13 +24,13 @@ from states.reports import make_report
 from states.request_states import (
     Compressing,
     Done,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     Parking,
     Prefilling,
-    Releasing,
     SlotLease,
-    Unparking,
+    UnloadingScorer,
+    UnparkingDraft,
     Yielding,
 )
 from states.residency import Resolved
@@ -75,7 +76,7 @@ def whole(settings: Settings, why: str, ns: int = 0) -> Flat:
 def test_the_first_piece_says_all_that_there_is_to_say() -> None:
     parts = (PromptPart("user", 1, 20, protected=True),)
     hold = some(PFLASH, job=a_job(compression=evolve(LONG_ENOUGH, parts=parts)))
-    then = compress.start_scoring(a(Fetching, hold), ModelLoaded(name="drafter"), knowing(PFLASH))
+    then = compress.start_scoring(a(LoadingScorer, hold), ModelLoaded(name="drafter"), knowing(PFLASH))
     assert then.state == a(Compressing, hold)
     assert then.effects == (CompressPrompt(0, PROMPT, keep=5, most=58, parts=parts),)
     then = compress.continue_scoring(a(Compressing, hold), PromptScored(8), knowing(PFLASH))
@@ -84,14 +85,14 @@ def test_the_first_piece_says_all_that_there_is_to_say() -> None:
 
 def test_the_drafter_is_given_back_before_anything_is_served() -> None:
     then = compress.adopt_compressed_prompt(a(Compressing, some(EVERYTHING)), MADE, knowing(EVERYTHING))
-    assert (then.state, then.effects) == (a(Releasing, shortened(EVERYTHING)), (RELEASE,))
+    assert (then.state, then.effects) == (a(UnloadingScorer, shortened(EVERYTHING)), (RELEASE,))
     then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(EVERYTHING))
     assert then.state == a(LookingUp, shortened(EVERYTHING))
     assert then.effects == (opening(0, SHORT), FindPrefix(SHORT, 0))
 
 
 def test_a_drafter_that_cannot_be_sent_away_costs_no_answer() -> None:
-    then = compress.serve_released_prompt(a(Releasing, shortened(PFLASH)), NO_ROOM, knowing(PFLASH))
+    then = compress.serve_released_prompt(a(UnloadingScorer, shortened(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Prefilling, shortened(PFLASH))
     assert then.effects == (opening(0, SHORT), RunPrefill(HERE, 0, 5))
 
@@ -131,7 +132,7 @@ def test_what_is_not_shorter_is_served_as_it_came(prompt: tuple[int, ...]) -> No
     then = compress.adopt_compressed_prompt(
         a(Compressing, some(PFLASH)), PromptCompressed(prompt, (), ns=3), knowing(PFLASH)
     )
-    assert then.state == a(Releasing, whole(PFLASH, "not_shorter", 3))
+    assert then.state == a(UnloadingScorer, whole(PFLASH, "not_shorter", 3))
     then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(PFLASH))
     assert then.state == a(Prefilling, whole(PFLASH, "not_shorter", 3))
     assert then.effects == (opening(), RunPrefill(HERE, 0, 8))
@@ -139,8 +140,8 @@ def test_what_is_not_shorter_is_served_as_it_came(prompt: tuple[int, ...]) -> No
 
 def test_a_failed_compression_serves_the_prompt_verbatim_and_says_why() -> None:
     then = compress.give_up_compression(a(Compressing, some(PFLASH)), NO_ROOM, knowing(PFLASH))
-    assert then.state == a(Releasing, whole(PFLASH, "drafter_out_of_memory"))
-    then = compress.serve_without_scorer(a(Fetching, some(PFLASH)), NO_ROOM, knowing(PFLASH))
+    assert then.state == a(UnloadingScorer, whole(PFLASH, "drafter_out_of_memory"))
+    then = compress.serve_without_scorer(a(LoadingScorer, some(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Prefilling, whole(PFLASH, "drafter_out_of_memory"))
     told = make_report(knowing(PFLASH), then.state).compression
     assert told == Compressed(21, "drafter_out_of_memory")
@@ -153,7 +154,7 @@ TIGHT = evolve(PFLASH, max_context=20)
     ("prompt", "finish"), [(whole(TIGHT, "not_shorter"), "too_long"), (whole(TIGHT, "drafter_broken"), "uncompressed")]
 )
 def test_a_prompt_that_fits_in_no_form_is_refused_with_its_reason(prompt: Flat, finish: str) -> None:
-    then = compress.serve_released_prompt(a(Releasing, prompt), ModelUnloaded(), knowing(TIGHT))
+    then = compress.serve_released_prompt(a(UnloadingScorer, prompt), ModelUnloaded(), knowing(TIGHT))
     assert isinstance(then.state, Done)
     [closing] = then.effects
     assert isinstance(closing, CloseStream)
@@ -169,7 +170,7 @@ def test_a_prompt_that_does_not_fit_as_it_is_opens_a_slot_with_what_does() -> No
 
 
 def test_who_leaves_while_the_drafter_is_given_back_waits_for_that_only() -> None:
-    before = a(Releasing, shortened(PFLASH))
+    before = a(UnloadingScorer, shortened(PFLASH))
     then = compress.cancel_while_releasing(before, Cancelled("client_gone"), knowing(PFLASH))
     assert isinstance(then.state, Parking)
     assert then.state.remainder.leased_model == "drafter"
@@ -177,12 +178,12 @@ def test_who_leaves_while_the_drafter_is_given_back_waits_for_that_only() -> Non
 
 
 def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() -> None:
-    then = compress.recover_while_releasing(a(Releasing, shortened(PFLASH)), SlotEmptied(), knowing(PFLASH))
+    then = compress.recover_while_releasing(a(UnloadingScorer, shortened(PFLASH)), SlotEmptied(), knowing(PFLASH))
     assert isinstance(then.state, Yielding)
     assert then.state.remainder.prompt.heard_tokens == ()
     slot_lease, prompt = shortened(PFLASH).early
     then = compress.recover_while_releasing(
-        Releasing(slot_lease, evolve(prompt, heard_tokens=())), SlotEmptied(), knowing(PFLASH)
+        UnloadingScorer(slot_lease, evolve(prompt, heard_tokens=())), SlotEmptied(), knowing(PFLASH)
     )
     assert isinstance(then.state, Parking)
     assert then.effects[0].finish == "lost"
@@ -190,12 +191,12 @@ def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() 
 
 def test_the_gate_is_told_of_in_the_report() -> None:
     known = knowing(PFLASH)
-    assert make_report(known, a(Unparking, some(PFLASH, job=a_job(compression=Compression())))).compression is None
+    assert make_report(known, a(UnparkingDraft, some(PFLASH, job=a_job(compression=Compression())))).compression is None
     short = some(PFLASH, valid=12, restored=12)
-    assert make_report(known, a(Unparking, short)).compression == Compressed(21, "below_threshold")
-    assert make_report(knowing(PLAIN), a(Unparking, some(PLAIN))).compression == Compressed(21, "no_drafter")
+    assert make_report(known, a(UnparkingDraft, short)).compression == Compressed(21, "below_threshold")
+    assert make_report(knowing(PLAIN), a(UnparkingDraft, some(PLAIN))).compression == Compressed(21, "no_drafter")
     remembered = some(PFLASH, prompt=SHORT, compressed=True)
-    assert make_report(known, a(Unparking, remembered)).compression == Compressed(21, keep=250)
+    assert make_report(known, a(UnparkingDraft, remembered)).compression == Compressed(21, keep=250)
 
 
 def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> None:

@@ -25,14 +25,14 @@ from states.request_states import (
     Compressing,
     Done,
     Draining,
-    Fetching,
+    LoadingScorer,
     LookingUp,
     Parking,
     Prefilling,
     SlotLease,
     Snapshotting,
     Speculating,
-    Unparking,
+    UnparkingDraft,
     get_remainder,
 )
 from states.settings import DecisionContext
@@ -63,7 +63,7 @@ def settle(hold: Any, event: Event, known: DecisionContext = KNOWN, flying: int 
     return step(TABLE, a(Draining, hold, flying), event, known)
 
 
-@pytest.mark.parametrize("state", [LookingUp, Fetching, Compressing, Unparking, Prefilling, Speculating])
+@pytest.mark.parametrize("state", [LookingUp, LoadingScorer, Compressing, UnparkingDraft, Prefilling, Speculating])
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
     hold = answering()
     before = a(state, hold)
@@ -121,13 +121,13 @@ def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept()
     assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Transition(
         a(Parking, evolve(before, valid=23)), UnloadModel("draft")
     )
-    assert evolve(before, valid=23).remainder.rows == (*PROMPT, 7, 8)
+    assert evolve(before, valid=23).remainder.valid_tokens == (*PROMPT, 7, 8)
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
     before = answering(evolve(DRAFT, stateful=True), control=leased())
     left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remainder
-    assert (left.slot_lease.valid_rows, left.rows) == (24, (*PROMPT, 7, 8, 9))
+    assert (left.slot_lease.valid_rows, left.valid_tokens) == (24, (*PROMPT, 7, 8, 9))
 
 
 def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> None:

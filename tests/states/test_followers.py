@@ -17,8 +17,8 @@ from states.invariants import check_world
 from states.rates import Rates
 from states.request_states import (
     Compressing,
-    Fetching,
     Followed,
+    LoadingScorer,
     LookingUp,
     Prefilling,
     Restoring,
@@ -256,7 +256,7 @@ def test_a_leader_that_is_compressed_against_expectation_leads_no_more() -> None
     world, _ = after(settings, *events)
     assert world.slots.follows[TWO].leader == ONE
     world, _ = after(settings, *events, (THREE, PrefillAdvanced(8, ns=8_000)), (ONE, PrefixMissed("")))
-    assert isinstance(world.requests[ONE], Fetching)
+    assert isinstance(world.requests[ONE], LoadingScorer)
     assert isinstance(world.requests[TWO], LookingUp), "it goes on by itself"
     assert not world.slots.follows
 

@@ -11,7 +11,7 @@ from effects.compression import Compressed, Compression, PromptPart, select_toke
 from effects.ids import DeviceFailed
 from effects.job import Job
 from effects.job import find_aged_messages as aged_of
-from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
+from effects.prompt_compression import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.scope import Scope
 from effects.stream import CloseStream
@@ -20,7 +20,7 @@ from states.events import ForRequest, Submitted
 from states.kept_rows import make_prompt
 from states.phases import make_report
 from states.rates import Rates
-from states.request_states import Compressing, Done, Prefilling, Releasing
+from states.request_states import Compressing, Done, Prefilling, UnloadingScorer
 from states.scope import map_served_boundaries, select_rows_to_keep
 from states.settings import DecisionContext, Settings
 from states.world import make_world
@@ -119,7 +119,7 @@ def frozen(flat: Flat, settings: Settings = PFLASH, kept: Any = KEPT) -> Any:
 
 def test_all_that_has_aged_is_asked_for_at_once_and_nothing_else() -> None:
     then = compress.start_scoring(
-        a(compress.Fetching, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH)
+        a(compress.LoadingScorer, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH)
     )
     assert then.effects == (CompressPrompt(0, PROMPT, parts=(FIRST, SECOND), apart=True),)
 
@@ -129,7 +129,7 @@ def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
     ends = ((0, 1), (4, 5))
     assert then.effects == (KeepFrozen((("first", ends), ("second", ends))), RELEASE)
     spans = ((0, 7), (10, 12), (15, 21))
-    assert isinstance(then.state, Releasing)
+    assert isinstance(then.state, UnloadingScorer)
     assert then.state.prompt.tokens == SERVED == select_tokens(PROMPT, spans)
     assert then.state.prompt.compression == Compressed(21, "", spans, (), 400, 9)
     assert then.state.slot_lease.valid_rows == 4, "whole blocks of what stayed the same"

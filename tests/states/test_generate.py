@@ -1,4 +1,4 @@
-"""Unparking, Prefilling, Speculating: the work that a client waits for."""
+"""UnparkingDraft, Prefilling, Speculating: the work that a client waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from states import generate
 from states import speculation_control as control
 from states.machine import Transition
 from states.reports import explain_no_proposals, make_report
-from states.request_states import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
+from states.request_states import Done, Parking, Prefilling, Snapshotting, Speculating, UnparkingDraft
 from states.scope import select_rows_to_keep
 from tests.states.builders import (
     DRAFT,
@@ -43,17 +43,17 @@ OUT_OF_MEMORY = DeviceFailed("out_of_memory", "no room for a chunk")
 
 
 def test_an_unparked_draft_is_leased_and_the_work_begins() -> None:
-    then = generate.start_with_draft(a(Unparking, some(DRAFT)), ModelLoaded(), knowing(DRAFT))
+    then = generate.start_with_draft(a(UnparkingDraft, some(DRAFT)), ModelLoaded(), knowing(DRAFT))
     assert then == Transition(a(Prefilling, some(DRAFT, **LEASED)), RunPrefill(HERE, 0, 8))
-    then = generate.start_with_draft(a(Unparking, prefilled(DRAFT)), ModelLoaded(), knowing(DRAFT))
+    then = generate.start_with_draft(a(UnparkingDraft, prefilled(DRAFT)), ModelLoaded(), knowing(DRAFT))
     assert then == Transition(a(Speculating, prefilled(DRAFT, **LEASED)), RunDecode(HERE, 20, 120, propose=3, steps=6))
 
 
 def test_a_failed_unpark_goes_on_without_a_draft() -> None:
-    then = generate.start_without_draft(a(Unparking, some(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
+    then = generate.start_without_draft(a(UnparkingDraft, some(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
     hold = some(DRAFT, speculation="unpark_out_of_memory")
     assert then == Transition(a(Prefilling, hold), RunPrefill(HERE, 0, 8))
-    then = generate.start_without_draft(a(Unparking, prefilled(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
+    then = generate.start_without_draft(a(UnparkingDraft, prefilled(DRAFT)), OUT_OF_MEMORY, knowing(DRAFT))
     hold = prefilled(DRAFT, speculation="unpark_out_of_memory")
     assert then == Transition(a(Speculating, hold), RunDecode(HERE, 20, 120, propose=0, steps=6))
     assert make_report(knowing(DRAFT), then.state).speculation == "unpark_out_of_memory"
@@ -171,7 +171,7 @@ def test_a_stop_token_behind_the_limit_is_never_seen() -> None:
 def test_one_token_may_be_all_that_is_wanted() -> None:
     job = a_job(max_tokens=1)
     after = prefilled(DRAFT, job=job, control=leased(), valid=21, answer=(7,), decode_steps=1)
-    then = generate.start_with_draft(a(Unparking, prefilled(DRAFT, job=job)), ModelLoaded(), knowing(DRAFT))
+    then = generate.start_with_draft(a(UnparkingDraft, prefilled(DRAFT, job=job)), ModelLoaded(), knowing(DRAFT))
     assert then.effects == (RunDecode(HERE, 20, 120, propose=0),)
     then = generate.accept_tokens(
         a(Speculating, prefilled(DRAFT, job=job, control=leased())), Decoded((7,)), knowing(DRAFT)

@@ -18,7 +18,16 @@ from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.events import Admitted, Cancelled, Rejected, Submitted
 from states.machine import Transition
-from states.request_states import Done, Fetching, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
+from states.request_states import (
+    Done,
+    LoadingScorer,
+    LookingUp,
+    New,
+    Prefilling,
+    Restoring,
+    Speculating,
+    UnparkingDraft,
+)
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -87,7 +96,7 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
     job = a_job(prompt=(7,))
     then = lookup.admit_request(a_waiting(job), Admitted(HERE, HERE, 0), knowing(EVERYTHING))
     hold = some(EVERYTHING, job=job, prompt=(7,))
-    assert then == Transition(a(Unparking, hold), opening(prompt=(7,)), LoadModel("draft"))
+    assert then == Transition(a(UnparkingDraft, hold), opening(prompt=(7,)), LoadModel("draft"))
     then = lookup.admit_request(a_waiting(job), Admitted(HERE, HERE, 0), knowing())
     assert then == Transition(
         a(Speculating, evolve(hold, speculation="no_draft")),
@@ -112,9 +121,9 @@ def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
-    assert then == Transition(a(Fetching, some(PFLASH)), opening(), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(PFLASH)), opening(), LoadModel("drafter"))
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
-    assert then == Transition(a(Unparking, some(DRAFT)), opening(), LoadModel("draft"))
+    assert then == Transition(a(UnparkingDraft, some(DRAFT)), opening(), LoadModel("draft"))
 
 
 def test_a_hit_is_restored_up_to_the_last_grain_before_the_last_token() -> None:
@@ -155,13 +164,13 @@ def test_a_hit_that_adds_nothing_is_let_go() -> None:
     hold = some(DRAFT, valid=16, restored=16, tier="device", miss="")
     then = lookup.use_found_prefix(a(LookingUp, hold), found(16), knowing(evolve(STORE, max_proposals=3)))
     assert then == Transition(
-        a(Unparking, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), LoadModel("draft")
+        a(UnparkingDraft, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), LoadModel("draft")
     )
 
 
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.use_found_prefix(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
-    compressing = a(Fetching, some(EVERYTHING, miss="compression_is_quicker", stored=8))
+    compressing = a(LoadingScorer, some(EVERYTHING, miss="compression_is_quicker", stored=8))
     assert then == Transition(compressing, ReleasePrefix(LEASE), opening(), LoadModel("drafter"))
 
 

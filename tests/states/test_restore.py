@@ -15,7 +15,16 @@ from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
 from states.machine import Transition
 from states.reports import make_report
-from states.request_states import Done, Draining, Fetching, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
+from states.request_states import (
+    Done,
+    Draining,
+    LoadingScorer,
+    LookingUp,
+    Prefilling,
+    Restoring,
+    Snapshotting,
+    Speculating,
+)
 from tests.states.builders import (
     EVERYTHING,
     HERE,
@@ -102,7 +111,7 @@ def test_after_a_failed_restore_the_gate_looks_again_at_what_is_missing() -> Non
     then = restore.continue_without_restored_rows(
         a(Restoring, some(EVERYTHING), 0, 12, "disk"), StoreFailed("io", "EIO"), knowing(EVERYTHING)
     )
-    assert then == Transition(a(Fetching, some(EVERYTHING, miss="restore_io")), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(EVERYTHING, miss="restore_io")), LoadModel("drafter"))
 
 
 def test_rows_that_were_not_acknowledged_are_computed() -> None:

@@ -32,7 +32,7 @@ from states.request_states import (
     Snapshotting,
     Speculating,
     State,
-    Unparking,
+    UnparkingDraft,
     Waiting,
     Yielding,
 )
@@ -161,7 +161,7 @@ def test_a_deleted_row_is_noticed(pair: tuple[type, type]) -> None:
     assert noticed(rows, f"{pair[0].__name__}, {pair[1].__name__}: no row", LOSING if recovers else EVERYTHING)
 
 
-LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
+LIVE = (LookingUp, Restoring, Compressing, UnparkingDraft, Prefilling, Speculating)
 
 
 @pytest.mark.parametrize("state", LIVE)

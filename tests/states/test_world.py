@@ -13,8 +13,8 @@ from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId
 from effects.job import Report
-from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch

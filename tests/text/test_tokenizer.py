@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -112,22 +111,20 @@ def test_what_ends_an_answer_is_read_from_every_file_that_says_so(tokenizer: Tok
 
 
 async def test_encoding_a_long_prompt_does_not_hold_up_the_event_loop(tokenizer: Tokenizer) -> None:
-    gaps: list[float] = []
+    turns = 0
 
-    async def watch() -> None:
+    async def count_turns() -> None:
+        nonlocal turns
         while True:
-            start = time.perf_counter()
             await anyio.sleep(0.005)
-            gaps.append(time.perf_counter() - start)
+            turns += 1
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        start = time.perf_counter()
+        tasks.start_soon(count_turns)
         (tokens,) = await tokenizer.encode(["The quick brown fox " * 50_000])
-        took = time.perf_counter() - start
         tasks.cancel_scope.cancel()
     assert len(tokens) > 100_000
-    assert max(gaps) < max(0.25, took / 3)  # all of it, which is a second, with encode() on this text
+    assert turns > 5, "with encode() on this text it is one, after a second"
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,8 @@ async def test_every_request_is_there_once_and_its_bars_follow_each_other(tmp_pa
                 submitted.append(record.happened.request)
     assert data["requests"] == submitted == [1, 2, 3, 4, 5]
     assert data["seqs"] == [0, run.events - 1]
-    assert len(data["times"]) == len(data["eventRows"]) == len(data["askCounts"]) == run.events
-    assert sum(data["askCounts"]) == len(data["askRows"]) == len(data["asks"]["order"])
+    assert len(data["times"]) == len(data["eventRows"]) == len(data["effectCounts"]) == run.events
+    assert sum(data["effectCounts"]) == len(data["effectRows"]) == len(data["effects"]["order"])
     at, bars = times(data), spans(data, "bars")
     for row, request in enumerate(data["requests"]):
         own = [bar for bar in bars if bar[0] == row]
@@ -136,7 +136,7 @@ async def test_launches_are_on_their_lane_one_after_the_other(tmp_path: Path) ->
     assert data["launches"]["size"] == [len(launch.effect_requests) for launch in recorded]
     assert max(data["launches"]["together"]) == 2, "two decoded together"
     assert all(one[3] <= other[2] for one, other in pairwise(launches)), "two at once on one lane"
-    kinds = names(data["asks"])
+    kinds = names(data["effects"])
     assert [kinds[first] for _, first, _, _ in launches] == [
         type(one.effect_requests[0].effect).__name__ for one in recorded
     ]
@@ -156,16 +156,16 @@ def test_hits_misses_and_what_each_event_led_to(tmp_path: Path) -> None:
     path = tmp_path / "story.jsonl"
     path.write_text(STORIES["compressed_restored_and_speculated"]())
     data = viewed(path)
-    events, asks = names(data["events"]), names(data["asks"])
+    events, effects = names(data["events"]), names(data["effects"])
     found = events.index("PrefixFound")
     assert field_of(data["events"], found, "tier") == "host"
-    lookups = [span for span in spans(data, "store") if asks[span[1]] == "FindPrefix"]
+    lookups = [span for span in spans(data, "store") if effects[span[1]] == "FindPrefix"]
     assert found in [last for *_, last in lookups]
-    starts = [0, *accumulate(data["askCounts"])]
-    assert "RestoreBlocks" in asks[starts[found] : starts[found + 1]], "what it led to is told with it"
-    closing = asks.index("CloseStream")
-    assert field_of(data["asks"], closing, "finish") in {"stop", "length"}
-    assert field_of(data["asks"], closing, "report.restored_tokens") > 0
+    starts = [0, *accumulate(data["effectCounts"])]
+    assert "RestoreBlocks" in effects[starts[found] : starts[found + 1]], "what it led to is told with it"
+    closing = effects.index("CloseStream")
+    assert field_of(data["effects"], closing, "finish") in {"stop", "length"}
+    assert field_of(data["effects"], closing, "report.restored_tokens") > 0
 
 
 @pytest.mark.parametrize("name", list(STORIES))
@@ -217,7 +217,7 @@ def test_nothing_in_a_trace_becomes_markup_or_script(tmp_path: Path) -> None:
     assert html.count("</script") == 2
     data = data_of(html)
     assert HOSTILE in data["about"]["engine"]
-    detail = [column for _, table in data["asks"]["kinds"] for name, column in table.items() if name == "detail"]
+    detail = [column for _, table in data["effects"]["kinds"] for name, column in table.items() if name == "detail"]
     assert any(HOSTILE[:200] in json.dumps(column) for column in detail), "it is told, as text"
 
 
@@ -242,13 +242,13 @@ def test_no_token_is_on_the_page(tmp_path: Path) -> None:
     path.write_text(teller.end())
     assert str(said) in path.read_text()
     data = viewed(path)
-    assert str(said) not in json.dumps({key: data[key] for key in data if key != "asks"})
-    asks = dict(data["asks"]["kinds"])
-    assert asks["RunDecode"].pop("token") == {"all": "not shown"}
-    assert str(said) not in json.dumps(asks)
+    assert str(said) not in json.dumps({key: data[key] for key in data if key != "effects"})
+    effects = dict(data["effects"]["kinds"])
+    assert effects["RunDecode"].pop("token") == {"all": "not shown"}
+    assert str(said) not in json.dumps(effects)
 
 
-def test_ten_thousand_requests_are_a_small_page() -> None:
+def test_thousands_of_requests_are_a_small_page() -> None:
     """Driven by hand: each is answered at once, with its first token."""
     world = make_world(Settings(slots=4, max_context=256, chunk=32, block_size=16))
     timeline, seq = Timeline(), 0
@@ -260,16 +260,16 @@ def test_ten_thousand_requests_are_a_small_page() -> None:
         timeline.observe(envelope, outs, before, world)
         seq += 1
 
-    for number in range(10_000):
+    for number in range(2_500):
         request = RequestId(number)
         happen(request, Submitted(Job((number,), 1)))
         happen(request, Decoded((number,), ns=2000 + number % 77))
     html = build_page(ReadTrace(header(Settings()), timeline), "many")
     data = data_of(html)
-    assert data["requests"] == list(range(10_000))
-    assert len(data["times"]) == 20_000
-    assert [owner for owner, *_ in spans(data, "bars")] == list(range(10_000))
-    assert len(html) < 2 << 20
+    assert data["requests"] == list(range(2_500))
+    assert len(data["times"]) == 5_000
+    assert [owner for owner, *_ in spans(data, "bars")] == list(range(2_500))
+    assert len(html) < 1 << 19
 
 
 def test_more_events_than_find_room_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

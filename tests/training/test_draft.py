@@ -244,6 +244,7 @@ def test_a_slot_behind_a_token_that_the_target_would_not_say_does_not_count():
     assert scores.grad[0, 0, 1, 0] < 0  # it learns what the target says, whatever stands in the text
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_only_the_draft_learns(target, draft, source, tokenizer):
     pool = let_speak(
         target,

@@ -15,7 +15,7 @@ from training.chat_format import CONTROLS, conversation, user
 from training.chat_format import assistant as says
 from training.drafter import DRAFTER
 from training.drafter_evaluate import Question, marks_of, parts_of, questions, shortened
-from training.drafter_model import ASKED, NEAR, ScoringModel, places
+from training.drafter_model import ASKED, NEAR, ScoringModel, find_repeats
 from training.export import export
 from training.model import Geometry
 from training.tasks import ANSWER_WEIGHT, CODE_CHARS, table_chat
@@ -40,7 +40,7 @@ def told(tokenizer, source, question, answer, line):
 )
 def test_what_is_to_be_looked_at_is_where_the_answer_stands_not_where_it_is_asked_for(answer, line, source, tokenizer):
     ids, weights = told(tokenizer, source, "What is the locker of Otto?", answer, line)
-    starts, goals, counted = places(torch.tensor([ids]), torch.tensor([weights]))
+    starts, goals, counted = find_repeats(torch.tensor([ids]), torch.tensor([weights]))
     assert counted.any()
     start = int(starts[0][counted[0]][0])
     assert tokenizer.decode(ids[start:], skip_special_tokens=False).startswith(answer)
@@ -53,9 +53,10 @@ def test_what_is_to_be_looked_at_is_where_the_answer_stands_not_where_it_is_aske
 
 def test_an_answer_that_stands_nowhere_is_not_looked_for(source, tokenizer):
     ids, weights = told(tokenizer, source, "Who is Otto?", "Quite another zebra xylophone.", "Otto has a locker.")
-    assert not places(torch.tensor([ids]), torch.tensor([weights]))[2].any()
+    assert not find_repeats(torch.tensor([ids]), torch.tensor([weights]))[2].any()
 
 
+@pytest.mark.long
 def test_it_learns_to_look(source, tokenizer):
     """The tokens that open an answer look elsewhere at first, and after some steps where it stands."""
     torch.manual_seed(1)
@@ -112,7 +113,7 @@ def test_an_exam_has_the_same_questions_every_time_and_keeps_what_is_looked_at(s
 def test_what_is_asked_of_a_row_is_bounded():
     weights = torch.zeros(2, 400)
     weights[:, 100:200] = ANSWER_WEIGHT
-    starts, goals, counted = places(torch.randint(16, 4096, (2, 400)), weights)
+    starts, goals, counted = find_repeats(torch.randint(16, 4096, (2, 400)), weights)
     assert starts.shape == counted.shape == (2, ASKED)
     assert goals.shape == (2, ASKED, 399)
 

@@ -96,6 +96,7 @@ def test_the_head_moves_nothing_but_itself(model):
     assert all(moved[name].abs().max() > 0 for name in PUBLISHED)
 
 
+@pytest.mark.long
 def test_training_teaches_model_and_head(source, tokenizer):
     torch.manual_seed(0)
     model = Hybrid(TINY)

@@ -15,7 +15,7 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, decode_e
 from adapters.checkpoint.quantised.quantisation_config import Awq, Gptq, Int32Words, Packing, ScaledBlocks
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place in a word of the first of eight outputs, of the second, and so on."""
+"""The position in a word of the first of eight outputs, of the second, and so on."""
 
 
 @frozen

@@ -17,8 +17,8 @@ from adapters.models.decoder.scorer import TAIL
 from effects.all import EffectRequest, Launch, Outcome
 from effects.compression import WHOLE, PromptPart, select_tokens
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import DeliverOutcomes, LaunchFailed
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")

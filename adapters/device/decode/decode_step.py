@@ -163,7 +163,7 @@ class DecodeRunner:
         if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
             return None
         if effect.propose and effect.source == "suffix" and outcome.accepted < effect.propose:
-            return None  # another place may be the one to copy from now, or none
+            return None  # the text to copy from may be another one now, or none
         return EffectRequest(
             effect_request.request,
             evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),

@@ -1,8 +1,8 @@
 """Checkpoints of positional state: kept on the device or beyond it, and restored when a slot is opened.
 
 A recurrent layer has one state per slot, behind all tokens so far, which cannot be taken back to an earlier token. So
-the engine's core chooses where a copy of the state is kept. Places are numbered, and the core knows their contents.
-What is remembered here is a check: a checkpoint that does not hold what the core says is refused.
+the engine's core chooses where a copy of the state is kept. Checkpoints are numbered, and the core knows their
+contents. What is remembered here is a check: a checkpoint that does not hold what the core says is refused.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class DraftContext(Proposer, Generic[D]):
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
         """Defer the rows that stay, or follow them at once if proposals were rejected or if they are too many."""
-        if self.draft.state != "loaded" or not any(kept):
+        if self.draft.weights_state != "loaded" or not any(kept):
             return
         counts = [segment.count for segment in step.segments]
         if (step.rows_only or sum(counts) == len(kept)) and max(counts) <= self.backlog:
@@ -116,7 +116,7 @@ class DraftContext(Proposer, Generic[D]):
             last.room = last.count + min(self.deferred_buffer.spare, self.backlog - self._deferred_counts[slot])
 
     def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:
-        """Return the place of the slot's next row, if that is the row behind the last one that was deferred.
+        """Return the destination of the slot's next row, if that is the row behind the last one that was deferred.
 
         The draft is loaded then: one that is sent away follows everything before that.
         """

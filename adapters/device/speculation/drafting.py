@@ -62,7 +62,7 @@ class DraftProposer(DraftContext[D], ABC):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         """Return a tree per request; node 0 alone where the draft cannot propose."""
         trees: dict[int, Tree] = {}
-        if self.draft.state == "loaded":
+        if self.draft.weights_state == "loaded":
             self.catch_up(*[request.slot for request in requests])
             block_requests = {
                 index: block_request
@@ -84,7 +84,7 @@ class DraftProposer(DraftContext[D], ABC):
 
     def find_room(self, request: DraftRequest) -> tuple[int, int]:
         """Follow the slot to its last row. Return the first row of its context, and how many proposals it may have."""
-        if self.draft.state != "loaded":
+        if self.draft.weights_state != "loaded":
             return request.state.valid, 0
         self.catch_up(request.slot)
         block_request = self._make_block_request(request)

@@ -1,8 +1,18 @@
-"""Trees of proposals: which tokens to try behind the token that a decode step feeds.
+"""Trees of proposals: the tokens that one decode step verifies after the token that it feeds.
 
-Node 0 is the fed token. A block draft predicts the positions behind it independently of each other. So the likelihood
-of a path is the product of the likelihoods of its nodes. The tree of N nodes with the longest expected acceptance is
-made of the N likeliest paths. It is grown best first (Ringel & Romano 2026), after the likeliest chain as a whole.
+Problem. A draft proposes tokens, and the target accepts a prefix of one path. A chain spends all its nodes on one path.
+If the draft is unsure early, nodes for the second choice there are worth more than nodes at the end of the chain.
+
+Idea. Node 0 is the fed token, and each other node proposes a token that follows its parent. A block draft predicts its
+positions independently of each other. So the likelihood of a path is the product of the likelihoods of its nodes, and
+the tree of N nodes with the longest expected acceptance has the N likeliest paths. `grow_tree` takes the likeliest
+chain as a whole, and then adds the likeliest other path each time (best first; Ringel & Romano 2026).
+
+Invariants. Nodes are in depth-first order, and a parent has a smaller number than its children. So a path that goes on
+to the first child is a run of neighbouring rows, which `Tree.chain_segments` gives to the target as one segment.
+
+Example. After "the", the draft finds "red fox" (0.6 x 0.5) and, in place of "red", "old" (0.3). With three nodes the
+tree is `red`, `fox`, `old`; their parents are 0, 1 and 0.
 """
 
 from __future__ import annotations

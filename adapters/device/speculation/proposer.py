@@ -31,7 +31,7 @@ class DraftModel(Protocol):
     def identity(self) -> str: ...
 
     @property
-    def place(self) -> str: ...
+    def location(self) -> str: ...
 
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
@@ -42,7 +42,7 @@ class DraftModel(Protocol):
         ...
 
     @property
-    def state(self) -> Literal["loaded", "parked", "released", "lost"]: ...
+    def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]: ...
 
     @property
     def can_branch(self) -> bool: ...
@@ -96,7 +96,7 @@ NO_PROPOSALS = FusedPlan(None, 0, 0)
 
 @frozen(eq=False)
 class BacklogRow:
-    """The place of the next row of a slot, for a draft that follows it later.
+    """The destination of a slot's next row, for a draft that reads the row later.
 
     The row goes behind the last of `rows`, in the copies at `addresses`: one per auxiliary layer of `layers`.
     """

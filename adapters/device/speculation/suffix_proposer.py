@@ -4,11 +4,11 @@ Theory of operation
 -------------------
 
 Agents copy. An edit repeats most of a file, a tool's result comes back in the answer, and JSON repeats its keys. So the
-tokens that followed an earlier place with the same tokens before it are often right, and they cost no forward.
+tokens that followed an earlier occurrence of the same tokens are often right, and they cost no forward.
 
 * Every slot has a text: its prompt and its answer. Every salt has an archive: the last answers of requests with that
   salt. Nothing of one salt is searched for a request of another one.
-* After each decode step, `find_matches` says how many tokens before the next one agree with an earlier place. The
+* After each decode step, `find_matches` says how many tokens before the next one agree with an earlier position. The
   engine gets this number with the outcome and decides whether to propose (`states/suffix_control.py`).
 * `propose` copies what followed there. The text goes on with its own copy, so a loop is continued as well.
 
@@ -63,7 +63,7 @@ class SuffixProposer:
         return sum(one.text.nbytes for one in self._texts.values()) + sum(one.nbytes for one in self._archives.values())
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
-        """Return for each slot how many tokens before the next one agree with an earlier place, at most 64.
+        """Return for each slot how many tokens before the next one agree with an earlier position, at most 64.
 
         0 means that fewer than three do. A slot whose answer has just ended matches nothing.
         """

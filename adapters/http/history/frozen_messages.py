@@ -22,7 +22,7 @@ from adapters.http.history.persistent_lru import DIGEST_CHARACTERS, UNREADABLE, 
 from effects.compression import WHOLE, Compression, PromptPart, count_tokens, select_remaining_spans
 from effects.ids import RequestId, Span, Tokens
 from effects.job import Job, find_aged_messages
-from effects.pflash import KeepFrozen
+from effects.prompt_compression import KeepFrozen
 
 FRESH_MESSAGES = 2  # the last messages stay as they are: the conversation is about them
 MIN_MESSAGE_TOKENS = 64  # tokens of a message: in a shorter one, most tokens are its opening and its end

@@ -227,16 +227,16 @@ def extract_data_text(source: Mapping[str, Any]) -> str | None:
 
 def list_details(part: Mapping[str, Any]) -> Iterator[str]:
     """Yield name, type and size of a part's data, as far as it says them."""
-    places = [part, *(value for value in part.values() if isinstance(value, dict))]
-    name = find_first_text(places, NAME_FIELDS)
-    data = find_first_text(places, DATA_FIELDS)
-    media = find_first_text(places, TYPE_FIELDS)
+    parts = [part, *(value for value in part.values() if isinstance(value, dict))]
+    name = find_first_text(parts, NAME_FIELDS)
+    data = find_first_text(parts, DATA_FIELDS)
+    media = find_first_text(parts, TYPE_FIELDS)
     size = None
     if data is not None and data.startswith("data:"):
         head, _, data = data[len("data:") :].partition(",")
         media = head.partition(";")[0] or media
         size = count_base64_bytes(data)
-    elif data is not None and any(data == index.get(key) for index in places for key in ("data", "file_data")):
+    elif data is not None and any(data == index.get(key) for index in parts for key in ("data", "file_data")):
         size = count_base64_bytes(data)
     for text in (name, media):
         if text:
@@ -247,8 +247,8 @@ def list_details(part: Mapping[str, Any]) -> Iterator[str]:
         yield shorten(data)
 
 
-def find_first_text(places: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
-    found = (index[name] for index in places for name in names if isinstance(index.get(name), str))
+def find_first_text(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
+    found = (index[name] for index in parts for name in names if isinstance(index.get(name), str))
     return next(found, None)
 
 

@@ -64,12 +64,12 @@ def clear_escaped_quotes(quotes: NDArray[np.bool_], slashes: NDArray[np.bool_], 
     """
     if escaped:
         quotes[0] = slashes[0] = False
-    places = np.flatnonzero(slashes)
-    if not len(places):
+    offsets = np.flatnonzero(slashes)
+    if not len(offsets):
         return False
-    order = np.arange(len(places))
-    begins = np.diff(places, prepend=-2) != 1
+    order = np.arange(len(offsets))
+    begins = np.diff(offsets, prepend=-2) != 1
     first = np.maximum.accumulate(np.where(begins, order, 0))
-    after = places[(order - first) % 2 == 0] + 1
+    after = offsets[(order - first) % 2 == 0] + 1
     quotes[after[after < len(quotes)]] = False
     return bool(after[-1] == len(quotes))

@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 17  # arrays and objects of a body: 30 MB of them at most, made in 50 ms
 MAX_VALUES = 1 << 22  # of any kind; 150 MB if all are numbers
 INLINE_BYTES = FREE_BYTES  # larger bodies are counted, then parsed in a worker thread
-# Bytes. Of a larger body that is not JSON, only the place is reported. The parser that says more holds the interpreter
+# Bytes. Of a larger body that is not JSON, only the offset is reported. The parser that says more holds the interpreter
 # for as long as it takes: 25 ms for these, 0.2 s for 31 MiB of wide characters.
 MAX_EXPLAINED_BYTES = 4 << 20
 ENCODED_CHARACTERS = 1 << 20

@@ -31,7 +31,7 @@ from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, 
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import Rows, RowTypes, row_types
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 PROBED_VOCABULARY = 256  # of a small model whose layers are probed
@@ -110,8 +110,8 @@ class DenseConfig:
         """Return the layers before `start` whose rows the layers from there on read."""
         return ()
 
-    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:  # noqa: ARG002
-        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: Rows) -> Crossing:  # noqa: ARG002
+        """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: their types."""
         return Crossing(self.hidden_size)
 
     @property
@@ -143,25 +143,30 @@ class DenseConfig:
         """Return whether the layer keeps a row for every token."""
         return not self.recurrent(layer) and self.shape_of(layer).traits.keeps_rows
 
-    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
+    def kv_bytes_per_token(self, rows: Rows, layers: range | None = None) -> int:
         kept = self._list_kept(range(self.num_layers) if layers is None else layers)
-        return sum(self.shape_of(layer).row_bytes(dtype) for layer in kept if self.keeps_rows(layer))
+        return sum(self.shape_of(layer).row_bytes(rows) for layer in kept if self.keeps_rows(layer))
 
     def _list_kept(self, layers: range) -> list[int]:
         """Return the layers that a shard of these layers has memory for: those that it borrows, and its own."""
         return [*self.list_borrowed(layers.start), *layers]
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
+    def check_rows(self, types: RowTypes) -> None:
+        """Raise ValueError for formats of rows that the heads of some layer do not have."""
+        for shape in map(self.shape_of, filter(self.keeps_rows, range(self.num_layers))):
+            types.check_heads(shape.head_dim, latent=bool(shape.traits.latent))
+
+    def row_bytes(self, rows: Rows) -> int:
         """Return the bytes of one row of keys and values in this layer."""
-        return 2 * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+        return self.num_kv_heads * row_types(rows).row_bytes(self.head_dim)
 
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
         own = range(self.num_layers) if layers is None else layers
         count = self.recurrent_layers(own)
-        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
+        held, checkpoint = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
         windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._window_shapes(own)]
         rows = sum(size * count_window_rows(window) for size, window in windows)
-        return count * held + rows, count * place + sum(size * window for size, window in windows)
+        return count * held + rows, count * checkpoint + sum(size * window for size, window in windows)
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
         """Return the bytes of rows that all slots share: those of a step of this many rows in layers with a window."""
@@ -173,10 +178,10 @@ class DenseConfig:
         attending = [self.shape_of(layer) for layer in self._list_kept(layers) if not self.recurrent(layer)]
         return [shape for shape in attending if shape.traits.keeps_window]
 
-    def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
+    def _layer_state(self, slots: int, checkpoints: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None
         kept = make_raw_state if device == "cuda" else make_row_state
-        state = kept(self.delta, slots, places, dtype, torch.device("meta"))
+        state = kept(self.delta, slots, checkpoints, dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
 
     def tensors(self, layers: range | None = None) -> Shapes:

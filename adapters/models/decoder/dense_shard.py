@@ -287,7 +287,7 @@ class DenseShard:
         return *cache.layers[index], cache.table
 
     def _find_cache(self, number: int) -> tuple[KvCache, int]:
-        """Return the cache of the rows that a layer keeps, and the layer's place in it."""
+        """Return the cache of the rows that a layer keeps, and the layer's index in it."""
         index = self._layout.indices[number]
         if number in self._layout.windowed:
             assert isinstance(self.states, WindowRows)

@@ -16,13 +16,14 @@ from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
 from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.latent_layer import LatentLayerShape
+from adapters.models.decoder.latent_layer import LatentLayerShape, LatentShape
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
+from adapters.models.kernels.row_format import Rows, RowTypes
 
 
 class ModelConfig(Protocol):
@@ -58,19 +59,28 @@ class ModelConfig(Protocol):
         """The dtype of the weights according to config.json; None if it names none."""
         ...
 
-    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
-        """Return the bytes of one row of keys and values in these layers, or in all. dtype: of the kept rows."""
+    @property
+    def latent(self) -> LatentShape | None:
+        """The sizes of attention over compressed rows; None if the layers have other attention."""
+        ...
+
+    def kv_bytes_per_token(self, rows: Rows, layers: range | None = None) -> int:
+        """Return the bytes of one row of keys and values in these layers, or in all. rows: their types."""
+        ...
+
+    def check_rows(self, types: RowTypes) -> None:
+        """Raise ValueError for formats of rows that the heads of some layer do not have."""
         ...
 
     def state_bytes(self, dtype: torch.dtype, device: str = ..., layers: range | None = None) -> tuple[int, int]:
-        """Return the bytes of positional state: of a slot, with the data of its unsettled rows, and of a place.
+        """Return the bytes of positional state: of a slot, with the data of its unsettled rows, and of a checkpoint.
 
         device: "cpu" or "cuda"; their kernels keep different data of unsettled rows. It is an upper limit: on a CPU the
         proven operations decide which data are kept.
         """
         ...
 
-    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: Rows) -> Crossing:
         """Return what crosses from layer `cut - 1` to layer `cut`. dtype: of the computation. rows: of cached rows."""
         ...
 

@@ -15,22 +15,21 @@ from torch import Tensor
 
 from adapters.models.decoder.host_copy import copy
 from adapters.models.decoder.shard import NamedTensors
+from adapters.models.kernels.row_format import RowFormat, RowLayout, as_bytes, row_types
 from adapters.sequence_layout import RowSpec, dtype_name
 from effects.ids import PAGE, Span
 
-BOTH = "kv"  # the parts of a row in most models
-ONE = "k"  # the part of a row that is key and value at once
 Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows in it
 
 
 class KvCache:
-    """`[layers, parts, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
+    """`[layers, parts, slots, KV, rows, width]`, zeroed, so that what is masked is always finite.
 
     page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
     rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
     capacity: the rows of a slot that may be used; all by default.
-    parts: of a row, by name: keys and values, or one part that is both.
+    layout: of a row: its parts, and what their numbers are.
     pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
         covers one page of rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
@@ -48,21 +47,23 @@ class KvCache:
         device: torch.device,
         capacity: int | None = None,
         pages: int = 0,
-        parts: str = BOTH,
+        layout: RowLayout | None = None,
     ) -> None:
-        """Allocate the memory. shape: slots, key heads, rows, numbers of a head."""
+        """Allocate the memory. shape: slots, key heads, rows, elements of a head. layout: None: keys and values have
+        this dtype.
+        """
         self.slots, heads, rows, width = shape
         self.capacity = rows if capacity is None else capacity
-        keys = tuple(f"{name}.{part}" for name in names for part in parts)
+        self.layout = RowLayout(row_types(dtype), RowFormat(dtype).head_size(width)) if layout is None else layout
+        keys = tuple(f"{name}.{part}" for name in names for part in self.layout.parts)
         self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
         self.pages = pages
         self._pieces = dict[int, Piece]()  # by page, the piece that it permits
         self._permits = dict[Piece, int]()  # the other way round
         self._counts = [0] * self.slots  # pages of each
-        self._make((len(names), len(parts), *shape), dtype, device)
+        self._make((len(names), len(self.layout.parts), *shape), dtype, device)
         # Keys and values of each layer, `[slots, KV, rows, hd]`: the same object where a row is both.
-        layers = (tuple(layer) for layer in self._all)
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[-1]) for layer in layers]
+        self.layers: list[tuple[Tensor, Tensor]] = [self.layout.open_parts(tuple(layer)) for layer in self._all]
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
@@ -93,7 +94,18 @@ class KvCache:
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Write rows of one layer from `start` on, each `[KV, rows, hd]`."""
         for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
-            cache[slot, :, start : start + rows.shape[1]] = rows
+            as_bytes(cache)[slot, :, start : start + rows.shape[1]] = as_bytes(rows)
+
+    def put_bytes(self, layer: int, slot: int, start: int, rows: Tensor) -> None:
+        """Write rows of one layer from `start` on as `view` has them, `[parts, KV, rows, width]` in bytes."""
+        whole = rows.view(self._all.dtype)
+        for begin, end in self.spans(start, start + whole.shape[2]):
+            self.view(slot, begin, end)[layer].copy_(whole[:, :, begin - start : end - start])
+
+    def make_rows(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of each layer for `count` rows of one slot, outside this memory."""
+        shape = (len(self.layout.parts), 1, self.spec.heads, count, self.spec.width)
+        return [self.layout.open_parts(tuple(self._all.new_zeros(shape))) for _ in self.layers]
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
         """Give the slot these pages in place of all that it had, and put the source's first `keep` rows into them.
@@ -240,8 +252,8 @@ class PagedKvCache(KvCache):
         for begin, end in self.spans(start, start + keys.shape[1]):
             number, first = divmod(begin, self.page)
             for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
-                target = cache[self._pages[slot][number], :, first : first + end - begin]
-                target.copy_(rows[:, begin - start : end - start])
+                target = as_bytes(cache)[self._pages[slot][number], :, first : first + end - begin]
+                target.copy_(as_bytes(rows)[:, begin - start : end - start])
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         while start < stop:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
@@ -15,7 +14,7 @@ from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary, Scaling, parse_rope, scale_attention
 from adapters.models.kernels.experts_interface import GroupedExpertsShape
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import Rows, row_types
 
 ROPES = ("default", "linear", "yarn")
 
@@ -40,8 +39,8 @@ class LatentConfig(DenseConfig):
     def traits(self) -> LayerTraits:
         return LayerTraits(latent=self.latent.latent)
 
-    def row_bytes(self, dtype: torch.dtype) -> int:
-        return RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+    def row_bytes(self, rows: Rows) -> int:
+        return row_types(rows).keys.row_bytes(self.head_dim)
 
     def shape_of(self, layer: int) -> LatentConfig:
         return evolve(self, experts=None) if layer in self.dense else self

@@ -8,7 +8,7 @@ import torch
 from attrs import define, field, frozen
 
 from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.kv_cache import BOTH, ONE, KvCache, PagedKvCache
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
@@ -16,7 +16,7 @@ from adapters.models.decoder.shard_crossing import CrossingPort
 from adapters.models.decoder.tree_attention import TreeAttention, TreeGroups
 from adapters.models.decoder.window_rows import WindowRows, WindowShape
 from adapters.models.kernels.interface import Kernels, Rope
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import RowLayout, row_types
 
 
 @frozen
@@ -91,17 +91,19 @@ def build_rows(
     config: DenseConfig, layer_index: LayerIndex, spec: ShardSpec, placement: ShardPlacement, *, paged: bool
 ) -> KvCache:
     """Return memory for the rows of the layers that keep all of them. ValueError if their rows are not alike."""
-    row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
+    types = row_types(placement.dtype if placement.rows is None else placement.rows)
     # A shard without such layers describes its rows as the others do.
     kept = layer_index.kept or LayerIndex(config, range(config.num_layers)).kept or (layer_index.layers.start,)
     heads, size = find_row_shape(config, kept)
+    layout = RowLayout(types, size, latent=bool(config.shape_of(kept[0]).traits.latent))
+    types.check_heads(size, latent=layout.latent)
     return (PagedKvCache if paged and placement.pages else KvCache)(
         [f"layers.{layer}" for layer in layer_index.kept],
-        (spec.slots, heads, spec.capacity, row_format.row_width(size)),
-        dtype=row_format.dtype,
+        (spec.slots, heads, spec.capacity, layout.width),
+        dtype=layout.dtype,
         device=spec.device,
         pages=placement.pages,
-        parts=ONE if config.shape_of(kept[0]).traits.latent else BOTH,
+        layout=layout,
     )
 
 

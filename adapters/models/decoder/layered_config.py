@@ -14,6 +14,7 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.kernels.row_format import Rows
 
 PROBED_LAYERS = 3  # of a small model: a layer, one that reads its rows, and one behind them
 FULL = "full_attention"
@@ -57,7 +58,7 @@ class LayeredConfig(DenseConfig):
         sources = {kind.traits.source for kind in self.kinds[start:]}
         return tuple(sorted(source for source in sources if source is not None and source < start))
 
-    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: Rows) -> Crossing:
         sizes = dict[int, int]()
         for layer in self.list_borrowed(cut):
             kept = rows if self.keeps_rows(layer) else dtype  # rows of windows stay in the dtype of the computation

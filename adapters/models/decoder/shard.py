@@ -27,6 +27,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from adapters.models.kernels.row_format import Rows
 from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
@@ -92,7 +93,7 @@ class ShardSpec:
 class ShardPlacement:
     """The request to build a shard: its device, its layers, and its room for requests.
 
-    rows: the dtype that keys and values are kept in (`RowFormat`); None: the dtype of the computation.
+    rows: the types that keys and values are kept in (`RowTypes`); None: the dtype of the computation.
     layers: None: all layers. The embedding comes with the first one, final norm and head with the last one.
     capacity: rows of a slot, at least; it is rounded up to whole key tiles of the kernels.
     buckets: the row counts that `Shard.forward` shall accept.
@@ -105,7 +106,7 @@ class ShardPlacement:
 
     device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
     dtype: torch.dtype = torch.float32
-    rows: torch.dtype | None = None
+    rows: Rows | None = None
     layers: range | None = None
     slots: int = 4
     capacity: int = 8192

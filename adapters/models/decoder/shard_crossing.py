@@ -44,7 +44,7 @@ class CrossingPort:
     """Takes apart what a shard is given, and puts together what it leaves.
 
     given, left: the numbers of a token, at both ends of the shard. find_cache: returns the cache of a layer's rows, and
-    the layer's place in it.
+    the layer's index in it.
     """
 
     given: Crossing
@@ -91,9 +91,9 @@ class CrossingPort:
         spec = cache.spec
         at = 0
         for one in step.segments:
-            part = numbers[at : at + one.count].contiguous().view(cache.layers[index][0].dtype)
-            keys, values = part.view(one.count, 2, spec.heads, spec.width).permute(1, 2, 0, 3)
-            cache.put(index, one.slot, one.start, keys, values)
+            part = numbers[at : at + one.count].contiguous().view(torch.uint8)
+            rows = part.view(one.count, len(cache.layout.parts), spec.heads, -1).permute(1, 2, 0, 3)
+            cache.put_bytes(index, one.slot, one.start, rows)
             at += one.count
 
     def _read_rows(self, layer: int, step: Step, numbers: Tensor) -> None:

@@ -26,6 +26,7 @@ from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
+from adapters.models.kernels.row_format import as_bytes
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 
@@ -67,8 +68,7 @@ class TreeAttention:
     _spare: list[Batch] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
-        k, v = self.cache.layers[0]
-        shape = (1, k.shape[1], self.bucket, k.shape[3])
+        k, _ = self.cache.layers[0]
         self.flat = Batch(self.bucket, k.device)
         cos, sin, scale = (
             None if one is None else one.new_zeros(self.bucket, *one.shape[1:])
@@ -77,8 +77,7 @@ class TreeAttention:
         assert cos is not None
         assert sin is not None
         self.rope = Rope(cos, sin, scale)
-        keys = [k.new_zeros(shape) for _ in self.cache.layers]
-        self.aside = [(one, one if v is k else k.new_zeros(shape)) for one in keys]
+        self.aside = self.cache.make_rows(self.bucket)
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +137,13 @@ class TreeAttention:
                 path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
                 rows = torch.tensor([first + row for row in path]).to(self.flat.device)
                 for number, (k, v) in enumerate(self.aside):
-                    self.cache.put(number, part[0].slot, part[0].start, k[0, :, rows], v[0, :, rows])
+                    self.cache.put(number, part[0].slot, part[0].start, take_rows(k, rows), take_rows(v, rows))
             first += sum(segment.count for segment in part)
+
+
+def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
+    """Return these rows of the first slot, `[KV, rows, width]`."""
+    return as_bytes(cache)[0, :, rows].view(cache.dtype)
 
 
 @define(eq=False)

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.kv_cache import BOTH, KvCache
+from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import TargetHead
@@ -25,6 +25,7 @@ from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Draft
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.offload import OffloadableWeights, State
+from adapters.models.kernels.row_format import RowLayout, row_types
 from adapters.models.kernels.step import Segment, Step
 
 
@@ -47,9 +48,9 @@ class BlockRequest:
     count: int
 
 
-# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n places,
-# and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that continues
-# from the chosen token calls it once for each place. The logits may be static buffers.
+# Chooses the tokens that are proposed. For each request in turn it gets float32 logits `[n, V]` of the next n
+# positions, and it returns n tokens for each; n may be 0. A draft that predicts a whole block calls it once. One that
+# continues from the chosen token calls it once for each position. The logits may be static buffers.
 ChooseTokens: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
 
 
@@ -90,8 +91,9 @@ class CachedDraft(ABC, Generic[L]):
         self._ropes = self._make_ropes(count)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
+        layout = RowLayout(row_types(self._dtype), shape.head_dim, latent=self.keeps_latents)
         self.rows = KvCache(
-            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, parts=self.row_parts
+            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, layout=layout
         )
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
@@ -174,9 +176,9 @@ class CachedDraft(ABC, Generic[L]):
     # --- properties ---
 
     @property
-    def row_parts(self) -> str:
-        """The parts of a context row, as `KvCache` takes them."""
-        return BOTH
+    def keeps_latents(self) -> bool:
+        """True if a context row is key and value at once."""
+        return False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -202,7 +204,7 @@ class CachedDraft(ABC, Generic[L]):
         return self._dtype
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The name of the draft's device, for logs and status."""
         return str(self._device)
 
@@ -212,7 +214,7 @@ class CachedDraft(ABC, Generic[L]):
         return self.rows.capacity
 
     @property
-    def state(self) -> State:
+    def weights_state(self) -> State:
         return self._offloadable.state
 
     # --- rows ---
@@ -229,7 +231,7 @@ class CachedDraft(ABC, Generic[L]):
         On CUDA the weights stay in pinned host memory. On a CPU, loading reads the checkpoint again, which the page
         cache may still hold.
         """
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return 0
         self._forget_recordings()
         return self._offloadable.offload()
@@ -291,7 +293,7 @@ class CachedDraft(ABC, Generic[L]):
     def _all_weights(self) -> HeldWeights[L]:
         held = self._offloadable.loaded
         if held is None:
-            raise NotLoaded(f"the draft is {self.state}")
+            raise NotLoaded(f"the draft is {self.weights_state}")
         return held
 
     # --- arguments ---
@@ -329,7 +331,7 @@ def count_cache_rows(capacity: int, block: int, tile: int) -> int:
 
 
 def pick_first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
-    """Choose token 0 for every place, for callers that do not use the proposals."""
+    """Choose token 0 at every position, for callers that do not use the proposals."""
     return [[0] * len(part) for part in parts]
 
 

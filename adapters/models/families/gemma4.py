@@ -55,6 +55,7 @@ from adapters.models.kernels.activations import GELU
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.row_format import Rows
 
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 PARTIAL = 0.25  # the share of a head that is rotated in layers that see all rows
@@ -100,7 +101,7 @@ class Gemma4Config(gemma3.GemmaConfig):
         """The experts of the model; the feed-forward proper of a layer is dense."""
         return self.sparse if self.kind is None else None
 
-    def find_crossing(self, cut: int, dtype: torch.dtype, rows: torch.dtype) -> Crossing:
+    def find_crossing(self, cut: int, dtype: torch.dtype, rows: Rows) -> Crossing:
         """Inputs of layers are made from tokens, which only the first shard gets."""
         found = super().find_crossing(cut, dtype, rows)
         return evolve(found, inputs=self.inputs * (self.num_layers - cut))

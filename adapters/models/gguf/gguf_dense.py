@@ -79,7 +79,7 @@ def find_llama_inverse(config: DenseConfig, name: str) -> Inverse | None:
 
 
 def split_halves(rows: Tensor, heads: int) -> Tensor:
-    """Return rows whose heads have all numbers at even places first, then those at odd places."""
+    """Return rows whose heads have all numbers at even indices first, then those at odd indices."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -134,7 +134,7 @@ class ChosenExperts(ABC):
 
     @abstractmethod
     def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """Bring all of these experts, some in each turn, and return their places by number. The launches that read a
+        """Bring all of these experts, some in each turn, and return their slots by number. The launches that read a
         turn are made before the next turn is asked for.
         """
 
@@ -171,15 +171,15 @@ class PackedProducts(Protocol):
 class Dispatch:
     """The rows of a step sorted by expert: one run of rows for each expert that has any, padded at its end.
 
-    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each place
-    in the runs the row of x that stands there; padding has row 0. places: for each row and each of its experts, from
-    the largest weight on, the place of that pair in the runs.
+    experts, sizes: the experts in ascending order, and the lengths of their runs with padding. sources: for each row
+    in the runs the row of x that stands there; padding has row 0. indices: for each row and each of its experts, from
+    the largest weight on, the index of that pair in the runs.
     """
 
     experts: tuple[int, ...]
     sizes: list[int]
     sources: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
@@ -221,7 +221,7 @@ def run_experts(
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
     weighted = zip(parts, experts.weights_of(where.experts), strict=True)
     made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
-    by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
+    by_rank = made.index_select(0, where.indices).view(rows, shape.chosen, -1)
     total = add_in_order(by_rank.float() * weights.unsqueeze(2))
     if experts.shared is not None:
         own = run_feed_forward(kernels, x, experts.shared)[:rows]
@@ -277,15 +277,15 @@ def _hide_groups(wanted: Tensor, shape: GroupedExpertsShape, best: int) -> Tenso
 
 
 def _find_greatest(values: Tensor, count: int) -> Tensor:
-    """Return the places of the greatest values of each row, the greatest first, and of equal ones the lower place.
+    """Return the indices of the greatest values of each row, the greatest first, and of equal ones the lower index.
 
-    For that the values become integers that compare alike, from which each place is subtracted. All of them differ, so
+    For that the values become integers that compare alike, from which each index is subtracted. All of them differ, so
     there is one way to sort them.
     """
     bits = (values + 0.0).view(torch.int32)  # makes -0 equal to 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    places = torch.arange(values.shape[1], device=values.device)
-    return ((ordered << 16) - places).topk(count).indices
+    indices = torch.arange(values.shape[1], device=values.device)
+    return ((ordered << 16) - indices).topk(count).indices
 
 
 def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
@@ -309,10 +309,10 @@ def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> D
     shift = torch.tensor(shifts, device=flat.device)
     at = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
     sources = flat.new_zeros(first)
-    places = torch.empty_like(flat)
+    indices = torch.empty_like(flat)
     sources[at] = order // chosen.shape[1]
-    places[order] = at
-    return Dispatch(tuple(experts), sizes, sources, places)
+    indices[order] = at
+    return Dispatch(tuple(experts), sizes, sources, indices)
 
 
 def add_in_order(parts: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def build_compiler() -> KernelCompiler:
 
 
 def build_text_matcher() -> TextMatcher | None:
-    """Return what searches texts for earlier places like their end; None where there is no compiled library."""
+    """Return what searches texts for earlier tokens like their end; None where there is no compiled library."""
     from adapters.models.kernels.cpu.native.native_library import find_library
     from adapters.models.kernels.cpu.native.texts import NativeTextMatcher
 

@@ -135,10 +135,10 @@ def count_bytes(tree: Any) -> int:
     return opaque + sum(storages.values())
 
 
-def copy_tree(tree: Any, place: Callable[[int], Tensor]) -> Any:
+def copy_tree(tree: Any, allocate: Callable[[int], Tensor]) -> Any:
     """Return the same tree over copies of its memory. Tensors that shared memory still do.
 
-    place: returns a uint8 tensor of this many bytes where the copy shall be, aligned for every dtype. The copies are
+    allocate: returns a uint8 tensor of this many bytes where the copy shall be, aligned for every dtype. The copies are
     asynchronous.
     """
     copies: dict[int, Tensor] = {}
@@ -147,7 +147,7 @@ def copy_tree(tree: Any, place: Callable[[int], Tensor]) -> Any:
         storage = tensor.untyped_storage()
         copy = copies.get(storage.data_ptr())
         if copy is None:
-            copy = copies[storage.data_ptr()] = place(storage.nbytes())
+            copy = copies[storage.data_ptr()] = allocate(storage.nbytes())
             source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy.copy_(source, non_blocking=True)
         typed = copy.view(tensor.dtype)
@@ -175,13 +175,13 @@ def copy_to_host(tree: T) -> tuple[int, T]:
     memory = allocate_pinned(total)
     at = 0
 
-    def place(size: int) -> Tensor:
+    def allocate(size: int) -> Tensor:
         nonlocal at
         start = at
         at = at + -(-size // _ALIGNED) * _ALIGNED
         return memory[start : start + size]
 
-    return total, copy_tree(tree, place)
+    return total, copy_tree(tree, allocate)
 
 
 class PinnedMap(mmap.mmap):

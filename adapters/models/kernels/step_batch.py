@@ -140,7 +140,7 @@ class Batch:
         table[:, step.rows :] = np.array((0, *self._padding))[:, None]
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
-        """Write `_columns` of a step with one segment to their places."""
+        """Write `_columns` of a step with one segment to their offsets."""
         columns[:] = self._columns(step)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:

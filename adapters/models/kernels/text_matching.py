@@ -9,7 +9,7 @@ from effects.ids import Tokens
 
 
 class IndexedText(Protocol):
-    """A text that grows at its end, with an index of its places."""
+    """A text that grows at its end, with an index of its positions."""
 
     def __len__(self) -> int: ...
 
@@ -31,15 +31,15 @@ class IndexedText(Protocol):
 
 
 class TextMatches(Protocol):
-    """For each of some texts the earlier place at which one went on after the tokens that the text ends with now."""
+    """For each of some texts the earlier position at which one went on after the tokens that the text ends with now."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """For each text the tokens before both places that agree, at most 64; 0: there are fewer than three."""
+        """For each text the tokens before both positions that agree, at most 64; 0: there are fewer than three."""
         ...
 
     def copy(self, index: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the earlier place. Valid until a text grows."""
+        """Return up to `count` tokens that followed at the earlier position. Valid until a text grows."""
         ...
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -26,16 +27,16 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.family import Family, ModelConfig
+from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Proof
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import Rows, row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, build_proof_key, describe_machine
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
-from adapters.sequence_layout import torch_dtype
 
 _MAX_BOUNDARIES = 16
 _NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
@@ -48,14 +49,14 @@ _EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of ano
 class ProbeShape:
     """Everything about the served model and its device that a probe depends on.
 
-    rows: the dtype that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
+    rows: the types that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
     slot. sizes: the buckets that are tried in addition to the chunk. memory: bytes that weights may take in host
     memory. layouts: of tensors that may be multiplied in packed form.
     """
 
     device: torch.device
     dtype: torch.dtype
-    rows: torch.dtype | None = None
+    rows: Rows | None = None
     chunk: int
     capacity: int
     sizes: Sequence[int] = BUCKETS
@@ -81,7 +82,7 @@ class ProbeShape:
 def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> str:
     """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
     kinds = (family.model_type, tuple(config.list_probed_layers()), *(() if config.experts is None else (_EXPERTS,)))
-    dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
+    dtypes = str(shape.dtype), f"torch.{row_types(shape.rows or shape.dtype).name}"
     facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
     return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
 
@@ -228,13 +229,12 @@ class LayerBench:
             )
             self.vectors = table.normal_(generator=generator)
         spec = shard.rows.spec
-        form = RowFormat(torch_dtype(shard.rows.spec.dtype))
-        rows = dict[str, Tensor]()
-        shape = (spec.heads, self.capacity, form.head_size(spec.width))
-        for name in spec.names:
-            drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
-            rows[name] = form.encode(drawn.normal_(generator=generator))
-        shard.rows.import_(0, 0, rows)
+        assert isinstance(shard.rows, KvCache)
+        layout = shard.rows.layout
+        place = {"device": shard.spec.device, "dtype": shard.spec.dtype}
+        heads = partial(torch.empty, (spec.heads, self.capacity, layout.head), **place)
+        drawn = [one for _ in shard.rows.layers for one in layout.encode(lambda: heads().normal_(generator=generator))]
+        shard.rows.import_(0, 0, dict(zip(spec.names, drawn, strict=True)))
         for slot in range(1, PROBED_SLOTS):
             shard.rows.copy(0, slot, self.capacity)
 

@@ -95,7 +95,7 @@ class StateBench:
         return Settled(torch.cat(found), self.shard.states.export(slot))
 
     def _chunk_before(self, slot: int) -> None:
-        """Bring the slot behind a first chunk. It is computed once, and kept in the place for later trials."""
+        """Bring the slot behind a first chunk. It is computed once, and kept in the checkpoint for later trials."""
         if self._kept:
             self.shard.states.load(0, slot)
             return

@@ -80,10 +80,10 @@ class RemoteDraft:
         """Load the draft there. Raises ValueError if it has another draft, RowsLost, or the daemon's failure."""
         self._loaded = loaded = self.peer.load(self.asked, DraftReady)
         if (loaded.weights, loaded.facts) != self.digests:
-            raise ValueError(f"{self.place} has another draft than this one")
+            raise ValueError(f"{self.location} has another draft than this one")
         rows = loaded.rows
         spec = RowSpec(rows.names, rows.heads, rows.width, rows.dtype)
-        self.rows = RemoteDraftRows(self.peer, spec, self.place, self._ask, self._flush)
+        self.rows = RemoteDraftRows(self.peer, spec, self.location, self._ask, self._flush)
         self._memory = loaded.memory
         self.peer.waits = False
         self.peer.set_loss_listener(self._on_lost)
@@ -96,7 +96,7 @@ class RemoteDraft:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self.peer.dial.name
 
     @property
@@ -112,7 +112,7 @@ class RemoteDraft:
         return self._loaded.branches
 
     @property
-    def state(self) -> Literal["loaded", "parked", "released", "lost"]:
+    def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
     def set_presence_listener(self, listener: Callable[[bool], object]) -> None:
@@ -123,7 +123,7 @@ class RemoteDraft:
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         """Let the draft follow rows of the target: with the next request, or at once if many rows wait."""
-        if self.state != "loaded":
+        if self.weights_state != "loaded":
             return
         features = self.projection.project(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
         self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
@@ -221,7 +221,7 @@ class RemoteDraft:
 
     def _check(self) -> None:
         if not self._there:
-            raise OSError(f"{self.place}: {self.peer.error}")
+            raise OSError(f"{self.location}: {self.peer.error}")
 
     def _move(self, op: Op, message: WireMessage) -> int:
         """Ask for weights to be moved, and return the bytes. A process that is lost moves its weights when it is back.
@@ -235,7 +235,7 @@ class RemoteDraft:
         except RowsLost:
             return 0
         except ValueError as error:
-            raise OSError(f"{self.place}: {error}") from error
+            raise OSError(f"{self.location}: {error}") from error
         self._memory = done.memory
         return done.bytes
 
@@ -280,7 +280,7 @@ class RemoteDraft:
         except torch.OutOfMemoryError:
             raise
         except ValueError as error:
-            log.warning("the draft at %s refused %s: %s", self.place, op.name.lower(), error)
+            log.warning("the draft at %s refused %s: %s", self.location, op.name.lower(), error)
             raise
         except RuntimeError as error:
             raise self.peer.lose(ConnectionBroken(f"{op.name.lower()}: {error}")) from error

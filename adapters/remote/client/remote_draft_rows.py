@@ -30,13 +30,13 @@ class AskDaemon(Protocol):
 class RemoteDraftRows:
     """Context rows in another process. They have no addresses here.
 
-    place: the name of that process, for messages. ask: asks its daemon. flush: sends the rows that wait for the next
+    location: the name of that process, for messages. ask: asks its daemon. flush: sends the rows that wait for the next
     question, so that the process has them.
     """
 
     peer: Peer
     spec: RowSpec
-    place: str
+    location: str
     ask: AskDaemon
     flush: Callable[[], None]
     is_addressable: bool = False
@@ -65,14 +65,14 @@ class RemoteDraftRows:
         """Return rows on the host. Raises RowsLost for rows that the present process does not have."""
         self.flush()
         if not self.has_rows(slot, start, stop):
-            raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
+            raise RowsLost((), f"{self.location} has no rows {start}..{stop} of slot {slot}")
         with self.peer.lock:
             try:
                 message = RowSpan(slot, start, stop)
                 expected = describe_specs(self.spec.tensor_specs(stop - start))
                 _, found = ask_tensors(self.peer, Op.EXPORT_ROWS, message, Exported, sent={}, expected=expected)
             except ValueError as error:
-                raise RowsLost((), f"{self.place}: {error}") from error
+                raise RowsLost((), f"{self.location}: {error}") from error
             except RuntimeError as error:
                 raise self.peer.lose(ConnectionBroken(f"export_rows: {error}")) from error
             return {name: tensor.clone() for name, tensor in found.views().items()}

@@ -72,8 +72,8 @@ class ServedDraft:
     # --- rounds ---
 
     def round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
-        if self.draft.state != "loaded":
-            raise Unacceptable(f"the draft's weights are {self.draft.state}")
+        if self.draft.weights_state != "loaded":
+            raise Unacceptable(f"the draft's weights are {self.draft.weights_state}")
         began = time.perf_counter_ns()
         reported = self._reported
         self._follow(asked.follow, given)

@@ -1,6 +1,6 @@
 """Memory of a server that its daemons can read: `Lender` at the server, `Borrower` at the daemon.
 
-Rows that lie in it are not sent. The server names their places, and the daemon copies them once, to where they go.
+Rows that lie in it are not sent. The server names their offsets, and the daemon copies them once, to where they go.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Lender:
     _size: int = 0
     _spans: list[tuple[int, int, int]] = field(
         factory=list["tuple[int, int, int]"]
-    )  # addresses, and the place of the first
+    )  # addresses, and the offset of the first
     _lock: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
@@ -122,7 +122,7 @@ class Borrower:
     _mapped: Mapped | None = None
 
     def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
-        """Return the lent tensors by name, without a copy. Raises Unacceptable for places outside the memory."""
+        """Return the lent tensors by name, without a copy. Raises Unacceptable for offsets outside the memory."""
         for one in lent:
             if len(one.shape) != len(one.strides) or one.offset % ELEMENT_BYTES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
@@ -132,7 +132,7 @@ class Borrower:
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
         """Return lent rows as integers of their element size: `[names, heads, rows, width]` of `spec`, without a copy.
 
-        Raises Unacceptable for places outside the memory.
+        Raises Unacceptable for offsets outside the memory.
         """
         size = ELEMENT_BYTES[spec.dtype]
         names = len(spec.names)

@@ -148,12 +148,13 @@ class Offer(WireMessage, frozen=True, array_like=True):
 class Prove(WireMessage, frozen=True):
     """The request to prove the numerics of the daemon's device.
 
-    rows: the element type of kept keys and values. bits: that matrices are quantised to when they are read; 0: they are
-    not. offers: outcomes of the server. The daemon uses one instead of a probe if the key and `boot` are its own.
+    rows: the formats of kept keys and values, named as in `--kv-dtype`; auto: `dtype`. bits: that matrices are
+    quantised to when they are read; 0: they are not. offers: outcomes of the server. The daemon uses one instead of a
+    probe if the key and `boot` are its own.
     """
 
     dtype: Element
-    rows: Element
+    rows: Text
     chunk: Count
     capacity: Count
     boot: Text

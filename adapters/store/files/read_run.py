@@ -1,4 +1,4 @@
-"""Reads a run's file: pieces of it are read and decoded side by side, each into its place.
+"""Reads a run's file: pieces of it are read and decoded side by side, each into its part of the result.
 
 What is read is bounded by the size that the run must have.
 """
@@ -147,7 +147,8 @@ def fill_target(content: RunContent, expected: Expected, pool: Executor, target:
 
 @frozen
 class FrameBatch:
-    """Neighbouring frames: the place of the first in the file, and the place of its contents (the head is before 0)."""
+    """Neighbouring frames: the offset of the first in the file, and the offset of its contents (the head is before
+    0)."""
 
     at: int
     frames: tuple[Sizes, ...]

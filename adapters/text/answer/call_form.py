@@ -131,7 +131,7 @@ class CallForm(ABC):
     # -- used by the forms
 
     def mark_attempt(self, opener: str = "") -> None:
-        """Mark the place at which a call may begin. If it breaks before it has begun, all from here is text."""
+        """Mark the position at which a call may begin. If it breaks before it has begun, all from here is text."""
         self.incoming.mark = self.incoming.position
         self._opener = opener
 

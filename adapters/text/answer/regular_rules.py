@@ -87,8 +87,8 @@ def read_definitions(source: str) -> Mapping[str, Sequence[Token]]:
     body: list[Token] = []
     listed = [*iterate_tokens(re.sub(r"(?m)^(\s*[?!]?\w+)\.\d+(\s*:)", r"\1\2", source))]
     first = True
-    for place, token in enumerate(listed):
-        behind = listed[place + 1].text if place + 1 < len(listed) else ""
+    for index, token in enumerate(listed):
+        behind = listed[index + 1].text if index + 1 < len(listed) else ""
         if token.kind == "import":
             name, _, alias = token.text.removeprefix("%import").strip().removeprefix("common.").partition("->")
             if name.strip() not in COMMON:

@@ -53,10 +53,10 @@ def collect_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the part of the same schema to which a reference leads, or None."""
-    place: Any = root
+    part: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
-        place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-    return place
+        part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
 
 
 def name_type(value: Any) -> str:

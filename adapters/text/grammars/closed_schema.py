@@ -95,10 +95,10 @@ def iterate_joined_references(schema: Any, joined: bool) -> Iterator[str]:
             yield from iterate_joined_references(part, is_joined(schema, keyword, joined))
 
 
-def close_part(schema: Any, place: str, open_places: frozenset[str], joined: bool) -> Any:
+def close_part(schema: Any, pointer: str, open_pointers: frozenset[str], joined: bool) -> Any:
     """Return a copy of a part of a schema, without keywords for people, in which objects are closed if they can be.
 
-    place: of the part, as references name it. open_places: the places that references of joined schemas lead to.
+    pointer: of the part, as references name it. open_pointers: those that references of joined schemas lead to.
     joined: must a value keep to this part and to another schema as well?
     """
     if not isinstance(schema, Mapping):
@@ -108,9 +108,11 @@ def close_part(schema: Any, place: str, open_places: frozenset[str], joined: boo
         if keyword in READ_BY_PEOPLE:
             continue
         together = is_joined(schema, keyword, joined)
-        made = [close_part(part, place + steps, open_places, together) for steps, part in iterate_parts(keyword, held)]
+        made = [
+            close_part(part, pointer + steps, open_pointers, together) for steps, part in iterate_parts(keyword, held)
+        ]
         found[keyword] = rebuild_value(keyword, held, made)
-    if not joined and place not in open_places and can_close(schema):
+    if not joined and pointer not in open_pointers and can_close(schema):
         found["additionalProperties"] = False
     return found
 

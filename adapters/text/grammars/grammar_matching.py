@@ -32,8 +32,8 @@ class GrammarMatching:
     _path: Tokens = ()
     _ahead: LLMatcher | None = None
     quoted_tokens: QuotedTokens | None = None
-    _place: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer so far
-    _place_ahead: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer and then `_path`
+    _position: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer so far
+    _position_ahead: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer and then `_path`
 
     def mask(self, path: Tokens) -> NDArray[np.uint8] | str:
         """Return the allowed tokens after `path`, one bit per token, or an error message."""
@@ -52,7 +52,7 @@ class GrammarMatching:
 
     def _mask_repeated_keys(self, mask: NDArray[np.uint8], quoted: QuotedTokens, path: Tokens) -> NDArray[np.uint8]:
         """Remove tokens that would repeat a key. The mask stays as it is if no other token may follow."""
-        tokens = quoted.find_forbidden(self._place_ahead if path else self._place)
+        tokens = quoted.find_forbidden(self._position_ahead if path else self._position)
         if not tokens:
             return mask
         less = mask.copy()
@@ -70,7 +70,7 @@ class GrammarMatching:
         """Extend the answer by tokens."""
         said = tuple(token for token in tokens if token not in self._ends)
         if self.quoted_tokens is not None:
-            self._place = self.quoted_tokens.advance(said, self._place)
+            self._position = self.quoted_tokens.advance(said, self._position)
         if self._ahead is not None and self._path == said[: len(self._path)]:
             self._base = self._ahead
             said = said[len(self._path) :]
@@ -85,10 +85,10 @@ class GrammarMatching:
         if self._ahead is None or self._path != path[: len(self._path)]:
             self._path = ()
             self._ahead = self._base.deep_copy()
-            self._place_ahead = self._place
+            self._position_ahead = self._position
         self._ahead.consume_tokens(list(path[len(self._path) :]))
         if self.quoted_tokens is not None:
-            self._place_ahead = self.quoted_tokens.advance(path[len(self._path) :], self._place_ahead)
+            self._position_ahead = self.quoted_tokens.advance(path[len(self._path) :], self._position_ahead)
         self._path = path
         return self._ahead
 

@@ -126,20 +126,20 @@ class QuotedTokens:
             found = JsonPosition() if token in self.controls else found.advance(self.pieces(token))
         return found
 
-    def find_forbidden(self, place: JsonPosition) -> list[int]:
+    def find_forbidden(self, position: JsonPosition) -> list[int]:
         """Return the tokens that would end a key which its object has already."""
-        ends = [key + b'"' for keys in place.open_containers for key in keys or ()]
-        if not ends or place.state == "lost":
+        ends = [key + b'"' for keys in position.open_containers for key in keys or ()]
+        if not ends or position.state == "lost":
             return []
         found = list[int]()
-        if place.state == "key":
-            for key in place.open_containers[-1] or ():
-                if key.startswith(place.key_bytes):
-                    found += self._tokens_starting_with(key[len(place.key_bytes) :] + b'"')
+        if position.state == "key":
+            for key in position.open_containers[-1] or ():
+                if key.startswith(position.key_bytes):
+                    found += self._tokens_starting_with(key[len(position.key_bytes) :] + b'"')
         # A token that reaches from here to the end of another key has two quotation marks. Few tokens have that, and
         # fewer of them end a key.
         likely = ((text, token) for text, token in self._with_two_quotes if any(end in text for end in ends))
-        return found + [token for text, token in likely if place.advance(text).is_repeated_key]
+        return found + [token for text, token in likely if position.advance(text).is_repeated_key]
 
     def _tokens_starting_with(self, text: bytes) -> list[int]:
         at = bisect_left(self._by_bytes, (text, -1))

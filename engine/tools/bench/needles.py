@@ -135,8 +135,8 @@ def fill_cell(cell: Cell, hay: Haystack, body: dict[str, Any], share: float) -> 
     kept = 1.0 if cell.method == "whole" else share
     tokens = body["usage"]["prompt_tokens"]
     took = body["timings"]["prompt_ms"]
-    place = cell.method, cell.length, cell.needles, cell.depth, cell.number
-    return Cell(*place, hay.score_answer(text), tokens, kept, took)
+    cell_fields = cell.method, cell.length, cell.needles, cell.depth, cell.number
+    return Cell(*cell_fields, hay.score_answer(text), tokens, kept, took)
 
 
 def mark_failed(cell: Cell, why: str) -> Cell:

@@ -44,6 +44,6 @@ def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], titl
 
 def group_by(axis: str, cells: Sequence[Cell]) -> list[tuple[Any, float]]:
     """Return the mean share that was found at each value of `axis`."""
-    places = sorted({getattr(cell, axis) for cell in cells})
-    found = [[cell.found for cell in cells if getattr(cell, axis) == place] for place in places]
-    return [(place, sum(values) / len(values)) for place, values in zip(places, found, strict=True)]
+    axis_values = sorted({getattr(cell, axis) for cell in cells})
+    found = [[cell.found for cell in cells if getattr(cell, axis) == value] for value in axis_values]
+    return [(value, sum(scores) / len(scores)) for value, scores in zip(axis_values, found, strict=True)]

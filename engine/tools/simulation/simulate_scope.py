@@ -69,7 +69,7 @@ class Simulation:
         factory=deque
     )  # requests that came while the process stops
     _since: int = 0  # requests since the process started
-    _indices: dict[int, int] = field(init=False)  # place of each request among all
+    _indices: dict[int, int] = field(init=False)  # index of each request among all
     _shortening: SimulatedCompression = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 

@@ -10,7 +10,7 @@ from attrs import define, evolve, field
 from adapters.http.history.frozen_messages import FrozenMessages, MessageFreezing
 from effects.compression import WHOLE, Compression, PromptPart, select_tokens
 from effects.ids import Span, Tokens
-from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prompt_compression import CompressPrompt, PromptCompressed
 
 # From this many messages on, one of them is an answer.
 TURNS = 3

@@ -27,8 +27,8 @@ from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
-from effects.pflash import CompressPrompt, KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prompt_compression import CompressPrompt, KeepFrozen
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved

@@ -67,9 +67,9 @@ def list_notes(logs: Logs, setup: Setup) -> list[str]:
     lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
     if setup.settings.stateful:
         state = setup.costs.state_bytes
-        places = setup.settings.state_checkpoints
+        checkpoints = setup.settings.state_checkpoints
         lines.append(
-            f"A checkpoint of positional state takes {state:,} bytes; {format_count(places, 'place')} on the device."
+            f"A checkpoint of positional state takes {state:,} bytes, and the device has {checkpoints:,} of them."
         )
     if setup.restart_every:
         lines.append(f"Restarted after every {setup.restart_every} requests: slots and host memory start empty.")

@@ -57,8 +57,8 @@ class Timeline:
     seqs: tuple[int, int] = (0, -1)  # of the first event and the last
     event_rows: list[int] = field(factory=list[int])
     events: MixedColumns = field(factory=MixedColumns)
-    ask_counts: list[int] = field(factory=list[int])  # effects that each event led to
-    ask_rows: list[int] = field(factory=list[int])
+    effect_counts: list[int] = field(factory=list[int])  # effects that each event led to
+    effect_rows: list[int] = field(factory=list[int])
     effect_requests: MixedColumns = field(factory=MixedColumns)
     requests: list[int] = field(factory=list[int])  # the request of each row
     bars: Spans = field(factory=Spans)  # owner: the row; kind: its state
@@ -135,7 +135,7 @@ class Timeline:
             self.bars.stop[bar] = number
 
     def add_effects(self, outs: tuple[Output, ...], after: World, number: int) -> None:
-        first = len(self.ask_rows)
+        first = len(self.effect_rows)
         for lane in [lane for lane in self._running if not after.lanes[lane].running]:
             self.launches.stop[self._running.pop(lane)] = number
         for out in outs:
@@ -144,12 +144,12 @@ class Timeline:
                 self.add_launch(out, number, len(after.lanes[out.lane].running))
             for effect_request in effect_requests:
                 self.add_effect(effect_request, number)
-        self.ask_counts.append(len(self.ask_rows) - first)
+        self.effect_counts.append(len(self.effect_rows) - first)
 
     def add_launch(self, launch: Launch, number: int, together: int) -> None:
         if (last := self._running.pop(launch.lane, None)) is not None:
             self.launches.stop[last] = number
-        self._running[launch.lane] = self.launches.begin(launch.lane, len(self.ask_rows), number)
+        self._running[launch.lane] = self.launches.begin(launch.lane, len(self.effect_rows), number)
         self.sizes.append(len(launch.effect_requests))
         self.together.append(max(together, len(launch.effect_requests)))
 
@@ -157,10 +157,10 @@ class Timeline:
         row = self._rows.get(effect_request.request, NO_ROW)
         if effect_request.effect.outcomes and effect_request.effect.side is Side.STORE:
             self._awaited[effect_request.request] = (
-                self.store.begin(row, len(self.ask_rows), number),
+                self.store.begin(row, len(self.effect_rows), number),
                 effect_request.effect,
             )
-        self.ask_rows.append(row)
+        self.effect_rows.append(row)
         self.effect_requests.add(effect_request.effect)
 
     def pack(self) -> dict[str, Any]:
@@ -172,9 +172,9 @@ class Timeline:
             "requests": self.requests,
             "eventRows": self.event_rows,
             "events": self.events.pack(),
-            "askCounts": self.ask_counts,
-            "askRows": self.ask_rows,
-            "asks": self.effect_requests.pack(),
+            "effectCounts": self.effect_counts,
+            "effectRows": self.effect_rows,
+            "effects": self.effect_requests.pack(),
             "bars": self.bars.pack(),
             "launches": {**self.launches.pack(), "size": self.sizes, "together": self.together},
             "store": self.store.pack(),

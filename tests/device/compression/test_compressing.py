@@ -19,8 +19,8 @@ from effects.all import EffectRequest, Launch, Outcome
 from effects.compression import PromptPart, count_tokens
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import LaunchFailed
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from engine.loading.load_scorer import LoadedScorer
 from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive

@@ -128,22 +128,22 @@ def test_a_protected_message_is_kept_whole_or_nothing_is_dropped() -> None:
     assert select(prompt, [0.0] * 1000, (part,), MARKS, keep=10, most=100) is None
 
 
-def repeating(places: list[int], count: int = 3200) -> Tokens:
+def repeating(offsets: list[int], count: int = 3200) -> Tokens:
     """The end says again what stands at these places."""
     prompt = list(range(100, 100 + count))
     gram = [7, 8, 9, 10]
-    for place in (*places, count - 50):
-        prompt[place : place + GRAM] = gram
+    for offset in (*offsets, count - 50):
+        prompt[offset : offset + GRAM] = gram
     return tuple(prompt)
 
 
 def test_what_the_end_says_again_is_kept_at_every_place_with_what_stands_around_it() -> None:
     """All of them: not only the first eight, as the rarest words are those that a question is about."""
     limit = ANCHORS[0][2]
-    places = [2500 + 200 * at for at in range(limit)]
-    found = chosen(repeating(places, 6400), 4800)
-    for place in places:
-        middle = place // PIECE
+    offsets = [2500 + 200 * at for at in range(limit)]
+    found = chosen(repeating(offsets, 6400), 4800)
+    for offset in offsets:
+        middle = offset // PIECE
         assert tokens_of((((middle - 2) * PIECE, (middle + 3) * PIECE),)) <= tokens_of(found.spans)
 
 
@@ -180,7 +180,7 @@ def test_what_is_said_everywhere_anchors_nothing() -> None:
     assert found.forced == ((0, HEAD), (3200 - TAIL, 3200))
 
 
-@pytest.mark.parametrize("places", [[1000], [1000, 1400, 1800]])
-def test_anchors_stay_within_the_budget(places: list[int]) -> None:
-    found = chosen(repeating(places), 9 * PIECE)
+@pytest.mark.parametrize("offsets", [[1000], [1000, 1400, 1800]])
+def test_anchors_stay_within_the_budget(offsets: list[int]) -> None:
+    found = chosen(repeating(offsets), 9 * PIECE)
     assert found.tokens <= 9 * PIECE

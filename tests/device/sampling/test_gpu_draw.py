@@ -53,7 +53,7 @@ def case(seed: int, vocabularies: tuple[int, ...]) -> tuple[Tensor, list[Samplin
     return logits, samplings, [chance.randrange(10_000) for _ in range(rows)]
 
 
-def agrees(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
+def check_draws(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
     host, samplings, positions = case(seed, vocabularies)
     logits, rows = host.to(device), range(len(samplings))
     launches = import_module("adapters.models.kernels.cuda.draw")  # needs Triton
@@ -72,10 +72,10 @@ def agrees(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("vocabulary", [5, BLOCK, BLOCK + 1, 5000, 151_936])
 def test_a_gpu_draws_and_tells_what_a_host_does(vocabulary: int) -> None:
     for seed in range(100):
-        agrees(seed, "cuda", (vocabulary,))
+        check_draws(seed, "cuda", (vocabulary,))
 
 
-def changes(seed: int, device: str, vocab: int) -> None:
+def check_penalties(seed: int, device: str, vocab: int) -> None:
     """Rows of requests with penalties and without, before and behind proposals, and behind more than are pending."""
     gpu = import_module("adapters.models.kernels.cuda.sampling").CudaSampling(torch.device(device))
     chance, host = random.Random(seed), torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed)) * 3
@@ -112,10 +112,10 @@ def changes(seed: int, device: str, vocab: int) -> None:
 @pytest.mark.parametrize("vocabulary", [30, BLOCK, 5000])
 def test_a_gpu_changes_logits_as_a_host_does(vocabulary: int) -> None:
     for seed in range(40):
-        changes(seed, "cuda", vocabulary)
+        check_penalties(seed, "cuda", vocabulary)
 
 
-def draws_some_token(value: float, device: str) -> None:
+def check_token_is_drawn(value: float, device: str) -> None:
     """Where a row is not finite, and what is meant to be drawn from the one beside it."""
     launches = import_module("adapters.models.kernels.cuda.draw")
     for how in ({}, {"top_k": 20}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
@@ -131,16 +131,16 @@ def draws_some_token(value: float, device: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_of_a_row_that_is_not_finite_some_token_is_drawn(value: float) -> None:
-    draws_some_token(value, "cuda")
+    check_token_is_drawn(value, "cuda")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="comes with CUDA builds of torch")
 def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
     code = (
         "from math import inf, nan\n"
-        "from tests.device.sampling.test_gpu_draw import BLOCK, agrees, changes, draws_some_token\n"
-        f"for seed in range({INTERPRETED}): agrees(seed, 'cpu', (5, 300, BLOCK, BLOCK + 1, 5000))\n"
-        "for value in (nan, inf, -inf): draws_some_token(value, 'cpu')\n"
-        "for seed in range(20): changes(seed, 'cpu', (30, BLOCK, 1500)[seed % 3])"
+        "from tests.device.sampling.test_gpu_draw import BLOCK, check_draws, check_penalties, check_token_is_drawn\n"
+        f"for seed in range({INTERPRETED}): check_draws(seed, 'cpu', (5, 300, BLOCK, BLOCK + 1, 5000))\n"
+        "for value in (nan, inf, -inf): check_token_is_drawn(value, 'cpu')\n"
+        "for seed in range(20): check_penalties(seed, 'cpu', (30, BLOCK, 1500)[seed % 3])"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})

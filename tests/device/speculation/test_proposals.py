@@ -127,16 +127,16 @@ class Sure(Oracle):
 async def test_a_decode_step_tells_how_many_of_its_tokens_were_proposed_wherever_it_ends(offset):
     prompt = prompt_of(46, 20)
     answer = straightforward(FakeShard(), prompt, GREEDY, 40)
-    place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
+    index = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
     driver = drive(FakeShard(), proposer=Sure({1: prompt + answer}, random.Random(0)))
-    client = await driver.open(prompt, stops=(answer[place],))
+    client = await driver.open(prompt, stops=(answer[index],))
     await client.prefill()
-    while len(client.answer) <= place:
+    while len(client.answer) <= index:
         (done,) = await driver.decode(client, propose=5)
         proposals = answer[len(client.answer) - len(done.tokens) :][:4]
         assert done.accepted == sum(1 for one, other in zip(done.tokens, proposals, strict=False) if one == other)
         assert done.accepted == len(done.tokens) - (len(done.tokens) == 5)
-    assert client.answer == answer[: place + 1]
+    assert client.answer == answer[: index + 1]
     assert driver.executor.close()
 
 
@@ -238,14 +238,14 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
 async def test_a_decode_step_ends_with_the_first_token_that_ends_the_answer(offset, nodes):
     prompt = prompt_of(46, 20)
     answer = straightforward(FakeShard(), prompt, GREEDY, 40)
-    place = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
+    index = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
     driver, _, fake = drafted(nodes)
-    client = await driver.open(prompt, stops=(answer[place], 96))
+    client = await driver.open(prompt, stops=(answer[index], 96))
     await client.prefill()
-    while answer[place] not in client.answer:
+    while answer[index] not in client.answer:
         await driver.decode(client, propose=7 if not nodes else 12)
-    assert client.answer == answer[: place + 1]
-    valid = len(prompt) + place
+    assert client.answer == answer[: index + 1]
+    valid = len(prompt) + index
     assert fake.steps[-1].segments[0].start <= valid
     turn = client.tokens + prompt_of(47, 30)
     other = await driver.open(turn, keep=valid)
@@ -271,7 +271,7 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     await driver.decode(client, propose=7)
     assert [(block_request.first, block_request.position) for block_request in draft.asked[0]] == [(40, 69)]
     await driver.perform(EffectRequest(request, UnloadModel("draft", keep=False)))
-    assert draft.state == "released"
+    assert draft.weights_state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
     await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
@@ -380,7 +380,7 @@ async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_wor
     await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     draft.exhausted = {what}
     assert await driver.perform(EffectRequest(RequestId(2), LoadModel("draft"))) == (failure,)
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
     assert isinstance((await driver.perform(EffectRequest(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)

@@ -49,14 +49,14 @@ def a_state(tokens: list[int], request: int = 1, **named: Any) -> SlotState:
 def expected(own: list[int]) -> tuple[int, int | None]:
     """The longest match of three tokens or more, and what followed most of its places, the newest of them first."""
     lengths = {
-        place: next(n for n in range(place + 1) if n == place or own[place - 1 - n] != own[-1 - n])
-        for place in range(len(own))
+        index: next(n for n in range(index + 1) if n == index or own[index - 1 - n] != own[-1 - n])
+        for index in range(len(own))
     }
     best = max(lengths.values())
     if best < 3:
         return 0, None
-    places = [place for place in reversed(range(len(own))) if lengths[place] == best]
-    return best, Counter(own[place] for place in places).most_common(1)[0][0]
+    indices = [index for index in reversed(range(len(own))) if lengths[index] == best]
+    return best, Counter(own[index] for index in indices).most_common(1)[0][0]
 
 
 @given(TEXTS)

@@ -167,9 +167,9 @@ def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there
         world, outs = advance(before, event)
         meter.observe(Envelope(seq, 1_000_000 * seq, event), outs, before, world)
         stages.append([STAGES[type(state)] for state in world.requests.values()])
-    assert stages == [["Unparking"], ["Unparking", "Unparking"], ["Prefilling", "Prefilling"]]
-    assert meter.stages_ms(one, 9_000_000) == {"Unparking": 2, "Prefilling": 7}
-    assert meter.stages_ms(other, 9_000_000) == {"Unparking": 1, "Prefilling": 7}
+    assert stages == [["UnparkingDraft"], ["UnparkingDraft", "UnparkingDraft"], ["Prefilling", "Prefilling"]]
+    assert meter.stages_ms(one, 9_000_000) == {"UnparkingDraft": 2, "Prefilling": 7}
+    assert meter.stages_ms(other, 9_000_000) == {"UnparkingDraft": 1, "Prefilling": 7}
 
 
 def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
@@ -182,7 +182,7 @@ def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
         before = world
         world, outs = advance(before, event)
         meter.observe(Envelope(seq, 1_000_000 * seq, event), outs, before, world)
-    assert [STAGES[type(state)] for state in world.requests.values()] == ["Prefilling", "Unparking"]
+    assert [STAGES[type(state)] for state in world.requests.values()] == ["Prefilling", "UnparkingDraft"]
     assert [stage_of(state, world) for state in world.requests.values()] == ["Prefilling", "Prefilling"]
     assert meter.stages_ms(other, 9_000_000) == {"Prefilling": 8}
     assert [slot_status(place, slot, world).state for place, slot in enumerate(world.slots.slots)] == ["Prefilling"] * 2

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from adapters import demo
+from adapters.models.kernels.row_format import Rows, read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.identity import compute_identity
@@ -17,13 +18,15 @@ from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
 TOKENS = tuple(range(1, 41))
 
+KINDS = ("int4", "int3.5", "k=int8,v=int4", "k=int4,v=int8")
+
 
 def named(
     numerics: Numerics = FOUND,
     dtype: torch.dtype = torch.bfloat16,
     mode: str = "exact",
     bits: int | None = None,
-    rows: torch.dtype | None = None,
+    rows: Rows | None = None,
 ) -> str:
     """bits: that weights are rounded to."""
     checkpoint = Checkpoint.open(demo.FOLDER)
@@ -41,6 +44,7 @@ OTHERS = {
     "mode": lambda: named(mode="fast"),
     "rows in int8": lambda: named(rows=torch.int8),
     "rows in fp8": lambda: named(rows=torch.float8_e4m3fn),
+    **{f"rows in {kind}": lambda kind=kind: named(rows=read_row_types(kind, torch.bfloat16)) for kind in KINDS},
     "weights in 8 bits": lambda: named(bits=8),
     "weights in 4 bits": lambda: named(bits=4),
 }
@@ -61,6 +65,12 @@ def test_what_is_computed_otherwise_shares_nothing(tmp_path: Path, other) -> Non
         assert kept(second, TOKENS) == 0
         assert second.count_shared_tokens(TOKENS, 5) == 0
         assert second.close()
+
+
+def test_rows_of_each_type_are_no_others() -> None:
+    kinds = ("auto", "int8", *KINDS)
+    assert len({named(rows=read_row_types(kind, torch.bfloat16)) for kind in kinds}) == len(kinds)
+    assert named(rows=read_row_types("bf16", torch.bfloat16)) == named(), "the type that is computed in has no name"
 
 
 def test_weights_of_one_number_of_bits_are_not_those_of_another() -> None:

@@ -17,6 +17,7 @@ from adapters.device.lane.buckets import bucket_of
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cuda.tiles import rows_to_plan
+from adapters.models.kernels.row_format import row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
@@ -34,10 +35,10 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
     plan = (Placement(range(checkpoint.config.num_layers), device),)
     dtype, kept = torch.bfloat16, CalibrationCache(folder)
     if probed:
-        shape = build_probe_shape(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
+        shape = build_probe_shape(checkpoint, device, (dtype, row_types(dtype)), CHUNK, FIT.context)
         key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), shape)
         assert kept.load_or_make(key, lambda: "found", str, str) == "found"
-    how = {"rows": dtype, "fit": FIT, "chunk": CHUNK, "kept": kept}
+    how = {"rows": row_types(dtype), "fit": FIT, "chunk": CHUNK, "kept": kept}
     compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
     return heard
 

@@ -14,7 +14,7 @@ from effects.all import Effect, EffectRequest
 from effects.ids import ENGINE, Side
 from effects.job import Job
 from effects.pacing import PaceSnapshot, PaceSteps
-from effects.pflash import KeepFrozen
+from effects.prompt_compression import KeepFrozen
 from effects.timer import StartTimer
 from engine.core.event_loop import EventLoop
 from engine.serving.wiring import run_engine

@@ -300,7 +300,7 @@ def outcome(target: LoadedModel) -> dict[str, Any]:
             store.lower_tiers[0].index.budget,
             store.lower_tiers[0].chooser.codec,
         ),
-        "draft": (draft.identity, draft.state, draft.rows.capacity, draft.block),
+        "draft": (draft.identity, draft.weights_state, draft.rows.capacity, draft.block),
         "memory": (ledger.models, ledger.slots),
         "pflash": target.pflash,
         "threads": torch.get_num_threads(),

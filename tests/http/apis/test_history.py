@@ -28,7 +28,7 @@ from adapters.http.wire.repair_json import flatten_deep_values, replace_surrogat
 from adapters.text.conversation import Conversation, build_template_variables
 from adapters.text.model_text import Text
 from tests.http.conftest import Site, served
-from tests.http.request.test_fuzzed_requests import JUNK, WORDS_OF_OTHERS, changed, places
+from tests.http.request.test_fuzzed_requests import JUNK, WORDS_OF_OTHERS, changed, iterate_paths
 from tests.http.sse import chunks
 from tests.text import small
 
@@ -548,9 +548,9 @@ NEWEST_TURNS: list[tuple[list[Speaker], bool, int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("speakers", "prefilled", "place"), NEWEST_TURNS)
-def test_which_turn_is_the_users_newest(speakers: list[Speaker], prefilled: bool, place: int | None) -> None:
-    assert find_newest_user_turn(speakers, prefilled=prefilled) == place
+@pytest.mark.parametrize(("speakers", "prefilled", "index"), NEWEST_TURNS)
+def test_which_turn_is_the_users_newest(speakers: list[Speaker], prefilled: bool, index: int | None) -> None:
+    assert find_newest_user_turn(speakers, prefilled=prefilled) == index
 
 
 WHOLE: dict[str, list[Any]] = {
@@ -615,7 +615,9 @@ def text(folder: Path) -> Text:
 @given(data=st.data())
 def test_nothing_inside_of_earlier_messages_is_refused(text: Text, api: str, data: st.DataObject) -> None:
     """An item of the Responses API needs a type that says what it is: that is the one field left out."""
-    found = [path for path in places(WHOLE[api][:-1]) if len(path) > 1 and (api != RESPONSES or path[1:] != ("type",))]
+    found = [
+        path for path in iterate_paths(WHOLE[api][:-1]) if len(path) > 1 and (api != RESPONSES or path[1:] != ("type",))
+    ]
     path = data.draw(st.sampled_from(found))
     junk = data.draw(JUNK | WORDS_OF_OTHERS)
     conversation = READERS[api](changed({"all": WHOLE[api]}, ("all", *path), junk)["all"], text)

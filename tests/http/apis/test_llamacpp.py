@@ -67,8 +67,8 @@ async def test_prompts_are_texts_ids_and_both_mixed_one_or_many(site: Site) -> N
         answer = await ask(site, prompt, n_predict=1)
         assert [ticket.job.prompt for ticket in site.door.tickets[before:]] == jobs
         assert isinstance(answer, list) == (len(jobs) > 1)
-        for place, one in enumerate(answer if isinstance(answer, list) else [answer]):
-            assert (one["index"], one["prompt"]) == (place, site.text.tokenizer.decode(jobs[place]))
+        for index, one in enumerate(answer if isinstance(answer, list) else [answer]):
+            assert (one["index"], one["prompt"]) == (index, site.text.tokenizer.decode(jobs[index]))
     assert isinstance(await ask(site, ["The fox"], n_predict=1), list), "a list of one prompt"
 
 

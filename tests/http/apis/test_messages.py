@@ -199,9 +199,9 @@ async def test_where_cache_control_stands_changes_no_token(site: Site, client: a
     marked = {"cache_control": {"type": "ephemeral"}}
     system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     prompts = []
-    for place in (0, 1):
-        blocks = [{**block, **(marked if place == at else {})} for at, block in enumerate(system)]
-        turns = [{"role": "user", "content": [{"type": "text", "text": "Hi", **(marked if place else {})}]}]
+    for index in (0, 1):
+        blocks = [{**block, **(marked if index == at else {})} for at, block in enumerate(system)]
+        turns = [{"role": "user", "content": [{"type": "text", "text": "Hi", **(marked if index else {})}]}]
         await client.messages.create(**asked(system=blocks, messages=turns, tools=[{**ADD, **marked}]))
         prompts.append(site.door.tickets[-1].job.prompt)
     assert prompts[0] == prompts[1]

@@ -171,14 +171,14 @@ async def test_the_events_are_openais_in_their_order(site: Site) -> None:
     assert events[0]["response"]["output"] == []
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
-    for place, item in enumerate(done):
+    for index, item in enumerate(done):
         deltas = [
             event["delta"]
             for event in events
             if event.get("item_id") == item["id"] and event["type"].endswith(".delta")
         ]
-        assert "".join(deltas) == (item["arguments"] if place == 2 else item["content"][0]["text"])
-        assert {event.get("output_index") for event in events if event.get("item_id") == item["id"]} == {place}
+        assert "".join(deltas) == (item["arguments"] if index == 2 else item["content"][0]["text"])
+        assert {event.get("output_index") for event in events if event.get("item_id") == item["id"]} == {index}
 
 
 async def frames(site: Site, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from effects.compression import Compression, PromptPart, count_tokens
 from effects.ids import RequestId
 from effects.job import Job, find_aged_messages, freezes_messages
-from effects.pflash import KeepFrozen
+from effects.prompt_compression import KeepFrozen
 from states.kept_rows import make_prompt
 from tests.http.conftest import Site, served
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,14 +106,14 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
 
     def slow(*what: Any) -> Any:
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(30)
         return carried_out(*what)
 
     monkeypatch.setattr(PrivateFolder, call, slow)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
         ResponseFolder(archive).store(name(1), one(1))
-        await anyio.to_thread.run_sync(begun.wait, 5)
+        await anyio.to_thread.run_sync(begun.wait, 30)
         tasks.cancel_scope.cancel()
         asyncio.get_running_loop().call_later(0.1, go_on.set)
     assert [file.name for file in files(tmp_path)] == [name(1)]
@@ -126,17 +125,20 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
 async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    archive, write = opened(tmp_path), PrivateFolder.write_file
+    archive, write, go_on = opened(tmp_path), PrivateFolder.write_file, threading.Event()
 
     def slow(folder: PrivateFolder, name: str, parts: Sequence[bytes]) -> int:
-        time.sleep(0.2)
+        assert go_on.wait(30)
         return write(folder, name, parts)
 
     monkeypatch.setattr(persistent_lru, "CLOSING_S", 0.01)
     monkeypatch.setattr(PrivateFolder, "write_file", slow)
     ResponseFolder(archive).store(name(1), one(1))
+    if patience:
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
     await archive.close(anyio.current_time() + patience)
     assert (shown(opened(tmp_path), 1) == one(1)) == bool(patience)
+    go_on.set()
 
 
 async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

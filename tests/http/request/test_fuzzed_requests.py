@@ -132,11 +132,11 @@ JUNK = st.recursive(
 WORDS_OF_OTHERS = st.sampled_from(["text", "tool_result", "tool_use", "message", "item_reference", "image", "function"])
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
-        yield from places(inner, (*path, key))
+        yield from iterate_paths(inner, (*path, key))
 
 
 def changed(body: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_a_field_with_anything_in_it_is_read_or_named(
     text: Text, body: dict[str, Any], read: Callable[[Fields, Text], Conversation], data: st.DataObject
 ) -> None:
     assert read(Fields(body), text).messages
-    path = data.draw(st.sampled_from([*places(body)]))
+    path = data.draw(st.sampled_from([*iterate_paths(body)]))
     fields = Fields(changed(body, path, data.draw(JUNK | WORDS_OF_OTHERS)))
     refused: ApiError | None = None
     try:

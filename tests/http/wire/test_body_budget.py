@@ -100,7 +100,7 @@ async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
     monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 1.0)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
-            streams = await taking.begun(stack, 12)
+            streams = await taking.begun(stack, 7)
             await until(lambda: waiting(taking.budget) > 0)
             assert await taking.whole() == 200
             received = await first_of(streams)

@@ -153,8 +153,8 @@ async def test_an_upload_that_goes_on_is_not_closed_for_those_that_stand_still(n
         with anyio.fail_after(60):
             await upload.send(head("Host: localhost", JSON, f"Content-Length: {len(body)}", target="/v1/completions"))
             await opened(stack, narrow, PLACES - 1, OWES_A_BODY)
-            for place in range(parts):
-                await upload.send(body[place * INSTALMENT :][:INSTALMENT])
+            for index in range(parts):
+                await upload.send(body[index * INSTALMENT :][:INSTALMENT])
                 await opened(stack, narrow, 1, OWES_A_BODY)
             await upload.send(body[parts * INSTALMENT :])
             assert status(await answer(upload)) == 200
@@ -210,6 +210,6 @@ async def test_requests_that_are_sent_ahead_are_all_answered_in_their_order(narr
                     received += await stream.receive()
             except anyio.EndOfStream:
                 pass
-    places = [received.index(f"The model '{number}' is".encode()) for number in range(50)]
-    assert places == sorted(places)
+    offsets = [received.index(f"The model '{number}' is".encode()) for number in range(50)]
+    assert offsets == sorted(offsets)
     assert received.count(b"HTTP/1.1 404 ") == 51

@@ -188,7 +188,7 @@ async def test_an_answer_that_is_taken_slowly_keeps_its_connection(
         with anyio.fail_after(60):
             while len(received) < length(received):
                 received += await stream.receive(1 << 18)
-                await anyio.sleep(0.1)
+                await anyio.sleep(0.03)
         assert len(received) == length(received) > 8 << 20, "more than the sockets hold"
 
 

@@ -176,16 +176,17 @@ class WholeSlotsAgainstADictionary(RuleBasedStateMachine):
 
 
 class StatesAgainstADictionary(RuleBasedStateMachine):
-    """Slots and places of positional state: what was moved, kept, loaded, imported, or put back after a failure."""
+    """Slots and checkpoints of positional state: what was moved, kept, loaded, imported, or put back after a
+    failure."""
 
-    PLACES = 2
+    CHECKPOINTS = 2
 
     def __init__(self) -> None:
         super().__init__()
-        how = {"slots": SLOTS, "checkpoint_count": self.PLACES, "dtype": torch.float32, "device": CPU}
+        how = {"slots": SLOTS, "checkpoint_count": self.CHECKPOINTS, "dtype": torch.float32, "device": CPU}
         self.cache = RecurrentCache(["layers.0"], DeltaShape(1, 2, 4, 4), ReferenceDelta(), **how)
         self.slots = [(0, 0)] * SLOTS  # value, and where it stands
-        self.places: dict[int, tuple[int, int]] = {}
+        self.checkpoints: dict[int, tuple[int, int]] = {}
         self.value = 0
 
     def run_out(self, fails: bool) -> None:
@@ -219,16 +220,16 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
         self.cache.copy(source, heir)
         self.slots[heir] = self.slots[source]
 
-    @rule(slot=st.integers(0, SLOTS - 1), place=st.integers(0, PLACES - 1))
-    def keep(self, slot: int, place: int) -> None:
-        self.cache.keep(slot, place)
-        self.places[place] = self.slots[slot]
+    @rule(slot=st.integers(0, SLOTS - 1), index=st.integers(0, CHECKPOINTS - 1))
+    def keep(self, slot: int, index: int) -> None:
+        self.cache.keep(slot, index)
+        self.checkpoints[index] = self.slots[slot]
 
-    @rule(slot=st.integers(0, SLOTS - 1), place=st.integers(0, PLACES - 1))
-    def load(self, slot: int, place: int) -> None:
-        if place in self.places:
-            self.cache.load(place, slot)
-            self.slots[slot] = self.places[place]
+    @rule(slot=st.integers(0, SLOTS - 1), index=st.integers(0, CHECKPOINTS - 1))
+    def load(self, slot: int, index: int) -> None:
+        if index in self.checkpoints:
+            self.cache.load(index, slot)
+            self.slots[slot] = self.checkpoints[index]
 
     @rule(source=st.integers(0, SLOTS - 1), heir=st.integers(0, SLOTS - 1))
     def bring_back(self, source: int, heir: int) -> None:
@@ -238,7 +239,7 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
 
     @invariant()
     def every_state_is_what_it_should_be(self) -> None:
-        held = {**dict(enumerate(self.slots)), **{SLOTS + at: state for at, state in self.places.items()}}
+        held = {**dict(enumerate(self.slots)), **{SLOTS + at: state for at, state in self.checkpoints.items()}}
         for number, (value, _) in held.items():
             for layer in self.cache.layers:
                 for tensor in (layer.memory, layer.conv):
@@ -262,7 +263,7 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
         size = 2 * 256
         self.hosted = HostExperts(CPU, self.COUNT, room * size)
         self.layers = [self.hosted.add_layer(self.weights(layer, at) for at in range(self.COUNT)) for layer in (0, 1)]
-        self.where: dict[int, int] = {}  # place -> expert
+        self.where: dict[int, int] = {}  # slot -> expert
 
     def weights(self, layer: int, at: int) -> GatedWeights:
         return GatedWeights(*(torch.full((8, 8), float(100 * layer + 10 * at + part)) for part in range(2)))
@@ -274,13 +275,13 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: self.hosted.expert_slots)
     @rule(data=st.data())
-    def place(self, data: st.DataObject) -> None:
+    def index(self, data: st.DataObject) -> None:
         there = [expert for expert in range(self.hosted.experts) if expert not in self.where.values()]
         if not there:
             return
-        place, expert = data.draw(st.integers(0, self.hosted.expert_slots - 1)), data.draw(st.sampled_from(there))
-        self.hosted.move_experts([(place, expert)])
-        self.where[place] = expert
+        index, expert = data.draw(st.integers(0, self.hosted.expert_slots - 1)), data.draw(st.sampled_from(there))
+        self.hosted.move_experts([(index, expert)])
+        self.where[index] = expert
 
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
     def choose(self, layer: int, numbers: set[int]) -> None:
@@ -299,7 +300,7 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
 
     @invariant()
     def the_table_of_places_is_right(self) -> None:
-        assert self.hosted.where == {expert: place for place, expert in self.where.items()}
+        assert self.hosted.where == {expert: index for index, expert in self.where.items()}
 
 
 FEW = settings(max_examples=15, stateful_step_count=25, deadline=None)

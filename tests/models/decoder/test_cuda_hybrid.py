@@ -18,13 +18,13 @@ from tests.models.checkpoints import same_bits
 from tests.models.hybrids import (
     CHUNKS,
     LENGTH,
+    check_rolled_back_rows,
+    check_rows_in_pieces,
+    check_slots_side_by_side,
     computed,
     config,
     in_pieces,
-    rows_in_pieces_are_rows_of_chunks,
     same_sequence,
-    slots_side_by_side_are_each_as_if_alone,
-    what_is_rolled_back_has_never_happened,
     whole_of,
 )
 
@@ -81,17 +81,17 @@ def test_rows_are_those_of_plain_torch(whole):
 
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+    check_rows_in_pieces(whole, pieces)
 
 
 @pytest.mark.parametrize("start", [64, 70, 127, 128, 250])
 @pytest.mark.parametrize("kept", [0, 1, 5, 30])
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
-    what_is_rolled_back_has_never_happened(whole, start, kept)
+    check_rolled_back_rows(whole, start, kept)
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    slots_side_by_side_are_each_as_if_alone(whole)
+    check_slots_side_by_side(whole)
 
 
 def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_overlap(whole):

@@ -59,16 +59,16 @@ class AllTurns(ChosenExperts):
     """What each turn finds at its places, in the order of the numbers."""
 
     def __init__(self, each: ChosenExperts) -> None:
-        self.each, self.places = each, each.stacked
+        self.each, self.slots = each, each.stacked
 
     def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
         return self.each.fetch_in_turns(numbers)
 
     def fetch(self, numbers: Sequence[int]) -> list[GatedWeights]:
         found = {
-            number: map_tensors(self.places[place], Tensor.clone)
+            number: map_tensors(self.slots[slot], Tensor.clone)
             for turn in self.fetch_in_turns(numbers)
-            for number, place in turn.items()
+            for number, slot in turn.items()
         }
         assert sorted(found) == sorted(numbers)
         return [found[number] for number in numbers]
@@ -99,7 +99,7 @@ def test_wherever_an_expert_lies_the_rows_are_the_same(room: int, kernels: type[
     chance, where = Random(room), list[int]()
     for _ in range(2):  # everybody moves, and steps go on
         where = chance.sample(range(LAYERS * COUNT), offloaded.expert_slots)
-        offloaded.move_experts((place, expert) for place, expert in enumerate(where) if expert not in offloaded.where)
+        offloaded.move_experts((slot, expert) for slot, expert in enumerate(where) if expert not in offloaded.where)
         assert same_bits(run_in_pieces(shard, tokens, pieces, slot=1), expected)
     assert offloaded.host_bytes == LAYERS * COUNT * SIZE
     assert offloaded.device_bytes == room * SIZE
@@ -116,9 +116,7 @@ def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
     assert before["needed"] == LAYERS * ACTIVE
     needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
     assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
-    offloaded.move_experts(
-        [(place, expert) for place, expert in enumerate(needed[:3]) if expert not in offloaded.where]
-    )
+    offloaded.move_experts([(slot, expert) for slot, expert in enumerate(needed[:3]) if expert not in offloaded.where])
     run(shard, 4, (1, 0, row))
     brought = offloaded.build_figures()["brought"] - before["brought"]
     assert brought == len([expert for expert in needed if expert not in offloaded.where]) < before["needed"]
@@ -140,9 +138,9 @@ def test_moves_that_cannot_be_are_refused() -> None:
     offloaded = HostExperts(CPU, COUNT, 10 * SIZE)
     shard_with(offloaded)
     offloaded.move_experts([(0, 3)])
-    for place, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
-        with pytest.raises(ValueError, match=f"expert {expert} of 22 to slot {place} of 2"):
-            offloaded.move_experts([(place, expert)])
+    for slot, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
+        with pytest.raises(ValueError, match=f"expert {expert} of 22 to slot {slot} of 2"):
+            offloaded.move_experts([(slot, expert)])
 
 
 def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
@@ -195,4 +193,4 @@ async def test_answers_are_the_same_while_experts_move_and_the_moves_replay(tmp_
     assert shown["moved"] > 6, "the policy has moved some, besides the first"
     assert 0 < shown["brought"] < shown["needed"]
     world = replay_file(tmp_path / "trace.jsonl").world
-    assert {expert: place for place, expert in enumerate(world.experts.expert_slots)} == experts.where
+    assert {expert: slot for slot, expert in enumerate(world.experts.expert_slots)} == experts.where

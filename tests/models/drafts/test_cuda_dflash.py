@@ -262,7 +262,7 @@ def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
         assert large.offload() >= loaded["weights"]
         assert before - torch.cuda.memory_allocated() >= loaded["weights"]
         held = large.memory()
-        assert (large.state, held["weights"], held["kv"]) == ("parked", 0, loaded["kv"])
+        assert (large.weights_state, held["weights"], held["kv"]) == ("parked", 0, loaded["kv"])
         assert loaded["weights"] <= held["host"] < loaded["weights"] * 1.01
         with pytest.raises(NotLoaded):
             large.logits([ask])
@@ -270,7 +270,7 @@ def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
         for _ in range(3):
             assert same_bits(proposed(large, ask)[0], expected)
     large.release()
-    assert (large.state, large.memory()["host"], large.memory()["weights"]) == ("released", 0, 0)
+    assert (large.weights_state, large.memory()["host"], large.memory()["weights"]) == ("released", 0, 0)
     large.load_back()
     assert same_bits(proposed(large, ask)[0], expected)
 
@@ -283,7 +283,7 @@ def test_an_unparking_without_room_leaves_the_draft_as_it_was(large, released):
         large.release()
     else:
         large.offload()
-    state, held = large.state, large.memory()
+    state, held = large.weights_state, large.memory()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (16 << 20)) / total)
     try:
@@ -291,6 +291,6 @@ def test_an_unparking_without_room_leaves_the_draft_as_it_was(large, released):
             large.load_back()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert (large.state, large.memory()) == (state, held)
+    assert (large.weights_state, large.memory()) == (state, held)
     large.load_back()
     assert same_bits(proposed(large, ask)[0], expected)

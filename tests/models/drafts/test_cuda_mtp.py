@@ -38,8 +38,8 @@ def made(kernels, dtype: torch.dtype, *, away: bool = False) -> MtpDraft:
     table = checkpoint.read("model.embed_tokens.weight").to(DEVICE, dtype)
     norm = checkpoint.read("model.norm.weight").to(DEVICE, torch.float32) + 1
     shared = TargetHead(host_table(table) if away else table, kernels.pack(table.clone()), norm)
-    place = {"device": DEVICE, "dtype": dtype, "slots": 4, "capacity": 1024, "buckets": BUCKETS}
-    return MtpDraft(head.config, head, kernels, shared, DraftPlacement(**place))
+    placement = {"device": DEVICE, "dtype": dtype, "slots": 4, "capacity": 1024, "buckets": BUCKETS}
+    return MtpDraft(head.config, head, kernels, shared, DraftPlacement(**placement))
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)

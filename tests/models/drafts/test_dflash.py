@@ -327,10 +327,10 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     expected = large.logits(asks).clone()
     loaded, before = large.memory(), resident()
     assert loaded["weights"] > 50 << 20
-    assert large.state == "loaded"
+    assert large.weights_state == "loaded"
     assert large.offload() == loaded["weights"]
     assert before - resident() > 0.8 * loaded["weights"]
-    assert large.state == "parked"
+    assert large.weights_state == "parked"
     assert large.memory() == {**large.memory(), "weights": 0, "host": 0, "kv": loaded["kv"]}
     assert large.offload() == 0
     for forward in (
@@ -345,7 +345,7 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     assert large.memory()["weights"] == loaded["weights"]
     assert same_bits(large.logits(asks), expected)
     large.release()
-    assert (large.state, large.memory()["weights"]) == ("released", 0)
+    assert (large.weights_state, large.memory()["weights"]) == ("released", 0)
     large.load_back()
     large.rows.import_(1, 0, rows)
     assert same_bits(large.logits([BlockRequest(1, 0, 50, 9, 15)]), expected)
@@ -356,10 +356,10 @@ def test_files_that_have_gone_leave_a_parked_draft(large, tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: No such file"):
         large.load_back()
-    assert large.state == "parked"
+    assert large.weights_state == "parked"
     (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
     large.load_back()
-    assert large.state == "loaded"
+    assert large.weights_state == "loaded"
 
 
 class Failing(Tensors):
@@ -392,7 +392,7 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     weights.error = error
     with pytest.raises(raised):
         draft.load_back()
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert draft.memory()["weights"] == 0
     weights.error = None
     draft.load_back()

@@ -96,12 +96,14 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     config, draft_checkpoint = checkpoint.config, DraftCheckpoint.open(tmp_path, checkpoint.config)
     assert draft_checkpoint.config == SHAPE
     listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
-    place = {"dtype": dtype, "slots": 2, "capacity": capacity}
+    placement = {"dtype": dtype, "slots": 2, "capacity": capacity}
     kernels = kernels_for(listed, dtype, capacity)
     shard = DenseShard(
-        config, checkpoint, kernels.copy_for_shard(), ShardPlacement(aux_layers=SHAPE.aux_layers, **place)
+        config, checkpoint, kernels.copy_for_shard(), ShardPlacement(aux_layers=SHAPE.aux_layers, **placement)
     )
-    draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, DraftPlacement(**place))
+    draft = DFlashDraft(
+        SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, DraftPlacement(**placement)
+    )
     tokens = tokens_of(301, 4000)
 
     def fill(slot: int, start: int, stop: int, rows: int) -> None:

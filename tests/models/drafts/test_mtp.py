@@ -134,10 +134,10 @@ def test_it_says_what_the_formulas_of_its_training_say(tokens, position):
         so_far = tokens[None, : position + 1]
         before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         before[:, ::64] = 0
-        for place in range(5):
+        for index in range(5):
             out = model.mtp(model.model.embed_tokens(so_far), before, *model.angles(so_far))[:, -1:]
-            torch.testing.assert_close(logits[place], model.logits(out)[0, 0], atol=5e-4, rtol=1e-4)
-            so_far = torch.cat((so_far, torch.tensor([[picked[place]]])), 1)
+            torch.testing.assert_close(logits[index], model.logits(out)[0, 0], atol=5e-4, rtol=1e-4)
+            so_far = torch.cat((so_far, torch.tensor([[picked[index]]])), 1)
             before = torch.cat((before, out), 1)
 
 
@@ -290,9 +290,9 @@ def test_its_identity_is_that_of_its_weights(changed):
         shard = DenseShard(
             config, checkpoint, kernels.copy_for_shard(), ShardPlacement(slots=1, capacity=64, buckets=(8,))
         )
-        place = {"slots": 1, "capacity": 64, "buckets": (8,)}
+        placement = {"slots": 1, "capacity": 64, "buckets": (8,)}
         return MtpDraft(
-            head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, DraftPlacement(**place)
+            head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, DraftPlacement(**placement)
         ).identity
 
     shipped = identity(Checkpoint.open(FOLDER))

@@ -24,13 +24,13 @@ from tests.models.checkpoints import proven, same_bits
 from tests.models.hybrids import (
     CHUNKS,
     LENGTH,
+    check_rolled_back_rows,
+    check_rows_in_pieces,
+    check_slots_side_by_side,
     computed,
     config,
     in_pieces,
-    rows_in_pieces_are_rows_of_chunks,
     same_sequence,
-    slots_side_by_side_are_each_as_if_alone,
-    what_is_rolled_back_has_never_happened,
     whole_of,
 )
 from tests.pairs import take_turns
@@ -69,7 +69,7 @@ def whole(request):
 
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+    check_rows_in_pieces(whole, pieces)
 
 
 def test_rows_in_random_pieces_too(whole):
@@ -84,7 +84,7 @@ def test_rows_in_random_pieces_too(whole):
 
 @pytest.mark.parametrize(("start", "kept"), STARTS_AND_KEPT)
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
-    what_is_rolled_back_has_never_happened(whole, start, kept)
+    check_rolled_back_rows(whole, start, kept)
 
 
 def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
@@ -98,7 +98,7 @@ def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    slots_side_by_side_are_each_as_if_alone(whole)
+    check_slots_side_by_side(whole)
 
 
 def test_what_is_no_number_stays_in_its_slot_and_leaves_with_its_sequence(whole):
@@ -124,10 +124,10 @@ def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
     shard.states.keep(1, 1)  # at 256
     computed(shard, tokens[:70].flip(0), [(64, 64)], slot=1)
     shard.rows.copy(0, 2, LENGTH)
-    for slot, place, at in ((1, 0, 192), (2, 1, 256), (2, 0, 192)):
+    for slot, checkpoint, at in ((1, 0, 192), (2, 1, 256), (2, 0, 192)):
         if slot == 1:
             shard.rows.copy(0, 1, LENGTH)
-        shard.states.load(place, slot)
+        shard.states.load(checkpoint, slot)
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
     with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         shard.states.keep(1, 2)
@@ -186,11 +186,11 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
 
 def test_states_are_counted(whole):
     shard, _, _ = whole
-    held, place = shard.config.state_bytes(shard.spec.dtype)
-    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    held, checkpoint = shard.config.state_bytes(shard.spec.dtype)
+    assert checkpoint == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * shard.config.kv_bytes_per_token(shard.spec.dtype)
-    taken, kernels = shard.memory()["kv"] - rows - 2 * place, shard._kernels.delta  # noqa: SLF001
-    assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * place < taken < SLOTS * held
+    taken, kernels = shard.memory()["kv"] - rows - 2 * checkpoint, shard._kernels.delta  # noqa: SLF001
+    assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * checkpoint < taken < SLOTS * held
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,10 +23,10 @@ from tests.models.checkpoints import proven, same_bits, save_model, shard_of, to
 from tests.models.hybrids import (
     SPARSE,
     advance,
+    check_rolled_back_rows,
+    check_rows_in_pieces,
+    check_slots_side_by_side,
     config,
-    rows_in_pieces_are_rows_of_chunks,
-    slots_side_by_side_are_each_as_if_alone,
-    what_is_rolled_back_has_never_happened,
     whole_of,
 )
 from tests.models.kernels.test_experts import stack
@@ -57,15 +57,15 @@ def whole():
 
 @pytest.mark.parametrize("pieces", [[(16, 13), (8, 7)], [(128, 100), (32, 31), (0, 200)], [(0, 0), (4, 3)]], ids=str)
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+    check_rows_in_pieces(whole, pieces)
 
 
 def test_what_is_rolled_back_has_never_happened(whole):
-    what_is_rolled_back_has_never_happened(whole, 250, 5)
+    check_rolled_back_rows(whole, 250, 5)
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    slots_side_by_side_are_each_as_if_alone(whole)
+    check_slots_side_by_side(whole)
 
 
 def saved(folder, name):

@@ -133,7 +133,7 @@ def test_experts_of_the_groups_with_the_best_expert_are_chosen_by_a_softmax():
     scores = logits.softmax(1)
     for row in range(50):
         best = scores[row].view(4, 3).amax(1).topk(2).indices
-        allowed = {int(group) * 3 + place for group in best for place in range(3)}
+        allowed = {int(group) * 3 + index for group in best for index in range(3)}
         expected = sorted(allowed, key=lambda expert: -float(scores[row, expert]))[:3]
         assert chosen[row].tolist() == expected
         torch.testing.assert_close(weights[row], scores[row, expected] * 2.0)

@@ -15,6 +15,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
@@ -24,18 +25,19 @@ from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import (
     CHUNKS,
     LENGTH,
+    check_rolled_back_rows,
+    check_rows_in_pieces,
+    check_slots_side_by_side,
     computed,
     in_pieces,
-    rows_in_pieces_are_rows_of_chunks,
     same_sequence,
-    slots_side_by_side_are_each_as_if_alone,
-    what_is_rolled_back_has_never_happened,
     whole_of,
 )
 from tests.models.windowed import WINDOWED, read_config
 from tests.pairs import take_turns
 
 SLOTS = 4
+MIXED = read_row_types("k=int8,v=fp8", torch.float32)
 MODELS = ("gemma3", "gemma4, inputs of layers, rows shared", "gemma4, experts", "laguna")
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -57,7 +59,7 @@ def whole(request):
 
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
-    rows_in_pieces_are_rows_of_chunks(whole, pieces)
+    check_rows_in_pieces(whole, pieces)
 
 
 def test_rows_in_random_pieces_too(whole):
@@ -71,7 +73,7 @@ def test_rows_in_random_pieces_too(whole):
 
 @pytest.mark.parametrize(("start", "kept"), [(64, 0), (100, 30), (127, 1), (128, 5), (250, 30)])
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
-    what_is_rolled_back_has_never_happened(whole, start, kept)
+    check_rolled_back_rows(whole, start, kept)
 
 
 def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
@@ -85,7 +87,7 @@ def test_a_slot_goes_on_from_any_row_behind_its_state(whole):
 
 
 def test_slots_side_by_side_are_each_as_if_alone(whole):
-    slots_side_by_side_are_each_as_if_alone(whole)
+    check_slots_side_by_side(whole)
 
 
 def test_windows_are_kept_in_places_taken_out_and_copied(whole):
@@ -169,7 +171,8 @@ def test_windows_in_pages_are_those_in_one_piece(name):
     plain = whole_of(shard_of(name, ReferenceKernels()))
     paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
     assert paged.states.table is not None
-    for number, pieces in enumerate(([(0, 0)], [(64, 64)], [(4, 1)], [(128, 100), (0, 300), (16, 9)])):
+    one_by_one = [(0, PAGE - 20), *[(4, 1)] * 40, (0, 0)]  # from one page into the next
+    for number, pieces in enumerate(([(0, 0)], [(64, 64)], one_by_one, [(128, 100), (0, 300), (16, 9)])):
         shard, tokens, _ = plain
         slot = number % SLOTS
         assert torch.equal(computed(paged, tokens, pieces, slot=slot), computed(shard, tokens, pieces, slot=1))
@@ -184,18 +187,18 @@ def test_windows_in_pages_are_those_in_one_piece(name):
 def test_memory_of_windows_is_counted(whole):
     shard, _, _ = whole
     own = shard.config
-    held, place = own.state_bytes(shard.spec.dtype)
-    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    held, checkpoint = own.state_bytes(shard.spec.dtype)
+    assert checkpoint == sum(spec.nbytes for spec in shard.states.specs)
     rows = SLOTS * shard.spec.capacity * own.kv_bytes_per_token(shard.spec.dtype)
-    assert shard.memory()["kv"] == rows + 2 * place + SLOTS * held
+    assert shard.memory()["kv"] == rows + 2 * checkpoint + SLOTS * held
     window = max(kind.traits.window for kind in own.kinds)
-    token = place // window
+    token = checkpoint // window
     assert held == token * count_window_rows(window)
     paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)
-    held, place = paged.config.state_bytes(torch.float32)
+    held, checkpoint = paged.config.state_bytes(torch.float32)
     shared = paged.config.shared_bytes(torch.float32, paged.spec.buckets[-1])
-    assert shared == place // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
-    assert paged.states.nbytes == SLOTS * held + 2 * place + shared + paged.states.table.nbytes
+    assert shared == checkpoint // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
+    assert paged.states.nbytes == SLOTS * held + 2 * checkpoint + shared + paged.states.table.nbytes
 
 
 def test_rows_behind_a_window_give_their_memory_back():
@@ -236,7 +239,7 @@ def test_layers_split_over_shards_give_the_bits_of_one():
     assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
 
 
-@pytest.mark.parametrize("rows", [None, torch.int8], ids=["plain", "coded"])
+@pytest.mark.parametrize("rows", [None, torch.int8, MIXED], ids=["plain", "coded", "of two types"])
 @pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (5,), (2, 5)], ids=str)
 def test_layers_split_from_those_whose_rows_they_read_give_the_bits_of_one(cuts, rows):
     """Layers 4 and 5 read the rows of layers 2 and 3, and each layer has inputs that the first shard makes."""

@@ -28,7 +28,7 @@ from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.delta_interface import DeltaShape, DeltaWeights
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, SigmoidExpertsShape
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import RowLayout, Rows, row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
@@ -125,17 +125,18 @@ def multiply_packed(layout: StepLayout, outputs: int, *buckets: int, dtype: torc
 
 
 def attend(
-    head: int, *buckets: int, rows: torch.dtype = torch.bfloat16, group: int = 4, rule: AttentionRule | None = None
+    head: int, *buckets: int, rows: Rows = torch.bfloat16, group: int = 4, rule: AttentionRule | None = None
 ) -> Body:
     """Heads rotated and written to a cache of such rows, and attention over it."""
 
     def run(kernels: TritonKernels) -> None:
         own = rule or AttentionRule()
         kv = 1 if own.latent else 2
-        dtype = torch.bfloat16 if rows.itemsize == 1 else rows
-        width = RowFormat(rows).row_width(head)
-        keys = torch.zeros(2, kv, 4096, width, dtype=rows)
-        values = keys if own.latent else torch.zeros_like(keys)
+        types = row_types(rows)
+        layout = RowLayout(types, head, latent=bool(own.latent))
+        dtype = torch.float32 if types.keys.dtype is torch.float32 else torch.bfloat16
+        memory = torch.zeros(len(layout.parts), 2, kv, 4096, layout.width, dtype=layout.dtype)
+        keys, values = layout.open_parts(tuple(memory))
         rotated = head - own.latent if own.latent else head
         rope = Rope(make(4096, rotated // 2, dtype=torch.float32), make(4096, rotated // 2, dtype=torch.float32))
         heads = group * kv + (1 if own.latent else 2 * kv)

@@ -10,7 +10,7 @@ from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from effects.ids import PAGE
@@ -81,7 +81,9 @@ def attended_latents(kernels, heads: int, pieces: list[tuple[int, int]], *, page
     length, row = sum(count for _, count in pieces), ROTATED + LATENT
     given = random(length, (heads + 1) * row, seed=4)
     width = RowFormat(dtype).row_width(row)
-    cache = torch.zeros((3, 1, PAGE, width) if paged else (1, 1, CAPACITY, width), dtype=dtype)
+    form = RowFormat(dtype)
+    stored = torch.uint8 if form.is_packed else dtype
+    cache = torch.zeros((3, 1, PAGE, width) if paged else (1, 1, CAPACITY, width), dtype=stored).view(dtype)
     pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
     rope = Rope(*(table[:, : ROTATED // 2].contiguous() for table in (ROPE.cos, ROPE.sin)))
     found, at = [], 0
@@ -140,3 +142,69 @@ def check_latents() -> None:
         expected = ReferenceKernels().multiply_heads(x[:rows], weight)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(found, kernels.multiply_heads(x, kernels.pack_heads(weight))[:rows])
+
+
+PACKED = ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int3.5", "k=int4,v=fp8")
+
+
+def kept_rows(kernels, named: str, pieces: list[tuple[int, int]], *, paged: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is attended, and the bytes of the rows, in the order of their positions."""
+    layout = RowLayout(read_row_types(named, torch.float32), HEAD)
+    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
+    shape = (len(layout.parts), 3 if paged else 1, KV, PAGE if paged else CAPACITY, layout.width)
+    memory = torch.zeros(shape, dtype=layout.dtype)
+    caches = layout.open_parts(tuple(memory))
+    found, at = [], 0
+    for bucket, count in pieces:
+        batch = Batch(bucket, CPU, pages=pages)
+        batch.load(Step((Segment(0, EARLIER + at, count),), bucket), [0] * count)
+        kernels.prepare_step(batch)
+        rows = torch.nn.functional.pad(QKV[at : at + count], (0, 0, 0, bucket - count))
+        q = kernels.rotate_store(rows, PREP, ROPE, batch, *caches)
+        found.append(kernels.attend(q, *caches, batch)[:count].clone())
+        at += count
+    order = memory[:, [2, 0, 1]] if paged else memory
+    return torch.cat(found), order.transpose(1, 2).flatten(2, 3)
+
+
+def check_packed_rows() -> None:
+    kernels = TritonKernels(CPU)
+    for named in PACKED:
+        whole, rows = kept_rows(kernels, named, [(32, 20)], paged=False)
+        theirs, _ = kept_rows(ReferenceKernels(), named, [(20, 20)], paged=False)
+        # Norms differ in the last bit, so some code may be the one beside it.
+        torch.testing.assert_close(whole, theirs, rtol=1e-2, atol=2e-2)
+        for paged in (False, True):
+            found, again = kept_rows(kernels, named, [(8, 8), (4, 3), (16, 9)], paged=paged)
+            assert torch.equal(found, whole), (named, paged)
+            assert torch.equal(again, rows), (named, paged)
+    for heads, named, pieces in ((3, "int4", [(8, 8), (4, 1)]), (3, "int3.5", [(8, 8), (4, 1)])):
+        dtype = read_row_types(named, torch.float32).keys.dtype
+        whole = attended_latents(kernels, heads, [(9, 9)], paged=False, dtype=dtype)
+        theirs = attended_latents(ReferenceKernels(), heads, [(9, 9)], paged=False, dtype=dtype)
+        torch.testing.assert_close(whole, theirs, rtol=1e-3, atol=1e-3)
+        for paged in (False, True):
+            assert torch.equal(attended_latents(kernels, heads, pieces, paged=paged, dtype=dtype), whole), named
+    check_codes(kernels)
+
+
+def check_codes(kernels: TritonKernels) -> None:
+    """Codes are those that torch makes of the same numbers, for heads of every size."""
+    for size in (16, 64, 128, 256):
+        given = random(5, 4, size, seed=7)
+        given[0], given[1, :, 1:], given[2], given[3] = 0, 0, given[2] * 1e-36, given[3] * 1e30
+        ones = torch.ones(CAPACITY, size // 2)
+        for named in ("int4", "int3.5", "k=int8,v=int4", "k=fp8,v=int3.5"):
+            layout = RowLayout(read_row_types(named, torch.float32), size)
+            memory = torch.zeros(len(layout.parts), 1, 1, 64, layout.width, dtype=layout.dtype)
+            caches = layout.open_parts(tuple(memory))
+            batch = Batch(8, CPU)
+            batch.load(Step((Segment(0, 7, 5),), 8), [0] * 5)
+            kernels.prepare_step(batch)
+            qkv = torch.nn.functional.pad(given.flatten(1), (0, 0, 0, 3)) + 0.0
+            q = kernels.rotate_store(qkv, HeadPrep(), Rope(ones, ones * 0), batch, *caches)
+            assert torch.equal(q[:5], layout.types.keys.rotate(given[:, :2])), (size, named)
+            heads = iter((given[:, 2:3].transpose(0, 1), given[:, 3:4].transpose(0, 1)))
+            for part, expected in zip(memory, layout.encode(heads.__next__), strict=True):
+                assert torch.equal(part[0, :, 7:12], expected), (size, named)
+                assert not part[0, :, 12:].any(), "nothing is kept of padded rows"

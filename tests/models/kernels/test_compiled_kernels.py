@@ -10,6 +10,7 @@ from adapters.models.kernels.attention_rule import AttentionRule
 from adapters.models.kernels.cuda_capability import NO_CAPABILITY, CudaCapability, read_capability
 from adapters.models.kernels.delta_interface import DeltaShape
 from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
+from adapters.models.kernels.row_format import read_row_types
 from adapters.models.numerics.synthetic import random_matrix
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3
@@ -59,6 +60,11 @@ BODIES = {
     **{f"{name} in one chain": compiled.multiply_packed(LAYOUTS[name], 16384, 4, 16, 64) for name in ("Q4_K", "FP8")},
     **{f"attention, heads of {head}": compiled.attend(head, 4, 64, 1024) for head in HEADS},
     **{f"attention, int8, heads of {head}": compiled.attend(head, 4, 1024, rows=torch.int8) for head in HEADS},
+    **{
+        f"attention, {name}, heads of {head}": compiled.attend(head, 4, 1024, rows=read_row_types(name, BF16))
+        for name in ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int4")
+        for head in (64, 128, 256)
+    },
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),

@@ -170,8 +170,8 @@ def test_wherever_experts_lie_the_rows_are_the_same(room):
     layer = Layer(shape, hidden, torch.bfloat16)
     hosted = HostExperts(DEVICE, shape.count, room * 3 * shape.inner * hidden * 2)
     away = evolve(layer.experts, each=hosted.add_layer(iter(layer.each)))
-    for places in (0, hosted.expert_slots):
-        hosted.move_experts((place, shape.count - 1 - place) for place in range(places))
+    for slots in (0, hosted.expert_slots):
+        hosted.move_experts((slot, shape.count - 1 - slot) for slot in range(slots))
         for bucket, count in ((4, 1), (16, 16), (1024, ROWS)):
             expected = layer.fed(layer.x[:count], bucket)
             assert same_bits(layer.fed(layer.x[:count], bucket, away), expected)

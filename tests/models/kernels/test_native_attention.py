@@ -105,7 +105,7 @@ def test_great_scores_are_no_trouble(own):
         ({"q": torch.zeros(2, 1, 16, 1).transpose(2, 3)[:, :, :, ::2]}, ValueError),
         ({"q": torch.zeros(2, 1, 1, 16, dtype=BRAIN)}, TypeError),
         ({"k_cache": torch.zeros(2, 1, 8, 16, dtype=torch.float16), "v_cache": torch.zeros(2, 1, 8, 16)}, TypeError),
-        ({"k_cache": torch.zeros(2, 1, 8, 16, dtype=BRAIN)}, TypeError),
+        ({"k_cache": torch.zeros(2, 1, 8, 16, dtype=BRAIN)}, ValueError),
     ],
     ids=list("1234567"),
 )

@@ -138,14 +138,14 @@ def story(draft, drafting) -> list:
     mover.copy_in(3, *run) if mover.is_addressable else mover.send_runs(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.offload()
-    assert draft.state == "parked"
+    assert draft.weights_state == "parked"
     assert drafting.propose(REQUESTS[:1])[0].size == 0
     assert draft.load_back() > 0
     assert draft.load_back() == 0
     follow(draft, 3, 80, 8)
     found += [drafting.propose([asking(3, 88, Sampling(), 5, first=16)]), kept]
     draft.release()
-    assert draft.state == "released"
+    assert draft.weights_state == "released"
     draft.load_back()
     return [*found, drafting.propose(REQUESTS)]
 
@@ -206,7 +206,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     assert apart.heard == [False, True], "one that dies while it comes back was gone already"
     assert not apart.fates.coming
     assert apart.draft.peer.restarts == 1
-    if apart.draft.state != "loaded":
+    if apart.draft.weights_state != "loaded":
         apart.draft.load_back()
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0, "its context went with it"
     same(story(apart.draft, apart.drafting), expected)

@@ -20,7 +20,7 @@ from adapters.remote.protocol.scorer_messages import MOST_SCORINGS, PromptAdvanc
 from effects.compression import Compression, PromptPart
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
-from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
+from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, UnloadModel
 from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel

@@ -50,7 +50,7 @@ class DraftedTarget:
     async def back(self) -> None:
         """There again, if it was lost."""
         await anyio.to_thread.run_sync(self.draft.wait, 100)
-        assert self.draft.state != "lost"
+        assert self.draft.weights_state != "lost"
 
 
 @pytest.fixture(params=["demo", "demo-hybrid"])
@@ -87,7 +87,7 @@ async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTa
         heard = await answers(serving.target, [evolve(job, sampling=sampling) for job in serving.jobs], rates=FLAT)
         assert all(proposed(heard))
         assert not any(reasons(heard))
-    assert serving.draft.state == "loaded"
+    assert serving.draft.weights_state == "loaded"
     assert (serving.draft.peer.restarts, serving.draft.peer.error) == (0, "")
 
 
@@ -101,7 +101,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     serving.fates.gate.clear()  # it is not there again before somebody says so
     serving.fates.coming[:] = [(Op.DRAFT_ROUND, "answering", 1)]
     without = await serving.right(at_once=2)
-    assert serving.draft.state == "lost"
+    assert serving.draft.weights_state == "lost"
     assert reasons(without)[-1] == "draft_lost"
     assert not proposed(without)[-1]
     assert serving.target.build_ledger(0).draft.error == "the other end has closed the connection"
@@ -126,4 +126,4 @@ async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_el
         assert op in serving.fates.died
     last = await serving.right(residency=scoped)
     assert all(proposed(last))
-    assert serving.draft.state == "parked"
+    assert serving.draft.weights_state == "parked"

@@ -28,7 +28,7 @@ from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import SECRET, RandomModel, peer_of, quietly, remote
 
 DENSE, RELEASE = CONFIGS["dense"], "7.65.4321"
-SHORT = 1.0  # seconds of a hello here: a busy machine takes a tenth of that for one that means well
+SHORT = 2.0  # seconds of a hello here: a busy machine takes a tenth of that for one that means well
 NONCE = "ab" * 32
 
 
@@ -60,12 +60,10 @@ class PortOfTests:
     def dial(self) -> AtAddress:
         return AtAddress("tcp://here", self.address)
 
-    def greeted(self) -> float:
-        """Seconds that the owner's server waited until it was served."""
-        began = time.monotonic()
+    def greet(self) -> None:
+        """Be the owner's server, and wait until it is served. Raises ConnectionBroken after 50 s."""
         with closing(self.dial().open()) as channel:
             greet(channel, SECRET, RELEASE, 50)
-        return time.monotonic() - began
 
 
 @pytest.fixture
@@ -95,7 +93,7 @@ def test_connections_that_say_nothing_keep_nobody_waiting(count: int) -> None:
     with ExitStack() as strangers:
         for _ in range(count):
             strangers.enter_context(closing(daemon.stranger()))
-        assert daemon.greeted() < 5
+        daemon.greet()
     daemon.reception.close()
 
 
@@ -103,30 +101,33 @@ def test_a_connection_that_says_nothing_is_sent_away_when_its_hello_is_late(daem
     with closing(daemon.stranger()) as stranger:
         began = time.monotonic()
         assert answered(stranger) == b""
-        assert SHORT * 0.9 < time.monotonic() - began < SHORT + 5
+        assert time.monotonic() - began > SHORT * 0.9
 
 
 def test_a_hello_has_one_deadline_however_often_something_comes(daemon: PortOfTests) -> None:
     """A piece every now and then, each of them in time, and a whole first message in between."""
     with closing(daemon.stranger()) as stranger:
-        began = time.monotonic()
         stranger.sendall(framed(Op.HELLO, encode_message(Hello(NONCE))))
+        proof = framed(Op.PROOF, encode_message(SecretProof(NONCE)))
+        assert len(proof) > 50, "it takes far longer than a hello may"
+        sent = 0
         with suppress(OSError):
-            for byte in framed(Op.PROOF, encode_message(SecretProof(NONCE))):
+            for byte in proof:
                 stranger.sendall(bytes([byte]))
+                sent += 1
                 time.sleep(SHORT / 10)
-        assert time.monotonic() - began < SHORT + 5
+        assert sent < len(proof)
 
 
 @pytest.mark.parametrize("said", [65_537, 1 << 20])
-def test_a_hello_of_more_than_64_kib_is_not_read(daemon: PortOfTests, said: int) -> None:
+def test_a_hello_of_more_than_64_kib_is_not_read(said: int) -> None:
+    daemon = PortOfTests(hello_s=1000)  # nobody is sent away for being late
     for sent in (framed(Op.HELLO, b"", said), framed(Op.HELLO, b" " * said)):
         with closing(daemon.stranger()) as stranger:
-            began = time.monotonic()
             with suppress(OSError):
                 stranger.sendall(sent)
             assert answered(stranger) == b""
-            assert time.monotonic() - began < SHORT, "it is sent away at once"
+    daemon.reception.close()
 
 
 def test_all_messages_of_a_hello_together_are_64_kib(daemon: PortOfTests) -> None:
@@ -169,7 +170,7 @@ def test_nothing_is_told_before_the_proof(daemon: PortOfTests, case: str) -> Non
     assert all(re.fullmatch(rb"[0-9a-f]{64}|this is no hello|the secret is another one", one) for one in texts), told
     assert told.count(b"RKSH") == len(texts)
     assert not daemon.served.introduced
-    assert daemon.greeted() < 5
+    daemon.greet()
 
 
 def test_a_server_is_served_beside_hellos_and_has_its_turn(daemon: PortOfTests) -> None:
@@ -179,8 +180,8 @@ def test_a_server_is_served_beside_hellos_and_has_its_turn(daemon: PortOfTests) 
         stranger.sendall(framed(Op.HELLO, encode_message(Hello(NONCE))))
         assert stranger.recv(1 << 16), "it is heard while another one is served"
         chunk(first, 0, 64, 128)
-    coming = list[float]()
-    second = threading.Thread(target=lambda: coming.append(daemon.greeted()))
+    coming = list[None]()
+    second = threading.Thread(target=lambda: coming.append(daemon.greet()))
     second.start()
     time.sleep(0.2)
     chunk(first, 0, 128, 192)
@@ -197,7 +198,7 @@ def test_a_server_that_waits_in_vain_for_its_turn_is_told_so() -> None:
         peer_of(daemon.dial(), version=RELEASE).connect()
     chunk(first, 0, 0, 64)
     first.close()
-    assert daemon.greeted() < 5
+    daemon.greet()
     daemon.reception.close()
 
 
@@ -221,11 +222,11 @@ def test_a_server_gives_up_a_daemon_whose_hello_is_late_in_all() -> None:
                 theirs.sendall(bytes([byte]))
                 time.sleep(0.05)
 
-    threading.Thread(target=dribble, daemon=True).start()
-    began = time.monotonic()
+    dribbling = threading.Thread(target=dribble, daemon=True)
+    dribbling.start()
     with pytest.raises(ConnectionBroken, match="no answer in time"):
         greet(Channel(ours), SECRET, RELEASE, 0.5)
-    assert time.monotonic() - began < 5
+    assert dribbling.is_alive(), "it has not waited for all of it, which takes 50 s"
     theirs.close()
 
 

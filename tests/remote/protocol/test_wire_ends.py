@@ -237,7 +237,7 @@ def test_a_draft_answers_every_question_at_the_ends_of_its_fields(caplog: pytest
     assert min(said["refused"], said["done"]) > 10, said
     draft.peer.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved)
     same(story(draft, drafting), before)
-    assert (draft.peer.restarts, draft.state) == (0, "loaded")
+    assert (draft.peer.restarts, draft.weights_state) == (0, "loaded")
     assert not caplog.records, "nothing failed there"
     draft.close()
 
@@ -331,7 +331,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
     with suppress(RowsLost, ValueError, AssertionError):
         story(apart.draft, apart.drafting)
     assert refused == [op]
-    if apart.draft.state != "loaded":
+    if apart.draft.weights_state != "loaded":
         apart.draft.load_back()
     follow(apart.draft, 0, 0, 100)
     assert apart.drafting.propose(REQUESTS[:1])[0].size > 0

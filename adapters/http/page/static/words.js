@@ -6,7 +6,7 @@ export const STAGES = [
   ["LookingUp", "lookup", "looks for the prompt in host memory and on disk"],
   ["Restoring", "restore", "copies keys and values back to the device"],
   ["Compressing", "pflash", "compresses the prompt"],
-  ["Unparking", "unpark", "copies the draft model to the device"],
+  ["UnparkingDraft", "unpark", "copies the draft model to the device"],
   ["Prefilling", "prefill", "computes the rest of the prompt"],
   ["Speculating", "speculate", "generates tokens, with or without proposals of a draft"],
   ["Snapshotting", "snapshot", "copies what is worth keeping to host memory and disk"],
@@ -15,8 +15,8 @@ export const STAGES = [
 
 /** States that most requests never enter. */
 export const ASIDE = {
-  Fetching: "loads the drafter, which will compress the prompt",
-  Releasing: "unloads the drafter: the prompt is compressed",
+  LoadingScorer: "loads the drafter, which will compress the prompt",
+  UnloadingScorer: "unloads the drafter: the prompt is compressed",
   Draining: "was cancelled or failed, and waits for work that is still running",
   Recovering: "starts again: the keys and values of its slot were lost",
   Yielding: "gives up its slot and will start again later",

@@ -7,10 +7,10 @@ target's embedding of a token with a hidden state of the target's size:
 
 A few layers run over x. They have queries only: each reads keys and values that a layer of the target has written, the
 last one of its kind. Then there is a norm. The assistant's own head predicts the next token, and `after` makes the
-hidden state of the next place. For the first place the hidden state is that of the target's last row.
+hidden state of the next proposal. For the first proposal the hidden state is that of the target's last row.
 
-All places of a block attend from the same position, that of the slot's last token. The target has not computed the row
-there, so they see the rows before it. Kernels let a row see its own position. Therefore queries attend from one
+All proposals of a block attend from the same position, that of the slot's last token. The target has not computed the
+row there, so they see the rows before it. Kernels let a row see its own position. Therefore queries attend from one
 position earlier, and the rotary tables are shifted by one: the table at p holds the angles of p + 1.
 
 `extend` keeps hidden states alone, those of the last rows of each slot. The last row of a slot was always computed in
@@ -136,7 +136,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Run one forward for each place. Requests with the fewest proposals leave first."""
+        """Run one forward for each proposal. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
@@ -152,7 +152,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
             tokens = [picked[index][0] for index in order[: len(asking)]]
 
     def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Return requests of two places each: the first continues from the target, the second from the assistant."""
+        """Return requests of two proposals each: the first continues from the target, the second from the assistant."""
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 

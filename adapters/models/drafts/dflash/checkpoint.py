@@ -1,28 +1,25 @@
-"""Opens the folder of a DFlash draft: config.json and safetensors files, as published.
+"""Opens a DFlash, DFlash 2 or DSpark draft: a folder with config.json and safetensors files, or a GGUF file.
 
-Folders of other kinds of draft are refused by name. Everything is checked against the headers of the files and against
-the target before weights are allocated. Pickle files are never read.
+Other kinds of draft are refused by name. Everything is checked against the headers of the files and against the target
+before weights are allocated. Pickle files are never read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
-from adapters.checkpoint.safetensors_folder import (
-    Shapes,
-    TensorEntry,
-    check_tensors,
-    read_header,
-    scan_tensors,
-)
+from adapters.checkpoint.gguf.metadata import read_metadata
+from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, read_header, scan_tensors
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+from adapters.models.drafts.dflash.gguf_draft import find_gguf_draft, find_gguf_tensors, read_gguf_settings
 from adapters.models.drafts.stored_tensors import StoredTensors
 
 MASK_EMBEDDING = "mask_embedding"
@@ -31,13 +28,11 @@ _FOREIGN = {
     "midlayer": "EAGLE",
     "domino": "Domino",
     "prefix_gru": "Domino",
-    "markov_head": "DSpark",
-    "confidence_head": "DSpark",
-    "selector": "DFlash 2",
-    "conv": "DFlash 2",
     "attn_gate": "gated-attention",
     "attention_sink_bias": "attention-sink",
+    "attn_sinks": "attention-sink",
     "aux_hidden_norm": "normalised-tap",
+    "mtp": "DeepSeek-V4",
     "d2t": "Speculators",
     "t2d": "Speculators",
 }
@@ -53,9 +48,13 @@ def list_draft_tensors(config: DFlashConfig) -> Shapes:
         "fc.weight": (hidden, len(config.aux_layers) * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
+        **config.parts.list_tensors(hidden),
     }
+    own = config.parts.list_layer_tensors(hidden)
     for layer in range(config.num_layers):
-        shapes |= layer_tensors(config, f"layers.{layer}.")
+        prefix = f"layers.{layer}."
+        shapes |= layer_tensors(config, prefix)
+        shapes |= {prefix + name: shape for name, shape in own.items()}
     return shapes
 
 
@@ -72,46 +71,67 @@ class DraftCheckpoint(StoredTensors):
 
     @classmethod
     def open(cls, folder: Path | str, target: ModelConfig) -> DraftCheckpoint:
-        """Open a draft for `target`. Raises CheckpointError, one line, if the folder has none that fits."""
+        """Open a draft for `target`: a folder or a GGUF file. Raises CheckpointError, one line, if none fits."""
         path = Path(folder)
-        _refuse_gguf(path)
+        file = find_gguf_draft(path)
+        if file is not None:
+            return cls._open_gguf(file, target)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder")
         raw = read_json(path / "config.json")
         try:
             refuse_other_formats(raw)
             tensors = _translate_names(scan_tensors(path))
-            shapes = _read_shapes(tensors)
-            config = parse_draft_config(raw, shapes, target)
         except CheckpointError as error:
-            text = str(error)
-            raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
-        check_tensors(path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
+            raise _name_place(error, path) from None
+        config = _check_draft(path, raw, tensors, target)
         mask = _find_mask_embedding(path, config.hidden_size)
         used = tensors if mask is None else {**tensors, MASK_EMBEDDING: mask}
         return cls(folder=path, config=config, tensors=used)
 
+    @classmethod
+    def _open_gguf(cls, file: Path, target: ModelConfig) -> DraftCheckpoint:
+        metadata = read_metadata(file)
+        try:
+            tensors = _translate_names(find_gguf_tensors(metadata))
+            config = _check_draft(file, read_gguf_settings(metadata), tensors, target)
+        except CheckpointError as error:
+            said = str(error).replace("config.json: ", "its metadata, as config.json would have them: ")
+            raise _name_place(CheckpointError(said), file) from None
+        return cls(folder=file, config=config, tensors=tensors)
 
-def _refuse_gguf(path: Path) -> None:
-    found = [path] if path.suffix == ".gguf" else []
-    if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(path.glob("*.gguf"))
-    if found:
-        raise CheckpointError(f"{found[0]}: GGUF drafts are not supported; accepted: a folder with safetensors")
+
+def _check_draft(
+    path: Path, raw: Mapping[str, Any], tensors: Mapping[str, StoredTensor], target: ModelConfig
+) -> DFlashConfig:
+    """Return the configuration of a draft. Raises CheckpointError if tensors, configuration and target do not fit."""
+    try:
+        config = parse_draft_config(raw, _read_shapes(tensors), target, tensors.keys())
+    except CheckpointError as error:
+        raise _name_place(error, path) from None
+    check_tensors(path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer {config.parts.name} draft")
+    return config
 
 
-def _translate_names(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _name_place(error: CheckpointError, path: Path) -> CheckpointError:
+    """Return the error with the path in front, unless it is there already."""
+    text = str(error)
+    return CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}")
+
+
+def _translate_names(scanned: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors that are used, by their published names. Raises CheckpointError.
 
     A prefix `model.` is dropped, and the names that transformers gives are translated.
     """
-    tensors: dict[str, TensorEntry] = {}
+    tensors: dict[str, StoredTensor] = {}
     for full, entry in scanned.items():
         bare = full.removeprefix("model.")
         foreign = next((_FOREIGN[key] for part in bare.split(".") for key in _FOREIGN if part.startswith(key)), None)
         if foreign is not None:
             raise CheckpointError(
-                f"tensor {bare} belongs to a {foreign} drafter, which is not supported; accepted: plain DFlash"
+                f"tensor {bare} belongs to a {foreign} drafter, which is not supported; "
+                "accepted: DFlash, DFlash 2 and DSpark"
             )
         if bare.endswith(_IGNORED):
             continue
@@ -122,7 +142,7 @@ def _translate_names(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntr
     return tensors
 
 
-def _read_shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
+def _read_shapes(tensors: Mapping[str, StoredTensor]) -> DraftShapes:
     """Return the sizes that the tensors' shapes show. Raises CheckpointError. `check_tensors` checks the rest."""
 
     def rows_of(name: str, dimensions: int) -> tuple[int, ...]:
@@ -145,7 +165,7 @@ def _read_shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
     return DraftShapes(hidden, inner, len(layers), q // head, kv // head, head, fused // hidden)
 
 
-def _find_mask_embedding(folder: Path, hidden: int) -> TensorEntry | None:
+def _find_mask_embedding(folder: Path, hidden: int) -> StoredTensor | None:
     file = folder / f"{MASK_EMBEDDING}.safetensors"
     if not file.is_file():
         if (folder / f"{MASK_EMBEDDING}.pt").exists():

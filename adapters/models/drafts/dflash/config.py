@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from adapters.checkpoint.config_fields import read_flag, read_positive, read_siz
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
 from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.drafts.dflash.parts import PLAIN_PARTS, DraftParts, read_integer, read_parts, read_switch
 from adapters.models.kernels.attention_rule import AttentionMask
 
 DEFAULT_BLOCK = 16
@@ -41,6 +42,7 @@ class DFlashConfig:
     aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`.
     block: B, the seed and at most B - 1 proposals.
     masks: for each layer, the rows that a row of the block attends to.
+    parts: what the draft has besides the layers of DFlash.
     """
 
     qk_norm: ClassVar[bool] = True
@@ -62,6 +64,17 @@ class DFlashConfig:
     block: int
     mask_token_id: int
     rms_norm_eps: float = 1e-6
+    parts: DraftParts = PLAIN_PARTS
+
+    @property
+    def lead(self) -> int:
+        """The rows of a block before the one that gives the first proposal: the seed's, or none."""
+        return 0 if self.parts.from_anchor else 1
+
+    @property
+    def rows(self) -> int:
+        """The most rows of a block."""
+        return self.block - 1 + self.lead
 
     def row_facts(self) -> tuple[object, ...]:
         """Return everything besides the weights on which the numbers of a context row depend."""
@@ -71,8 +84,12 @@ class DFlashConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> DFlashConfig:
+def parse_draft_config(
+    raw: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig, names: Collection[str] = ()
+) -> DFlashConfig:
     """Return the configuration of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
+
+    names: of the tensors, which show the parts that plain DFlash does not have.
 
     DFlash's own fields are searched for in `dflash_config`, then at the top level. A size that config.json lacks is
     taken from the tensors. A size that it has must agree with them.
@@ -86,7 +103,8 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Mode
         raise CheckpointError(f"config.json: head_dim {shapes.head_dim} is odd; rotary embedding needs an even one")
     _compare_sizes(raw, shapes)
     _compare_target(fields, shapes, target)
-    block = _check_integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
+    rows = read_integer({"block_size": DEFAULT_BLOCK, **fields}, "block_size", 2, LARGEST_BLOCK)
+    parts = read_parts(fields, names, shapes.hidden_size, target.vocab_size)
     return DFlashConfig(
         hidden_size=shapes.hidden_size,
         intermediate_size=shapes.intermediate_size,
@@ -95,11 +113,12 @@ def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: Mode
         num_kv_heads=shapes.num_kv_heads,
         head_dim=shapes.head_dim,
         rotary=Rotary(shapes.head_dim, *parse_rope(raw, ("default", "yarn"))),
-        masks=_read_masks(fields, shapes.num_layers, block),
+        masks=_read_masks(fields, shapes.num_layers, rows),
         aux_layers=_read_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
-        block=block,
+        block=rows + parts.from_anchor,
         mask_token_id=_read_mask_token_id(fields, target.vocab_size),
         rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        parts=parts,
     )
 
 
@@ -156,6 +175,7 @@ def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: Mode
         ("num_target_layers", fields.get("num_target_layers"), target.num_layers),
         ("vocab_size", fields.get("vocab_size"), target.vocab_size),
         ("target_hidden_size", fields.get("target_hidden_size"), target.hidden_size),
+        ("selector_vocab_size", fields.get("selector_vocab_size"), target.vocab_size),
     )
     for name, ours, theirs in facts:
         if ours is not None and ours != theirs:
@@ -188,18 +208,19 @@ def _read_masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[Att
     """Return the attention mask of each layer. Raises CheckpointError.
 
     Layers with a sliding window are causal within the block, and other layers see the whole block. A field `causal` of
-    config.json overrides this. In transformers' own drafts no layer is causal, and windows do not count the row itself.
+    config.json overrides this, and so does `is_causal`, as DFlash 2 calls it. In transformers' own drafts no layer is
+    causal, and windows do not count the row itself.
     """
     native = fields.get("model_type") == NATIVE
     kinds = _read_layer_kinds(fields, layers)
-    causal = False if native else fields.get("causal")
-    if causal is not None and not isinstance(causal, bool):
-        raise CheckpointError(f"config.json: causal {repr(causal)[:40]} is not true or false")
+    name = "causal" if fields.get("causal") is not None else "is_causal"
+    said = native or fields.get(name) is not None
+    causal = (not native and read_switch(fields, name, default=True)) if said else None
     window = 0
     if "sliding_attention" in kinds:
         if fields.get("use_sliding_window") is False:
             raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
-        window = _check_integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
+        window = read_integer(fields, "sliding_window", 1, 1 << 24) + native
     masks = []
     for kind in kinds:
         sliding = kind == "sliding_attention"
@@ -217,7 +238,7 @@ def _read_layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
     if kinds is None:
         if not read_flag(fields, "use_sliding_window"):
             return ["full_attention"] * layers
-        first = _check_integer(fields.get("max_window_layers", 28), "max_window_layers", 0, 1 << 16)
+        first = read_integer({"max_window_layers": 28, **fields}, "max_window_layers", 0, 1 << 16)
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
         raise CheckpointError(
@@ -229,10 +250,4 @@ def _read_layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
 def _read_mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
     if fields.get("mask_token_id") is None:
         raise CheckpointError("config.json: mask_token_id is missing")
-    return _check_integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
-
-
-def _check_integer(value: object, name: str, lowest: int, highest: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-        raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not an integer in {lowest}..{highest}")
-    return value
+    return read_integer(fields, "mask_token_id", 0, vocab - 1)

@@ -1,7 +1,7 @@
 """DFlash: a draft that proposes a block of tokens at once.
 
 Theory of operation. A draft that predicts one token after the other runs one forward for each proposal. DFlash instead
-runs one forward over a block `[token, MASK, MASK, ...]`: row j gives the logits of the token j places on. The block
+runs one forward over a block `[token, MASK, MASK, ...]`: row j gives the logits of the token j positions on. The block
 attends to context rows that are computed from hidden states of the target, so the draft knows what the target knows.
 
 `extend` computes the context rows, once for each row of the target. From the outputs of the target's auxiliary layers
@@ -17,7 +17,11 @@ of a block do not depend on the other blocks. So a restored or batched sequence 
 computed alone from the beginning.
 
 Example: context rows [0, 100) are valid, the slot's last token is at position 100, and 5 proposals are requested. The
-block has 8 rows, at positions 100 to 107. Its rows 1 to 5 give the logits of positions 101 to 105.
+block has 8 rows, at positions 100 to 107. Its rows 1 to 5 give the logits of positions 101 to 105. In a block of DSpark
+the logits of a position come from the row before it.
+
+DFlash 2 and DSpark also correct the logits of each place by the token before it (`correction.py`), so they propose
+chains and no trees. DFlash 2 has a convolution around the parts of a layer (`convolution.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +32,15 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
+from adapters.models.drafts.dflash.block_layer import BlockAttention, run_block_layer
 from adapters.models.drafts.dflash.config import DFlashConfig
-from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, count_block_rows, group_requests
+from adapters.models.drafts.dflash.correction import BlockOutput, PaddedProducts, pick_in_order
+from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, BlockSizes
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
@@ -61,11 +66,14 @@ class ContextBuffers:
 
 @define(eq=False)
 class BlockBuffers:
-    """The static tensors of one bucket of `propose`. hidden: `[bucket, D]`; logits: float32 `[bucket, V]`."""
+    """The static tensors of one bucket of `propose`. hidden: `[bucket, D]`; logits: float32 `[bucket, V]`; features:
+    `[bucket, F]`, for the draft's correction.
+    """
 
     batch: BlockBatch
     hidden: Tensor
     logits: Tensor
+    features: Tensor
     fused_layers: FusedLayers | None
 
 
@@ -82,6 +90,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     ) -> None:
         """Build the draft. head, placement: as in `CachedDraft`."""
         self._config = config
+        self._sizes = BlockSizes(config.rows, config.lead)
         super().__init__(config, weights, kernels, head, placement)
 
     def _check_head(self, head: TargetHead) -> None:
@@ -95,7 +104,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     @property
     def can_branch(self) -> bool:
-        return True
+        return self._config.parts.selector is None and self._config.parts.markov is None
 
     # --- forwards ---
 
@@ -123,38 +132,47 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             self._kernels.launch("take", buffers.batch, lambda: self._store_rows(loaded, buffers, buffers.given))
 
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Compute the logits of all proposals, and call `pick` once."""
-        pick(self._compute_parts(requests))
+        """Compute the logits of all proposals, and call `pick` once; or once for each place if they are corrected."""
+        correction = self._require_weights().correction
+        blocks = self._compute_blocks(requests)
+        if correction is None:
+            pick([block.logits for block in blocks])
+            return
+        with use_device(self._device):
+            walk = correction.begin(blocks, PaddedProducts(self._kernels, self._buckets))
+            pick_in_order(walk, requests, pick, self._device)
 
     def logits(self, requests: Sequence[BlockRequest]) -> Tensor:
-        """Return float32 logits `[sum of counts, V]`: for each request in turn its rows 1 to `count`.
+        """Return float32 logits `[sum of counts, V]` without corrections: for each request in turn its proposals' rows.
 
-        Row j predicts the token at `position + j`. The result may be a static buffer, so it must be read before the
-        next call. A block has the smallest of 4, 8, 16, ... B rows that holds the proposals.
+        The result may be a static buffer, so it must be read before the next call. A block has the smallest of 4, 8,
+        16, ... B rows that holds the proposals.
         """
-        parts = self._compute_parts(requests)
+        parts = [block.logits for block in self._compute_blocks(requests)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _compute_parts(self, requests: Sequence[BlockRequest]) -> list[Tensor]:
-        """Return the logits of each request."""
+    def _compute_blocks(self, requests: Sequence[BlockRequest]) -> list[BlockOutput]:
+        """Return what the forward gives for each request."""
         loaded = self._require_weights()
-        block = self.block
+        sizes = self._sizes
         self._check_requests(requests)
-        together = list(group_requests(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
-        parts = list[Tensor]()
+        together = list(sizes.group_requests(requests, max(sizes.most, min(MOST_ROWS, self._buckets[-1]))))
+        found = list[BlockOutput]()
         for turn in together:
             segments = tuple(
-                [Segment(request.slot, request.position, count_block_rows(request, block)) for request in turn]
+                [Segment(request.slot, request.position, sizes.count_rows(request.count)) for request in turn]
             )
-            logits = self._run_turn(loaded, turn, segments)
-            row = 1
+            buffers = self._run_turn(loaded, turn, segments)
+            row = sizes.lead
             for request, segment in zip(turn, segments, strict=True):
-                rows = logits[row : row + request.count]
-                parts.append(rows if len(together) == 1 else rows.clone())
+                parts = [rows[row : row + request.count] for rows in (buffers.logits, buffers.features)]
+                found.append(BlockOutput(*(parts if len(together) == 1 else [rows.clone() for rows in parts])))
                 row += segment.count
-        return parts
+        return found
 
-    def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest], segments: tuple[Segment, ...]) -> Tensor:
+    def _run_turn(
+        self, loaded: LoadedDraft, requests: Sequence[BlockRequest], segments: tuple[Segment, ...]
+    ) -> BlockBuffers:
         total = 0
         tokens = list[int]()
         for request, segment in zip(requests, segments, strict=True):
@@ -167,7 +185,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             buffers.batch.load(step, tokens)
             self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("propose", buffers.batch, lambda: self._run_block(loaded, buffers))
-        return buffers.logits
+        return buffers
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
         kernels = self._kernels
@@ -189,23 +207,31 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         kernels = self._kernels
         batch = buffers.batch
         residual = buffers.hidden
-        eps = self._config.rms_norm_eps
+        delta: Tensor | None = None
         if buffers.fused_layers is not None:
             buffers.fused_layers.run(residual, batch, stops=False)
-            kernels.write_logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
-            return
-        kernels.embed(self._head.embedding, batch.tokens, out=residual)
+        else:
+            self._embed(loaded, batch, residual)
+            for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
+                attention = BlockAttention(caches, mask, self._rope)
+                delta = run_block_layer(kernels, layer, attention, residual, delta, batch=batch)
+        if delta is None and loaded.correction is None:
+            kernels.write_logits(residual, loaded.norm, self._config.rms_norm_eps, self._head.packed, buffers.logits)
+        else:
+            x = kernels.add_norm(residual, delta, loaded.norm, self._config.rms_norm_eps)
+            buffers.logits.copy_(kernels.linear(x, self._head.packed))
+            if loaded.correction is not None:
+                buffers.features.copy_(loaded.correction.project(kernels, x))
+        self._config.parts.scale.apply(buffers.logits)
+
+    def _embed(self, loaded: LoadedDraft, batch: BlockBatch, residual: Tensor) -> None:
+        """Write the embeddings of the block's tokens into `residual`."""
+        self._kernels.embed(self._head.embedding, batch.tokens, out=residual)
         if loaded.mask is not None:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))
-        delta: Tensor | None = None
-        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
-            qkv = project_inputs(kernels, layer.decoder.frame, residual, delta)
-            q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
-            attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
-            delta = finish_layer(kernels, layer.decoder.frame, residual, attended, batch)
-        x = kernels.add_norm(residual, delta, loaded.norm, eps)
-        buffers.logits.copy_(kernels.linear(x, self._head.packed))
+        if self._config.parts.embedding_scale != 1:
+            residual.mul_(self._config.parts.embedding_scale)
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
         """Return the pass that proposes `count` tokens within a decode step of the compiled library.
@@ -213,7 +239,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         It reads the hidden states that `target` leaves. None if the library cannot run all of it. The same pass is
         returned until the weights are offloaded.
         """
-        rows = count_block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
+        if not self.can_branch or not self._config.parts.scale.is_plain:
+            return None
+        rows = self._sizes.count_rows(count)
         if (rows, target) not in self._draft_passes:
             fits = rows in self._buckets and target.rows in self._buckets
             self._draft_passes[rows, target] = self._make_draft_pass(rows, target) if fits else None
@@ -239,9 +267,9 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
         """Return blocks of every size for one slot, then full blocks for as many slots as a step holds."""
-        blocks = {min(SMALLEST_BLOCK << doubled, self.block) for doubled in range(self.block.bit_length())}
-        yield from ([BlockRequest(0, 0, 1, 0, size - 1)] for size in sorted(blocks))
-        for count in range(2, min(slots, rows // self.block) + 1):
+        lead = self._sizes.lead
+        yield from ([BlockRequest(0, 0, 1, 0, size - lead)] for size in self._sizes.list_sizes())
+        for count in range(2, min(slots, rows // self._sizes.most) + 1):
             yield [BlockRequest(slot, 0, 1, 0, self.block - 1) for slot in range(count)]
 
     # --- weights and buffers ---
@@ -265,7 +293,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         for context in tuple(self._contexts.values()):
             held += context.batch.table.nbytes + context.given.nbytes
         for block in tuple(self._blocks.values()):
-            held += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes
+            held += block.batch.table.nbytes + block.hidden.nbytes + block.logits.nbytes + block.features.nbytes
         return held
 
     def _find_context_buffers(self, bucket: int, states: int) -> ContextBuffers:
@@ -281,8 +309,11 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         if bucket not in self._blocks:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
+            correction = self._require_weights().correction
+            width = 0 if correction is None else correction.count_features(self._config.hidden_size)
+            features = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
             fused = self._fuse_layers(bucket)
-            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits, fused)
+            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits, features, fused)
         return self._blocks[bucket]
 
     def _fuse_context(self, bucket: int) -> FusedContext | None:
@@ -296,6 +327,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
         loaded = self._require_weights()
+        if self._config.parts.convolution is not None or self._config.parts.embedding_scale != 1:
+            return None
         layers = list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed

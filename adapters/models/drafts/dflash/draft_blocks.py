@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from attrs import frozen
+
 from adapters.models.drafts.cached_draft import BlockRequest
 
 # The most rows of one draft forward, which bounds the memory that attention needs. Further requests wait for the next
@@ -12,26 +14,36 @@ MOST_ROWS = 128
 SMALLEST_BLOCK = 4
 
 
-def count_block_rows(request: BlockRequest, block: int) -> int:
-    """Return the rows of the block that holds a request's proposals.
+@frozen
+class BlockSizes:
+    """The sizes of a draft's blocks. most: rows of the largest. lead: rows before the one of the first proposal."""
 
-    The draft was trained on blocks of B rows, and it also works with smaller ones.
-    """
-    rows = SMALLEST_BLOCK
-    while rows < request.count + 1:
-        rows *= 2
-    return min(rows, block)
+    most: int
+    lead: int
 
+    def count_rows(self, proposals: int) -> int:
+        """Return the rows of the block that holds so many proposals.
 
-def group_requests(requests: Sequence[BlockRequest], block: int, most: int) -> Iterator[list[BlockRequest]]:
-    """Group the requests in order, each group with at most `most` rows. block: B."""
-    turn: list[BlockRequest] = []
-    rows = 0
-    for request in requests:
-        if turn and rows + count_block_rows(request, block) > most:
-            yield turn
-            turn = []
-            rows = 0
-        turn.append(request)
-        rows += count_block_rows(request, block)
-    yield turn
+        The draft was trained on the largest blocks, and it also works with smaller ones.
+        """
+        rows = SMALLEST_BLOCK
+        while rows < proposals + self.lead:
+            rows *= 2
+        return min(rows, self.most)
+
+    def list_sizes(self) -> list[int]:
+        """Return the rows of blocks of every size, ascending."""
+        return sorted({min(SMALLEST_BLOCK << doubled, self.most) for doubled in range(self.most.bit_length())})
+
+    def group_requests(self, requests: Sequence[BlockRequest], most: int) -> Iterator[list[BlockRequest]]:
+        """Group the requests in order, each group with at most `most` rows."""
+        turn: list[BlockRequest] = []
+        rows = 0
+        for request in requests:
+            if turn and rows + self.count_rows(request.count) > most:
+                yield turn
+                turn = []
+                rows = 0
+            turn.append(request)
+            rows += self.count_rows(request.count)
+        yield turn

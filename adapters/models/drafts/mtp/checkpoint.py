@@ -15,7 +15,6 @@ from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
 from adapters.models.decoder.attention_layer import list_attention_tensors
 from adapters.models.decoder.deepseek_names import HEAD_PREFIX
 from adapters.models.decoder.family import USUAL_INPUTS, HeadInputs, HeadShape
-from adapters.models.decoder.kv_cache import BOTH, ONE
 from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
@@ -65,12 +64,12 @@ class HeadConfig:
         return (PREFIX, self.rotary, self.layer.rms_norm_eps, self.num_kv_heads, *latent)
 
     @property
-    def row_parts(self) -> str:
-        """Return the parts of a context row, as `KvCache` takes them."""
-        return BOTH if self.layer.latent is None else ONE
+    def parts(self) -> int:
+        """Return the parts of a context row: keys and values, or one that is both."""
+        return 2 if self.layer.latent is None else 1
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return len(self.row_parts) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.parts * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def list_head_tensors(shape: HeadShape) -> Shapes:

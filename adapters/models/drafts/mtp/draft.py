@@ -4,11 +4,11 @@ Theory of operation. A row of the head combines the embedding of a token with th
 
     x = fc(norm(embedding) | norm(hidden))
 
-For rows that the target has computed, `hidden` is the target's last hidden state, in most families after its final norm
+For rows that the target has computed, `hidden` is the target's last hidden state, in most families after the final norm
 (`HeadInputs`). One attention layer runs over such rows, then a norm, and the target's own output head predicts the
 token that follows. `extend` keeps only the keys and values of rows that the target has computed. `propose` continues
-from the hidden states that the head itself computes, one forward for each place. If the target's layers keep compressed
-rows, the layer of the head keeps such rows as well.
+from the hidden states that the head itself computes, one forward for each proposal. If the target's layers keep
+compressed rows, the layer of the head keeps such rows as well.
 
 Rows lie at their tokens' positions. Published heads count from the hidden states, one position earlier; rotary
 embedding depends on differences only, so both give the same result. Therefore a block of rows depends on its own tokens
@@ -132,8 +132,8 @@ class MtpDraft(CachedDraft[LoadedHead]):
         return False
 
     @property
-    def row_parts(self) -> str:
-        return self._config.row_parts
+    def keeps_latents(self) -> bool:
+        return self._config.layer.latent is not None
 
     # --- forwards ---
 
@@ -152,7 +152,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Run one forward for each place. Requests with the fewest proposals leave first."""
+        """Run one forward for each proposal. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()
         self._check_requests(requests)
         order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
@@ -168,7 +168,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
             tokens = [picked[index][0] for index in order[: len(asking)]]
 
     def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Return requests of two places each: the first continues from the target, the second from the head."""
+        """Return requests of two proposals each: the first continues from the target, the second from the head."""
         for count in range(1, min(slots, rows // 2) + 1):
             yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
 

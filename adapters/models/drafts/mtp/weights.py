@@ -66,7 +66,7 @@ def list_head_products(config: HeadConfig, target: Products, *, capacity: int, v
     weights = (
         Weight(hidden, 2 * hidden),
         *list_attention_products(shape),
-        Weight(len(config.row_parts) * config.num_kv_heads * config.head_dim, hidden),
+        Weight(config.parts * config.num_kv_heads * config.head_dim, hidden),
     )
     heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, count_cache_rows(capacity, config.block, TILE))
     own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, hidden)))

@@ -209,7 +209,8 @@ class CpuAttention:
         count = span.segment.count
         keys = span.stop - span.first
         how = self._find_proven(*q.shape[2:])
-        form = format_of(k_cache)
+        k_form = format_of(k_cache)
+        v_form = format_of(v_cache)
         k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         rows = q.narrow(0, span.row, count)
@@ -222,7 +223,7 @@ class CpuAttention:
             asking = rows.select(1, head).reshape(count * group, -1)
             if most > count * group:
                 asking = torch.cat((asking, asking.new_zeros(most - count * group, asking.shape[1])))
-            scores = self.kernels.multiply(asking, form.decode(k_slot.select(0, head)).float())
+            scores = self.kernels.multiply(asking, k_form.decode(k_slot.select(0, head)).float())
             if rule.cap:
                 scores = apply_in_vectors(torch.tanh, scores / rule.cap).mul_(rule.cap)
             wide = scores.narrow(0, 0, count * group).view(count, group, keys)
@@ -232,8 +233,9 @@ class CpuAttention:
                 torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
             else:
                 scores = _weigh_beside_sinks(scores, rule.sinks[head * group : (head + 1) * group].repeat(count))
-            found = self._weigh_values(scores, form.decode(v_slot.select(0, head)), how)
-            parts.append(found.narrow(0, 0, count * group).view(count, -1))
+            found = self._weigh_values(scores, v_form.decode(v_slot.select(0, head)), how)
+            found = v_form.rotate(found.narrow(0, 0, count * group))  # which turns it back
+            parts.append(found.reshape(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _weigh_values(self, weights: Tensor, values: Tensor, served: ServedHeads) -> Tensor:

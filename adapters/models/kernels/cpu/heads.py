@@ -84,7 +84,8 @@ class CpuHeads:
             return q.view(batch.bucket, kv, queries // kv, head)
         rotated, own = rotate_heads(qkv, self.prepared(prep, (queries, kv, head)), rope, batch, values)
         batch.plan.write_caches(rotated[:, queries:], own, k_cache, v_cache)
-        return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
+        asking = format_of(k_cache).rotate(rotated[:, :queries])
+        return asking.contiguous().view(batch.bucket, kv, queries // kv, head)
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
         kv = k_cache.shape[1]
@@ -94,7 +95,8 @@ class CpuHeads:
             none = k_cache.narrow(1, 0, 0)
             rotated = self._prepare_natively(self.rows, q, prep, rope, batch, none, none)
         else:
-            rotated, _ = rotate_heads(q, self.prepared(prep, (queries, 0, head)), rope, batch, 0)
+            turned, _ = rotate_heads(q, self.prepared(prep, (queries, 0, head)), rope, batch, 0)
+            rotated = format_of(k_cache).rotate(turned)
         return rotated.view(batch.bucket, kv, queries // kv, head)
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:

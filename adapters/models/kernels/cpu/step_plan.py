@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.row_format import as_bytes, format_of
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -104,10 +104,9 @@ class StepPlan:
         """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows. Caches that are one
         tensor get the keys alone.
         """
-        form = format_of(k_cache)
         both = ((keys, k_cache), (values, v_cache))[: 1 if k_cache is v_cache else 2]
         for heads, cache in both:
-            coded = form.encode(heads).transpose(0, 1)
+            coded = as_bytes(format_of(cache).encode(heads)).transpose(0, 1)
             for row, segment in self.segments_with_rows:
-                place = cache.select(0, segment.slot).narrow(1, segment.start, segment.count)
-                place.copy_(coded.narrow(1, row, segment.count))
+                target = as_bytes(cache).select(0, segment.slot).narrow(1, segment.start, segment.count)
+                target.copy_(coded.narrow(1, row, segment.count))

@@ -20,6 +20,7 @@ from adapters.models.kernels.cuda.descriptors import (
     launch_options,
     page_size,
 )
+from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
 from adapters.models.kernels.cuda.tiles import (
     KV_TILE,
     StepTiles,
@@ -100,6 +101,7 @@ class CudaAttention:
         splits = count_parts(capacity, SPLIT)
         out = q.new_empty(bucket, heads, size)
         scale = head**-0.5 * LOG2_E
+        turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
         if chained and share == 1 and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
@@ -116,7 +118,7 @@ class CudaAttention:
             grid = (limit * kv,)
             given = (tiles, out, pages, sinks, capacity, limit, scale)
             launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
-            return out.view(bucket, -1)
+            return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         acc, sums = self._scratch(heads, splits, size)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         assert programs >= kv
@@ -154,11 +156,11 @@ class CudaAttention:
                 maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
                 **self._options(1),
             )
-        return out.view(bucket, -1)
+        return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
 
     def _can_run_ahead(self, q: Tensor, k_cache: Tensor, rule: AttentionRule, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
-        is_half = q.dtype.itemsize == 2 and not format_of(k_cache).is_coded
+        is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
         return self.hopper and is_half and rule.is_plain and q.shape[2] in heads
 
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor) -> None:
@@ -202,10 +204,10 @@ class CudaAttention:
         query_tile, key_tile = choose_tiles(q)
         share = count_shares(heads // kv, query_tile)
         kv *= share
-        group = heads // kv
-        padded = round_up_to_power(group)
+        padded = round_up_to_power(heads // kv)
         acc, sums = self._block_scratch(bucket, heads, splits, size)
         out = q.new_empty(bucket, heads, size)
+        shape = {"HEADS": heads, "HEAD": size, "SPLIT": split}
         parts = ((k_cache, size), (v_cache, size), (k_cache, head - size or size))
         launch(
             block.attend_splits,
@@ -223,14 +225,12 @@ class CudaAttention:
             capacity,
             splits,
             head**-0.5 * LOG2_E,
-            HEADS=heads,
+            **shape,
             KV=kv,
-            GROUP=group,
+            GROUP=heads // kv,
             PADDED=padded,
-            HEAD=size,
             BLOCK_M=query_tile,
             BLOCK_N=key_tile,
-            SPLIT=split,
             TILE=query_tile // padded,
             ROWS=round_up_to_power(bucket),
             CAUSAL=mask.causal,
@@ -249,9 +249,7 @@ class CudaAttention:
             batch.firsts,
             out,
             splits,
-            HEADS=heads,
-            HEAD=size,
-            SPLIT=split,
+            **shape,
             LIMIT=round_up_to_power(splits),
             WINDOW=mask.window,
             **self._options(4),
@@ -266,7 +264,9 @@ class CudaAttention:
         """
         keys, values = (describe_cache(cache, key_tile, size) for cache in caches)
         rest, _ = describe_cache(caches[0], key_tile, q.shape[2] - size or size)  # never read where there is none
-        shape = {"HEAD": size, "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
+        shape = {"HEAD": size, "BLOCK_M": query_tile, "BLOCK_N": key_tile}
+        for name, cache in zip("KV", caches, strict=True):
+            shape |= {f"{name}_KIND": row_kind(cache), f"{name}_APART": cache.stride(2)}
         given = (keys[0], values[0], keys[1], values[1], rest)
         return given, shape | self._attention_options(q, query_tile, key_tile)
 

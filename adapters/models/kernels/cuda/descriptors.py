@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.row_format import as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch
 
 
@@ -32,9 +32,11 @@ def describe_cache(cache: Tensor, tile: int, size: int) -> tuple[Any, Tensor]:
     """Return how kernels read tiles of `size` numbers of some rows, and where the scales of coded rows are (of other
     rows anything, never read).
     """
-    if not format_of(cache).is_coded:
-        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, size]), cache
-    return cache, cache.view(torch.float32)
+    if format_of(cache).is_coded:
+        return as_bytes(cache), as_bytes(cache).view(torch.float32)
+    if cache.stride(2) != cache.shape[3]:  # other bytes are between these rows
+        return cache, cache
+    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, size]), cache
 
 
 def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:

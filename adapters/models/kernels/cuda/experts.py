@@ -1,8 +1,8 @@
 """Launches of a layer of experts on a CUDA device: six, however many experts there are, and none waits for the host.
 
-Where a layer's experts lie in one piece, an expert's number is the place of its weights. Of experts in host memory,
-those on the device have places in one piece. They go through the same kernels, in as many turns as it takes to bring
-the others. Tiles are free, as everywhere: no tile cuts a sum.
+Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
+memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
+bring the others. Tiles are free, as everywhere: no tile cuts a sum.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CudaExperts:
     ) -> Tensor:
         """Run x through a layer of experts.
 
-        weights: of all places, one behind the other, in `[places, N, K]`. Where they have biases, a place is the number
+        weights: of all slots, one behind the other, in `[slots, N, K]`. Where they have biases, a slot is the number
         of an expert. deciding: what the router reads in place of x.
         """
         shape = experts.shape
@@ -118,8 +118,8 @@ class CudaExperts:
             shares[:, : shape.chosen].mul_(experts.scales[numbers])
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
         made = x.new_empty(chosen.numel(), x.shape[1])
-        for places in self._fetch_places(experts, chosen):
-            dealt = self._deal_pairs(chosen, places, tile, shape.count)
+        for slots_by_expert in self._fetch_experts(experts, chosen):
+            dealt = self._deal_pairs(chosen, slots_by_expert, tile, shape.count)
             inner = self._run_gates(x, weights, dealt, tile, numbers)
             self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
         if weights.down_bias is not None:
@@ -199,7 +199,7 @@ class CudaExperts:
                 RANKS=ranks,
                 GROUPS=shape.groups,
                 CHOSEN_GROUPS=shape.chosen_groups,
-                PLACES=triton.next_power_of_2(shape.groups),
+                INDICES=triton.next_power_of_2(shape.groups),
                 NORMED=shape.is_normalized,
                 SIGMOID=isinstance(shape, SigmoidExpertsShape),
                 **launch_options(1, self.pdl),
@@ -222,7 +222,7 @@ class CudaExperts:
         )
         return chosen, shares
 
-    def _fetch_places(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
+    def _fetch_experts(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
         """Yield where the weights of each turn's experts are, int32 `[E]`, -1 for experts of other turns; None: all
         are in place.
         """
@@ -232,10 +232,10 @@ class CudaExperts:
         count = experts.shape.count
         uses = torch.bincount(chosen.flatten(), minlength=count)[:count].tolist()
         for turn in experts.each.fetch_in_turns([number for number, used in enumerate(uses) if used]):
-            places = [turn.get(number, -1) for number in range(count)]
-            yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
+            slots_by_expert = [turn.get(number, -1) for number in range(count)]
+            yield torch.tensor(slots_by_expert, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, count: int) -> PairTiles:
+    def _deal_pairs(self, chosen: Tensor, slots_by_expert: Tensor | None, tile: GroupTile, count: int) -> PairTiles:
         pairs = chosen.numel()
         some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
         dealt = PairTiles(
@@ -247,14 +247,14 @@ class CudaExperts:
             programs.deal,
             (count,),
             chosen,
-            chosen if places is None else places,  # never read without
+            chosen if slots_by_expert is None else slots_by_expert,  # never read without
             dealt.pairs,
             dealt.tiles,
             dealt.total,
             pairs,
             COUNT=count,
             EXPERTS=triton.next_power_of_2(count),
-            PLACED=places is not None,
+            IN_SLOTS=slots_by_expert is not None,
             TILE=tile.pairs,
             BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
             **launch_options(4, self.pdl),

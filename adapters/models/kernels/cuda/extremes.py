@@ -18,9 +18,9 @@ def find_extremes(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     extremes = torch.empty(count, 3, dtype=torch.float64, device=logits.device)
     values = torch.empty(count, parts, 2, device=logits.device)
-    places = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    cut = (logits, values, places, logits.stride(0), width, parts)
+    indices = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+    cut = (logits, values, indices, logits.stride(0), width, parts)
     launch(part_extremes, (count, parts), *cut, BLOCK=BLOCK, num_warps=4)
     padded = 1 << (parts - 1).bit_length()
-    launch(row_extremes, (count,), values, places, tokens, extremes, width, parts, PARTS=padded, num_warps=1)
+    launch(row_extremes, (count,), values, indices, tokens, extremes, width, parts, PARTS=padded, num_warps=1)
     return tokens, extremes

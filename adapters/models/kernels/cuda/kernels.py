@@ -24,6 +24,7 @@ from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options
 from adapters.models.kernels.cuda.device_traits import DeviceTraits, read_traits
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
+from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
@@ -40,7 +41,7 @@ from adapters.models.kernels.fused_layers import FusedLayers
 from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.row_format import LIMITS, format_of
+from adapters.models.kernels.row_format import LIMITS, as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch
@@ -217,7 +218,9 @@ class TritonKernels:
         if not {*((rotated, head - rotated) if is_shared else (head,))}.issubset(HEAD_SIZES):
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
         heads = qkv.shape[1] // head - kv - values  # none, if rows are only stored
-        q = qkv.new_empty(len(qkv), heads, head)
+        aside = not are_usual(k_cache, v_cache)
+        left = heads + kv + values if aside else heads
+        q = qkv.new_empty(len(qkv), left, head)
         at_once = 8
         grid = (len(qkv), count_parts(heads + kv + values, at_once))
         norm = prep.q_norm if prep.k_norm is None else prep.k_norm
@@ -234,9 +237,8 @@ class TritonKernels:
             batch.slots,
             batch.positions,
             q,
-            k_cache,
-            v_cache,
-            *(cache.view(torch.float32) if coded else cache for cache in (k_cache, v_cache)),
+            *(as_bytes(cache) for cache in caches),
+            *(scales_of(cache) for cache in caches),
             batch.positions if batch.pages is None else batch.pages,  # never read without
             qkv.stride(0),
             cache_sizes(k_cache, batch)[2],
@@ -253,11 +255,12 @@ class TritonKernels:
             WIDE=norm is not None and norm.dtype != qkv.dtype,
             BLOCK=at_once,
             PAGE=page_size(k_cache, batch),
-            LIMIT=LIMITS.get(form.dtype, 0.0),
+            LIMIT=0.0 if aside else LIMITS.get(form.dtype, 0.0),
+            LEFT=left,
             enable_fp_fusion=not coded,  # so that codes are those that torch makes
             **self._options(4),
         )
-        return q
+        return keep_heads(q, batch, k_cache, v_cache, heads, kv, self.pdl) if aside else q
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
         self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)

@@ -21,7 +21,7 @@ from threading import BoundedSemaphore, Timer
 MOST = 16  # processes, in all pools together
 PATIENCE_S = 120.0  # seconds to wait for an answer
 LEAVE_S = 5.0  # seconds that a process has to end
-_places = BoundedSemaphore(MOST)
+_workers = BoundedSemaphore(MOST)
 
 
 def run_lines(lines: Sequence[str], module: str) -> list[str]:
@@ -41,7 +41,7 @@ def run_lines(lines: Sequence[str], module: str) -> list[str]:
 
 def _run_worker(waiting: deque[str], module: str) -> Iterator[str]:
     """Work on lines in a process of its own while there are any and the process lives. Yields why a line failed."""
-    with _places:
+    with _workers:
         if not waiting:
             return
         try:

@@ -17,7 +17,7 @@ from adapters.models.kernels.fused_layers import FusedLayers
 from adapters.models.kernels.interface import FusedContext, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.row_format import as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def read_rows(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
     if batch.pages is None:
         return cache[slot, :, :stop]
     pages = batch.pages[slot, : -(-stop // cache.shape[2])].long()
-    return cache[pages].transpose(0, 1).flatten(1, 2)[:, :stop]
+    return as_bytes(cache)[pages].transpose(0, 1).flatten(1, 2)[:, :stop].view(cache.dtype)
 
 
 class ReferenceKernels:
@@ -93,7 +93,7 @@ class ReferenceKernels:
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
         heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
         queries = heads.shape[1] - (kv if k_cache is v_cache else 2 * kv)
-        q = self._rotate(heads[:, :queries], prep.q_norm, prep, rope, batch)
+        q = form.rotate(self._rotate(heads[:, :queries], prep.q_norm, prep, rope, batch)).to(qkv.dtype)
         k = form.encode(self._rotate(heads[:, queries : queries + kv], prep.k_norm, prep, rope, batch))
         if k_cache is v_cache:
             self._write_rows(k, k_cache, batch)
@@ -102,7 +102,7 @@ class ReferenceKernels:
         if prep.v_norm:
             v = rms_norm(v, torch.ones(head, device=v.device), prep.eps)
         self._write_rows(k, k_cache, batch)
-        self._write_rows(form.encode(v), v_cache, batch)
+        self._write_rows(format_of(v_cache).encode(v), v_cache, batch)
         return q
 
     @staticmethod
@@ -114,15 +114,16 @@ class ReferenceKernels:
             span = slice(segment.start, segment.start + segment.count)
             if batch.pages is not None:
                 page = batch.pages[segment.slot, at[rows] // cache.shape[2]].long()
-                cache[page, :, at[rows] % cache.shape[2]] = heads[rows]
+                as_bytes(cache)[page, :, at[rows] % cache.shape[2]] = as_bytes(heads)[rows]
             else:
-                cache[segment.slot, :, span] = heads[rows].transpose(0, 1)
+                as_bytes(cache)[segment.slot, :, span] = as_bytes(heads)[rows].transpose(0, 1)
             row += segment.count
 
     def rotate_queries(self, q: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor) -> Tensor:
-        head = format_of(k_cache).head_size(k_cache.shape[3])
+        form = format_of(k_cache)
+        head = form.head_size(k_cache.shape[3])
         biased = q if prep.bias is None else (q.float() + prep.bias.float()).to(q.dtype)
-        return self._rotate(biased.reshape(len(q), -1, head), prep.q_norm, prep, rope, batch)
+        return form.rotate(self._rotate(biased.reshape(len(q), -1, head), prep.q_norm, prep, rope, batch)).to(q.dtype)
 
     @staticmethod
     def _rotate(heads: Tensor, norm: Tensor | None, prep: HeadPrep, rope: Rope, batch: Batch) -> Tensor:
@@ -166,12 +167,15 @@ class ReferenceKernels:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         group = q.shape[1] // k_cache.shape[1]
         row = 0
-        form = format_of(k_cache)
+        v_form = format_of(v_cache)
         for index, segment in enumerate(batch.segments):
             rows = slice(row, row + segment.count)
             stop = segment.start + segment.count
             k, v = (
-                form.decode(read_rows(cache, batch, segment.slot, stop)).float().repeat_interleave(group, dim=0)
+                format_of(cache)
+                .decode(read_rows(cache, batch, segment.slot, stop))
+                .float()
+                .repeat_interleave(group, dim=0)
                 for cache in (k_cache, v_cache)
             )
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
@@ -183,7 +187,7 @@ class ReferenceKernels:
                 sinks = rule.sinks.float()[:, None, None].expand(-1, segment.count, 1)
                 scores = torch.cat((scores, sinks), -1)
             weights = scores.softmax(-1)[..., :stop]
-            out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
+            out[rows] = v_form.rotate(weights @ v).transpose(0, 1).to(q.dtype)  # rotated once more, it is turned back
             row += segment.count
         return out[..., -rule.latent :].flatten(1)
 

@@ -63,7 +63,10 @@ def _walk(
     FOLD: tl.constexpr,
     KV: tl.constexpr,
     PAGE: tl.constexpr,
-    CODED: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    K_APART: tl.constexpr,
+    V_APART: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     REST: tl.constexpr,
@@ -84,11 +87,13 @@ def _walk(
     all_total = no_total
     clear = start if WINDOW > 0 else tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
     AHEAD: tl.constexpr = STAGES if WINDOW > 0 else 1
+    CODED: tl.constexpr = K_KIND > 0
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
         k, v, k_rest, k_scale, v_scale = load_keys(
-            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype, REST
-        )
+            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, K_KIND, V_KIND, K_APART, V_APART,
+            q.dtype, REST,
+        )  # fmt: skip
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = absorb_tile(
             q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, False, PRECISION, CODED, 0, CAP,
@@ -104,8 +109,9 @@ def _walk(
     for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=AHEAD):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
         k, v, k_rest, k_scale, v_scale = load_keys(
-            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype, REST
-        )
+            k_desc, v_desc, rest_desc, k_scales, v_scales, row, q.shape[1], BLOCK_N, K_KIND, V_KIND, K_APART, V_APART,
+            q.dtype, REST,
+        )  # fmt: skip
         key = at + tl.arange(0, BLOCK_N)
         acc, peak, total = absorb_tile(
             q, k, v, k_scale, v_scale, last, key, position, acc, peak, total, scale, True, PRECISION, CODED, WINDOW,
@@ -152,7 +158,10 @@ def attend_chain(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
-    CODED: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    K_APART: tl.constexpr,
+    V_APART: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     REST: tl.constexpr,
@@ -186,7 +195,7 @@ def attend_chain(
         acc, peak, total = _walk(
             q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, last + 1, first,
             last, position, scale, at, real, out_ptr, out_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, True, KV // SHARE,
-            PAGE, CODED, WINDOW, CAP, REST,
+            PAGE, K_KIND, V_KIND, K_APART, V_APART, WINDOW, CAP, REST,
         )  # fmt: skip
         if SINKS:
             own = kv_head * GROUP + tl.arange(0, BLOCK_M) % PADDED
@@ -225,7 +234,10 @@ def attend_splits(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     PAGE: tl.constexpr,
-    CODED: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    K_APART: tl.constexpr,
+    V_APART: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     REST: tl.constexpr,
@@ -283,7 +295,7 @@ def attend_splits(
         _walk(
             q, q_rest, k_desc, v_desc, k_scales, v_scales, rest_desc, base, pages, key_head, start, stop, first, last,
             position, scale, at * split_limit, real, acc_ptr, sums_ptr, BLOCK_N, SPLIT, STAGES, PRECISION, False,
-            KV // SHARE, PAGE, CODED, WINDOW, CAP, REST,
+            KV // SHARE, PAGE, K_KIND, V_KIND, K_APART, V_APART, WINDOW, CAP, REST,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.attention_tiles import load_keys, load_q
+from adapters.models.kernels.triton.attention_tiles import load_q
 from adapters.models.kernels.triton.online_softmax import NOTHING
 
 
@@ -64,7 +64,8 @@ def attend_splits(
 
     Each leaves acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums float32 `[bucket,
     HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is named by the row that opens
-    it. REST: as in `load_keys`. SHARE programs have some query heads of a key head each, and KV counts all these parts.
+    it. REST: where it is not 0, a row is key and value at once, and its first REST numbers are part of the key alone.
+    SHARE programs have some query heads of a key head each, and KV counts all these parts.
     """
     if PDL:
         gdc_launch_dependents()
@@ -114,12 +115,14 @@ def attend_splits(
         low = tl.maximum(split * SPLIT, lowest0 // BLOCK_N * BLOCK_N)
         high = tl.minimum((split + 1) * SPLIT, stop0)
         for tile in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-            k, v, k_rest, _k_scale, _v_scale = load_keys(
-                k_desc, v_desc, rest_desc, q_ptr, q_ptr, base + tile, HEAD, BLOCK_N, False, q.dtype, REST
-            )
+            k = k_desc.load([base + tile, REST])
+            v = k
+            if REST == 0:
+                v = v_desc.load([base + tile, 0])
             key = tile + tl.arange(0, BLOCK_N)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if REST > 0:
+                k_rest = rest_desc.load([base + tile, 0])
                 scores = tl.dot(q_rest, k_rest.T, scores, input_precision=PRECISION)
             seen = (key[None, :] <= last[:, None]) & (key[None, :] >= early[:, None])
             scores = tl.where(seen, scores, float("-inf"))

@@ -3,7 +3,7 @@
 A chunk is 64 rows from a multiple of 64 on. For every chunk that a step touches and every head, `factor` computes all
 that does not depend on the state. `scan` then walks through a segment's chunks with the state in its registers. Both
 always compute whole chunks: rows of earlier steps are read back from the slot's rings, and rows that have not come
-yet are zeros. So a row stands at the same place of the same products in every step, and only rows up to itself
+yet are zeros. So a row has the same position in the same products in every step, and only rows up to itself
 influence it.
 
 With the terms of `delta_interface.py`, d = T u is never written down. Instead o = e^G S0^T q + (P T) u and S' =
@@ -98,7 +98,7 @@ def _inverse(a, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _place(chunk_ptr):
+def _load_chunk(chunk_ptr):
     """Load a chunk of the plan: first row, rows, slot, base, and how many of its rows came in earlier steps."""
     row0 = tl.load(chunk_ptr).to(tl.int64)
     slot = tl.load(chunk_ptr + 2).to(tl.int64)
@@ -148,7 +148,7 @@ def factor(
         gdc_wait()
     item = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
+    row0, count, slot, base, old = _load_chunk(chunks_ptr + item * FIELDS)
     if old + count > 0:
         width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
         i = tl.arange(0, CHUNK)
@@ -282,7 +282,7 @@ def scan(
         d = tl.arange(0, DK)
         keys = head // (HEADS // KEY_HEADS) * DK + d[None, :]
         values = KEY_HEADS * DK + head * DV + v
-        row0, count, slot, base, old = _place(chunks_ptr + first * FIELDS)
+        row0, count, slot, base, old = _load_chunk(chunks_ptr + first * FIELDS)
         settles = tl.full((), SETTLES, tl.int32)
         if SETTLES == 2:
             settles = tl.load(settled_ptr + row0).to(tl.int32)
@@ -291,7 +291,7 @@ def scan(
         memory = memory_ptr + (slot * HEADS + head) * DK * DV
         state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
         for item in range(first, stop):
-            row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
+            row0, count, slot, base, old = _load_chunk(chunks_ptr + item * FIELDS)
             kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
             is_old = is_old[:, None]
             is_new = is_new[:, None]

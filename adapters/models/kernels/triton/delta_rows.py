@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.delta import CHUNK, FIELDS, RING, _place, _rows
+from adapters.models.kernels.triton.delta import CHUNK, FIELDS, RING, _load_chunk, _rows
 
 
 @triton.jit
@@ -194,8 +194,8 @@ def convolve(
     else:  # names of their own: heads of values may have another size
         value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
         of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
-        place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
-        value_taps = _load_taps(taps_ptr, place, of_value)
+        column = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
+        value_taps = _load_taps(taps_ptr, column, of_value)
         if PDL:
             gdc_wait()
         for number in range(ROWS):
@@ -207,12 +207,12 @@ def convolve(
                 rolls = tl.load(settled_ptr + row) == 0
                 value = _convolve_channels(
                     mixed_ptr, value_taps, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
-                    row, slot, position, base, stride, place, of_value, rolls, channels, ROLLS,
+                    row, slot, position, base, stride, column, of_value, rolls, channels, ROLLS,
                 ).to(dtype)  # fmt: skip
-                tl.store(out_ptr + row * channels + place, value, of_value)
+                tl.store(out_ptr + row * channels + column, value, of_value)
                 if ROLLS:
                     ring_at = kept_ptr + (slot * RING + position % RING) * (channels - KEY_HEADS * DK) - KEY_HEADS * DK
-                    tl.store(ring_at + place, value, of_value & rolls)
+                    tl.store(ring_at + column, value, of_value & rolls)
 
 
 @triton.jit
@@ -244,11 +244,11 @@ def store_settled_rows(
     known = column < WIDTH
     row = tl.load(chunks_ptr + first * FIELDS, number > 0, 0)
     if tl.load(settled_ptr + row, number > 0, 0) != 0:
-        row0, count, slot, base, old = _place(chunks_ptr + (first + number - 1) * FIELDS)
+        row0, count, slot, base, old = _load_chunk(chunks_ptr + (first + number - 1) * FIELDS)
         ring, _came, step, is_new = _rows(rows_ptr, stride, ring_ptr, WIDTH, row0, count, slot, base, old)
         complete = old + count == CHUNK
         if EDGE and (complete or number > 1):
-            begin, _count, _slot, before, came = _place(chunks_ptr + first * FIELDS)
+            begin, _count, _slot, before, came = _load_chunk(chunks_ptr + first * FIELDS)
             at = base + tl.where(complete, CHUNK, 0) - 4 + tl.arange(0, 4)[:, None]
             wanted = known & (tl.arange(0, 4)[:, None] > 0)
             here = at >= before + came

@@ -79,14 +79,14 @@ def choose(
 @triton.jit(do_not_specialize=["count"])
 def deal(
     chosen_ptr,
-    places_ptr,
+    slots_ptr,
     pairs_ptr,
     tiles_ptr,
     total_ptr,
     count,
     COUNT: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PLACED: tl.constexpr,
+    IN_SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -95,7 +95,7 @@ def deal(
 
     pairs: int32 `[count]`. tiles: int32 `[n, 4]`: where the expert's weights are, the first of its pairs there, and
     how many. total: the number of tiles. Every program counts the pairs of all experts, so that none waits for
-    another. PLACED: weights are where `places`, int32 `[COUNT]`, says, and experts at -1 have no tiles; otherwise
+    another. IN_SLOTS: weights are where `slots`, int32 `[COUNT]`, says, and experts at -1 have no tiles; otherwise
     each expert is at its own number.
     """
     expert = tl.program_id(0)
@@ -108,10 +108,10 @@ def deal(
     for at in range(0, count, BLOCK):
         who = tl.load(chosen_ptr + at + i, at + i < count, COUNT)
         counts += tl.histogram(who, EXPERTS, mask=who < COUNT)
-    place = expert
-    if PLACED:
-        place = tl.load(places_ptr + expert)
-        counts = tl.where(tl.load(places_ptr + e, e < COUNT, -1) >= 0, counts, 0)
+    slot = expert
+    if IN_SLOTS:
+        slot = tl.load(slots_ptr + expert)
+        counts = tl.where(tl.load(slots_ptr + e, e < COUNT, -1) >= 0, counts, 0)
     heights = tl.cdiv(counts, TILE)
     own = tl.sum(tl.where(e == expert, counts, 0), 0)
     first = tl.sum(tl.where(e < expert, counts, 0), 0)
@@ -121,7 +121,7 @@ def deal(
     if own > 0:
         for at in range(0, own, TILE):
             to = tiles_ptr + (tile + at // TILE) * 4
-            tl.store(to, place)
+            tl.store(to, slot)
             tl.store(to + 1, first + at)
             tl.store(to + 2, tl.minimum(own - at, TILE))
         to = first
@@ -152,7 +152,7 @@ def multiply_groups(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute out[pair] = x[pair // SHARE] @ w[place].T for the tiles that `deal` left. w: `[places, columns,
+    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for the tiles that `deal` left. w: `[slots, columns,
     depth]`.
 
     A program has one tile of pairs and BLOCK_N columns. TALL: there are few pairs, and the weights are the tall
@@ -165,7 +165,7 @@ def multiply_groups(
     if PDL:
         gdc_wait()
     if tile < tl.load(total_ptr):
-        place = tl.load(tiles_ptr + tile * 4)
+        slot = tl.load(tiles_ptr + tile * 4)
         first = tl.load(tiles_ptr + tile * 4 + 1)
         count = tl.load(tiles_ptr + tile * 4 + 2)
         m = tl.arange(0, BLOCK_M)
@@ -174,7 +174,7 @@ def multiply_groups(
         x_at = x_ptr + (pair // SHARE).to(tl.int64)[:, None] * depth + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M) if TALL else (BLOCK_M, BLOCK_N), tl.float32)
         for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            w = w_desc.load([place, n0, k0]).reshape(BLOCK_N, BLOCK_K)
+            w = w_desc.load([slot, n0, k0]).reshape(BLOCK_N, BLOCK_K)
             x = tl.load(x_at + k0, (k0 + k < depth)[None, :], 0.0)
             if TALL:
                 acc = tl.dot(w, x.T, acc, input_precision=PRECISION)

@@ -15,10 +15,10 @@ LEAST = tl.constexpr(1e-20)  # added to the sum of the chosen experts' scores
 
 
 @triton.jit
-def make_keys(values, places):
-    """Return integers that compare as the values do; of equal values the one at the lower place is greater."""
+def make_keys(values, indices):
+    """Return integers that compare as the values do; of equal values the one at the lower index is greater."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - places
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - indices
 
 
 @triton.jit
@@ -42,15 +42,16 @@ def choose_in_groups(
     RANKS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
+    INDICES: tl.constexpr,
     NORMED: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
 
-    chosen, weights, EXPERTS: as in `choose`. The factor of the shared expert is 1. PLACES: GROUPS rounded up to a power
-    of two. SIGMOID: scores are sigmoids, to which a correction is added, and a group counts by its two best experts.
+    chosen, weights, EXPERTS: as in `choose`. The factor of the shared expert is 1. INDICES: GROUPS rounded up to a
+    power of two. SIGMOID: scores are sigmoids, to which a correction is added, and a group counts by its two best
+    experts.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -71,15 +72,15 @@ def choose_in_groups(
         keys = tl.where(e < COUNT, make_keys(logits, e), TAKEN)
     if GROUPS > 1:
         group = e // (COUNT // GROUPS)
-        place = tl.arange(0, PLACES)
-        sums = tl.full((PLACES,), TAKEN, tl.int64)
+        index = tl.arange(0, INDICES)
+        sums = tl.full((INDICES,), TAKEN, tl.int64)
         for g in tl.static_range(GROUPS):
             own = tl.where((group == g) & (e < COUNT), keys, TAKEN)
             first = tl.max(own, 0)
             total = read_value(first)
             if SIGMOID:
                 total += read_value(tl.max(tl.where(own == first, TAKEN, own), 0))
-            sums = tl.where(place == g, make_keys(total, g), sums)
+            sums = tl.where(index == g, make_keys(total, g), sums)
         open_groups = tl.zeros((EXPERTS,), tl.int32)
         for _ in tl.static_range(CHOSEN_GROUPS):
             best = tl.max(sums, 0)

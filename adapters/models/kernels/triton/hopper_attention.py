@@ -53,16 +53,16 @@ def _ask_first(
     read,
     low,
     high,
-    places,
+    source,
     KV: gl.constexpr,
     PAGE: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Load the tiles from `low` to `high` that fit into the rings. places: the run's first key, then arguments of
+    """Load the tiles from `low` to `high` that fit into the rings. source: the run's first key, then arguments of
     `_row`.
     """
-    start, base, page, after, split, kv_head = places
+    start, base, page, after, split, kv_head = source
     for ahead in gl.static_range(K_STAGES):
         row = _row(start + ahead * k_desc.block_type.shape[0], base, page, after, split, kv_head, KV, PAGE)
         wanted = (ahead >= low) & (ahead < high)
@@ -274,8 +274,8 @@ def attend_splits_ahead(
         start = split * SPLIT
         tiles = gl.cdiv(gl.minimum((split + here) * SPLIT, last + 1) - start, BLOCK_N)
         old = gl.minimum((first - row0 - start) // BLOCK_N, tiles)  # rounded towards zero: never more than there are
-        places = (start, base, page, after, split, kv_head)
-        _ask_first(k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, 0, old, places, KV, PAGE, K_STAGES, V_STAGES)
+        source = (start, base, page, after, split, kv_head)
+        _ask_first(k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, 0, old, source, KV, PAGE, K_STAGES, V_STAGES)
         if PDL:
             gdc_wait()
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES))
@@ -285,7 +285,7 @@ def attend_splits_ahead(
         q = gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0)
         if old < gl.minimum(tiles, K_STAGES):
             _ask_first(
-                k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, old, tiles, places, KV, PAGE, K_STAGES, V_STAGES
+                k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, old, tiles, source, KV, PAGE, K_STAGES, V_STAGES
             )
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         position = gl.minimum(first + m // PADDED, last)

@@ -47,7 +47,7 @@ def _produce(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Bring all tiles of keys and values in order, each as soon as its place in the ring is free."""
+    """Bring all tiles of keys and values in order, each as soon as its slot of the ring is free."""
     k_come, k_free, v_come, v_free = bars
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     for number in range(tiles):
@@ -145,7 +145,7 @@ def _consume(
     v_ring,
     folds,
     bars,
-    place,
+    tile_rows,
     kv_head,
     scale,
     NUMBER: gl.constexpr,
@@ -157,7 +157,7 @@ def _consume(
     V_STAGES: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """Compute consumer NUMBER's rows of a tile. place: the tile's first row, rows, first position, tiles of keys.
+    """Compute consumer NUMBER's rows of a tile. tile_rows: the tile's first row, rows, first position, tiles of keys.
 
     ROWS: of one consumer. COLUMNS: warps that share a row of the output. Each of them computes all weights of the row,
     which takes less time than to exchange them, and adds them in the order of `attention`.
@@ -170,7 +170,7 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    row0, count, first, tiles = place
+    row0, count, first, tiles = tile_rows
     fold = folds.index(NUMBER)
     if tiles > 0:
         fold.store(gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT))
@@ -288,7 +288,7 @@ def attend_chain_ahead(
     )
     if PDL:
         gdc_wait()
-    place = (row0, count, first, tiles)
+    tile_rows = (row0, count, first, tiles)
     base = (slot * KV + kv_head) * capacity
     pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
     # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
@@ -298,14 +298,14 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 1, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, tile_rows, kv_head, scale, 1, ROWS, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),
@@ -325,7 +325,7 @@ def attend_chain_ahead(
                 (
                     _consume,
                     (
-                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, place, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        q_ptr, out_ptr, k_ring, v_ring, folds, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
                         SPLIT, K_STAGES, V_STAGES, COLUMNS,
                     ),
                 ),

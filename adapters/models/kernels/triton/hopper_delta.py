@@ -75,12 +75,14 @@ def _load_walk(walks_ptr, walk):
 
 
 @gluon.jit
-def _bring(descs, rings, bars, walks_ptr, walks, place, KEYS: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):
+def _bring(
+    descs, rings, bars, walks_ptr, walks, head_columns, KEYS: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr
+):
     """Bring what each chunk needs. KEYS: columns of all keys."""
     rows_desc, values_desc, mix_desc, fold_desc = descs
     k_ring, v_ring, fold_ring, q_ring, mix_ring = rings
     moved, moved_free, read, read_free = bars
-    head, key_column, value_column = place
+    head, key_column, value_column = head_columns
     DK: gl.constexpr = fold_desc.block_type.shape[0]
     number = 0
     for walk in range(walks):
@@ -118,7 +120,7 @@ def _move(
     turns,
     walks_ptr,
     walks,
-    place,
+    head_columns,
     keeps,
     HEADS: gl.constexpr,
     DV: gl.constexpr,
@@ -129,7 +131,7 @@ def _move(
     moved, moved_free, _read, _read_free = bars
     states, us = shared
     state_ready, state_free, u_ready, u_free = turns
-    head, _key_column, _value_column = place
+    head, _key_column, _value_column = head_columns
     DK: gl.constexpr = k_ring.shape[2]
     TILE: gl.constexpr = v_ring.shape[2]
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -183,7 +185,7 @@ def _read(
     turns,
     walks_ptr,
     walks,
-    place,
+    head_columns,
     scale,
     HEADS: gl.constexpr,
     DV: gl.constexpr,
@@ -194,7 +196,7 @@ def _read(
     _moved, _moved_free, read, read_free = bars
     states, us = shared
     state_ready, state_free, u_ready, u_free = turns
-    head, _key_column, _value_column = place
+    head, _key_column, _value_column = head_columns
     TILE: gl.constexpr = v_ring.shape[2]
     TENSOR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     i = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, TENSOR))
@@ -266,7 +268,7 @@ def walk(
     one = _make_barriers(4)
     turns = (one.index(0), one.index(1), one.index(2), one.index(3))
     shared = (states, us)
-    place = (head, head // (HEADS // KEY_HEADS) * DK, 2 * KEY_HEADS * DK + head * DV + tile)
+    head_columns = (head, head // (HEADS // KEY_HEADS) * DK, 2 * KEY_HEADS * DK + head * DV + tile)
     memory = memory_ptr + head.to(gl.int64) * DK * DV + tile
     out = out_ptr + head * DV + tile
     descs = (rows_desc, values_desc, mix_desc, fold_desc)
@@ -286,15 +288,18 @@ def walk(
                     turns,
                     walks_ptr,
                     walks,
-                    place,
+                    head_columns,
                     tile == 0,
                     HEADS,
                     DV,
                     STAGES,
                 ),
             ),
-            (_read, (out, lines_ptr, rings, bars, shared, turns, walks_ptr, walks, place, scale, HEADS, DV, STAGES)),
-            (_bring, (descs, rings, bars, walks_ptr, walks, place, KEY_HEADS * DK, HEADS, STAGES)),
+            (
+                _read,
+                (out, lines_ptr, rings, bars, shared, turns, walks_ptr, walks, head_columns, scale, HEADS, DV, STAGES),
+            ),
+            (_bring, (descs, rings, bars, walks_ptr, walks, head_columns, KEY_HEADS * DK, HEADS, STAGES)),
         ],
         [4, 1],
         [168, 24],

@@ -18,11 +18,11 @@ _silu_times = gluon.jit(silu_times.fn)
 
 
 @gluon.jit
-def _request(descriptors, rings, come, places, slot, k, pred):
-    """Load the columns from k on, of x and of w, to their place in the ring."""
+def _request(descriptors, rings, come, origin, slot, k, pred):
+    """Load the columns from k on, of x and of w, to their slot of the ring."""
     x_desc, w_desc = descriptors
     x_ring, w_ring = rings
-    m0, n0 = places
+    m0, n0 = origin
     mbarrier.expect(come.index(slot), x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=pred)
     bring(x_desc, [m0, k], come.index(slot), x_ring.index(slot), pred=pred)
     bring(w_desc, [n0, k], come.index(slot), w_ring.index(slot), pred=pred)

@@ -2,7 +2,7 @@
 
 Every output element is one chain: k rises from 0 in steps of 16 (one tensor-core instruction each), the products of a
 step are added to a float32 accumulator, and the total is rounded once. Tiles cut rows and columns, never k. So the
-tile that computes an element, its place in the tile and the number of rows cannot change the element's bits. Neither
+tile that computes an element, its position in the tile and the number of rows cannot change the element's bits. Neither
 does it matter which operand is the tall one, nor which instruction multiplies. On an H200 `wgmma` and `mma.sync` gave
 the same bits for every product tried. Where a device differs, the numerics probe finds it.
 """

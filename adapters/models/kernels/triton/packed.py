@@ -1,7 +1,7 @@
 """Matrix products with packed weights, unpacked in registers and added up in pieces.
 
 A weight becomes step * scale - least in float32, rounded to the dtype of the computation before it is multiplied.
-That is the very number that unpacking at load gives. The columns of a matrix are cut into pieces at fixed places. Each
+That is the very number that unpacking at load gives. The columns of a matrix are cut into pieces at fixed columns. Each
 piece is one chain over ascending k in steps of 16, from zero, and the pieces are added in order. `linear` and
 `hopper_pieces` sum unpacked weights in the same way, so the bits are theirs at every row count. `packed_numbers` says
 how words lie.
@@ -47,11 +47,11 @@ def _levels(matrix, n, block, S: gl.constexpr, blocks, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _load(matrix, places, block, blocks, FORM: gl.constexpr):
+def _load(matrix, coordinates, block, blocks, FORM: gl.constexpr):
     """Load a block of some rows in packed form. matrix: pointers to its words, scales, inner scales, minima, and
     scales of those.
     """
-    n, t, c = places
+    n, t, c = coordinates
     words = gl.load(matrix[0] + ((n // 8) * blocks + block) * 128 + (n % 8) * 16 + t * 4 + c)
     first = _levels(matrix, n, block, 0, blocks, FORM)
     second = first
@@ -61,7 +61,7 @@ def _load(matrix, places, block, blocks, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _places(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
+def _locate_piece(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
     """Return rows, lanes of a row, and words; no row lies behind the last one."""
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES)))
@@ -76,7 +76,7 @@ def _places(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
 def _load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr):
     """Load the columns of every piece's block number `step`, as the right side of a product.
 
-    at: the place of each row's piece, the number of columns before the piece, and those within a block. They are added
+    at: the index of each row's piece, the number of columns before the piece, and those within a block. They are added
     to the pointer in this order, so that the columns become constants of the instructions. Two columns are one number
     here, because the compiler would take them apart and put them together again. EVEN: there is nothing behind any
     piece's last block, so that nothing has to be zero.
@@ -200,12 +200,12 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-    places = _places(n0, columns, BLOCK_N, LANES)
+    coordinates = _locate_piece(n0, columns, BLOCK_N, LANES)
     PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
     held = ()
     for ahead in gl.static_range(AHEAD):
-        held = held + (_load(matrix, places, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
+        held = held + (_load(matrix, coordinates, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
     STAGED: gl.constexpr = BLOCK_M > 8
     STAGES: gl.constexpr = 3
     ring = None
@@ -240,15 +240,15 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
         coming = ()
         for ahead in gl.static_range(AHEAD):
             right, x = _next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
-            w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
             block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
-            coming = coming + (_load(matrix, places, block, blocks, FORM),)  # noqa: RUF005
+            coming = coming + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
             acc = mma_v2(w, right, acc)
         held = coming
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
         right, x = _next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
-        w = gl.convert_layout(weights_of(held[ahead], places, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
     if STAGED:
         async_copy.wait_group(0)
@@ -306,9 +306,9 @@ def unpack(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [num_warps, 1], [1, 0])
     n0 = gl.program_id(0) * BLOCK_N
     block = gl.program_id(1)
-    places = _places(first + n0, stop, BLOCK_N, LANES)
-    packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), places, block, blocks, FORM)
-    found = gl.convert_layout(weights_of(packed, places, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
+    coordinates = _locate_piece(first + n0, stop, BLOCK_N, LANES)
+    packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), coordinates, block, blocks, FORM)
+    found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -209,12 +209,12 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, places, dtype: gl.constexpr, FORM: gl.constexpr):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
     left side of a product, in another order.
     """
     words, first, second = packed
-    n, _, c = places
+    n, _, c = coordinates
     power = find_power(n)
     found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
     if FORM.block == 128:

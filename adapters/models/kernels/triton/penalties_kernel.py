@@ -19,7 +19,7 @@ def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.c
     * The address of its history, int32 `[V]`: twice how often a token is in the answer, plus 1 if it is in the prompt.
     * The address of its bias, float32 `[V]`, or 0.
     * The bits of three float32 penalties: repetition, presence, frequency.
-    * The place, behind all rows, of the tokens that the history does not count yet, and their number.
+    * The offset, behind all rows, of the tokens that the history does not count yet, and their number.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -84,7 +84,7 @@ def _scale_values(x, scale, V_NORM: tl.constexpr):
 
 
 @triton.jit
-def _codes(numbers, inverse, dtype: tl.constexpr):
+def find_codes(numbers, inverse, dtype: tl.constexpr):
     """Return the nearest code of each number, ties to even."""
     steps = numbers.to(tl.float32) * inverse
     if dtype == tl.int8:
@@ -127,9 +127,9 @@ def _keep(
         found = scale > 0.0
         inverse = tl.where(found, tl.div_rn(tl.zeros_like(most) + 1.0, tl.where(found, scale, 1.0)), 0.0)[:, None]
         tl.store(scales_ptr + (at * width + size) // 4, scale, kept)
-        lo = _codes(lo, inverse, coded)
-        hi = _codes(hi, inverse, coded)
-        rest = _codes(rest, inverse, coded)
+        lo = find_codes(lo, inverse, coded)
+        hi = find_codes(hi, inverse, coded)
+        rest = find_codes(rest, inverse, coded)
     to = (at * width)[:, None]
     tl.store(to_ptr + to + d[None, :], lo, kept[:, None])
     tl.store(to_ptr + to + HALF + d[None, :], hi, kept[:, None])
@@ -170,6 +170,7 @@ def rotate_store(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     LIMIT: tl.constexpr,
+    LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process one row and BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
@@ -180,7 +181,8 @@ def rotate_store(
     are normed as well. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied. PAGE:
     rows of a page, where a slot's rows are paged; 0: they lie in one piece.
     LIMIT: the greatest code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0:
-    rows are not coded.
+    rows are not coded. LEFT: the heads that go to q; if these are more than the HEADS of queries, no row is
+    written.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -241,16 +243,18 @@ def rotate_store(
             rest = _normalize(rest, scale, tl.where(is_q[:, None], q_rest[None, :], k_rest[None, :]), dtype, WIDE)
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)
-    to_q = row * (HEADS * size) + of_head
-    tl.store(q_ptr + to_q, new_lo, is_q[:, None])
-    tl.store(q_ptr + to_q + HALF, new_hi, is_q[:, None])
+    left = (head < LEFT)[:, None]
+    to_q = row * (LEFT * size) + of_head
+    tl.store(q_ptr + to_q, tl.where(is_v[:, None], raw_lo, new_lo), left)
+    tl.store(q_ptr + to_q + HALF, tl.where(is_v[:, None], raw_hi, new_hi), left)
     if REST > 0:
         new_rest = rest.to(dtype)
-        tl.store(q_ptr + row * (HEADS * size) + of_rest, new_rest, within & is_q[:, None])
+        to_rest = row * (LEFT * size) + of_rest
+        tl.store(q_ptr + to_rest, tl.where(is_v[:, None], raw_rest, new_rest), within & left)
     else:
         new_rest = new_lo
         raw_rest = raw_lo  # of the same shape, never read
-    kept = (head >= HEADS) & (head < HEADS + KV + VALUES) & (position >= 0)
+    kept = (head >= HEADS) & (head < HEADS + KV + VALUES) & (position >= 0) & (LEFT == HEADS)
     if PAGE > 0:
         page = tl.load(pages_ptr + slot * (capacity // PAGE) + tl.maximum(position, 0) // PAGE).to(tl.int64)
         slot = page

@@ -23,8 +23,8 @@ def beat(clock_ptr, anew, interval, LATE: tl.constexpr, LONGEST: tl.constexpr):
     now = globaltimer()
     if anew == 0:
         late = tl.where(at == count % LATE, tl.minimum(now - before, LONGEST), late)
-        place = tl.argmax(late, 0)
-        usual = tl.minimum(before + tl.max(tl.where(at == place, 0, late), 0), now + LONGEST)
+        index = tl.argmax(late, 0)
+        usual = tl.minimum(before + tl.max(tl.where(at == index, 0, late), 0), now + LONGEST)
         until = tl.maximum(usual, before + interval)
         while now < until:
             now = globaltimer()

@@ -25,7 +25,7 @@ def draw_fleet(path: Path, runs: Sequence[FinishedFleet], title: str) -> None:
         figure = Figure(figsize=(12, 7.6))
         figure.subplots_adjust(left=0.13, right=0.975, top=0.855, bottom=0.075, hspace=0.36, wspace=0.36)
         grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.2))
-        found, queue, first = (figure.add_subplot(grid[place]) for place in ((0, 0), (0, 1), (1, slice(None))))
+        found, queue, first = (figure.add_subplot(grid[cell]) for cell in ((0, 0), (0, 1), (1, slice(None))))
         draw_bars(found, names, [100 * run.figures.of_infinite for run in runs], colors)
         found.axvline(97, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
         found.set(title="Tokens found, % of an infinite cache's", xlim=(0, 109))

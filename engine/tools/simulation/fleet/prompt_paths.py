@@ -1,9 +1,9 @@
 """Prompts of logs as paths of keys: blocks that always occur together have one key, so that a prompt has few of them.
 
 A prompt of 100,000 tokens has 1,600 blocks, and a fleet gets tens of thousands of such prompts. But a log has few
-places where two prompts part or one ends. So blocks between two such places are one piece here, with the key of its
-last block. What is found of a prompt is the same as with every block, because nothing is ever kept of a piece but all
-of it.
+positions where two prompts part or one ends. So blocks between two such positions are one piece here, with the key of
+its last block. What is found of a prompt is the same as with every block, because nothing is ever kept of a piece but
+all of it.
 """
 
 from __future__ import annotations

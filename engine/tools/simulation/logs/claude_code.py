@@ -101,19 +101,19 @@ class ClaudeCodeReader:
         self._read += len(listed)
         timed = []
         for number, one in enumerate(listed):
-            place = f"{where}: request {number}"
-            at_ns = read_seconds(one, "t", place)
+            path = f"{where}: request {number}"
+            at_ns = read_seconds(one, "t", path)
             # The time counts from the subagent's own start.
             if at_ns < start_ns:
                 at_ns += start_ns
             if "requests" in one:
-                self._read_agent(one["requests"], at_ns, place, depth + 1)
+                self._read_agent(one["requests"], at_ns, path, depth + 1)
             if "hash_ids" in one or "requests" not in one:
-                timed.append((at_ns, number, one, place))
+                timed.append((at_ns, number, one, path))
         found = list[Request]()
         before = list[Earlier]()
-        for at_ns, _, one, place in sorted(timed, key=lambda entry: entry[:2]):
-            found.append(self._read_request(at_ns, one, place, before))
+        for at_ns, _, one, path in sorted(timed, key=lambda entry: entry[:2]):
+            found.append(self._read_request(at_ns, one, path, before))
         if found:
             self._agents.append(Agent(tuple(found)))
 

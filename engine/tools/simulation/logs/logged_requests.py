@@ -22,7 +22,7 @@ DIGEST = 64  # bytes, and tokens, of one blake2b digest
 class BadLog(Exception):
     """A file that cannot be simulated.
 
-    The message is one line: the file, the place, what was found, what is accepted.
+    The message is one line: the file, the field, what was found, what is accepted.
     """
 
 

@@ -10,7 +10,7 @@ const summed = (numbers) => { let sum = 0; return Float64Array.from(numbers, (on
 const column = (values) => Array.isArray(values) ? (at) => values[at]
   : "all" in values ? () => values.all : (at) => values.texts[values.of[at]];
 
-class Things { // events or asks: of each, its class and its fields
+class Things { // events or effects: of each, its class and its fields
   constructor(packed) {
     this.order = Int16Array.from(packed.order);
     this.names = packed.kinds.map(([name]) => name);
@@ -26,10 +26,10 @@ class Things { // events or asks: of each, its class and its fields
   }
 }
 
-const times = summed(data.times), events = new Things(data.events), asks = new Things(data.asks);
+const times = summed(data.times), events = new Things(data.events), effects = new Things(data.effects);
 const last = Math.max(0, times.length - 1), end = Math.max(1, times[last] || 0), rows = data.requests.length;
 const askStart = new Int32Array(times.length + 1);
-data.askCounts.forEach((count, at) => askStart[at + 1] = askStart[at] + count);
+data.effectCounts.forEach((count, at) => askStart[at + 1] = askStart[at] + count);
 
 class Spans { // from one event to another
   constructor(packed) {
@@ -66,14 +66,14 @@ const touching = (() => {
   const touch = (row, event) => { if (row >= 0 && seen[row] !== event) { seen[row] = event; owners.push(row); found.push(event); } };
   for (let event = 0; event < times.length; event++) {
     touch(data.eventRows[event], event);
-    for (let ask = askStart[event]; ask < askStart[event + 1]; ask++) touch(data.askRows[ask], event);
+    for (let ask = askStart[event]; ask < askStart[event + 1]; ask++) touch(data.effectRows[ask], event);
     for (; bar < bars.length && bars.first[bar] === event; bar++) touch(bars.owner[bar], event);
   }
   const [first, all] = grouped(rows, owners);
   return { first, events: all.map((at) => found[at]) };
 })();
 const closing = new Int32Array(rows).fill(-1);
-const closeKind = asks.names.indexOf("CloseStream");
-asks.order.forEach((kind, ask) => { if (kind === closeKind && data.askRows[ask] >= 0) closing[data.askRows[ask]] = ask; });
+const closeKind = effects.names.indexOf("CloseStream");
+effects.order.forEach((kind, ask) => { if (kind === closeKind && data.effectRows[ask] >= 0) closing[data.effectRows[ask]] = ask; });
 const launchOf = new Map();
 for (let at = 0; at < launches.length; at++) launchOf.set(launches.kind[at], at);

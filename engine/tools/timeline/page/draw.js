@@ -115,7 +115,7 @@ function drawTracks() {
   top += AREA;
   for (const [at, lane] of lanes.entries()) { drawLane(context, at, top, inner, x); label(context, `lane ${lane}`, top + LANE / 2 - 2); top += LANE; }
   const asked = ["FindPrefix", "RestoreBlocks"];
-  const waiting = coverage(store, inner, view.from, view.to, 2, (at) => asked.indexOf(asks.name(store.kind[at])));
+  const waiting = coverage(store, inner, view.from, view.to, 2, (at) => asked.indexOf(effects.name(store.kind[at])));
   const layers = asked.map((name, kind) => [WORK[name], waiting[kind]]), top1 = Math.max(1, highest(layers));
   areas(context, layers, top, AREA - 6, GUTTER, top1);
   label(context, "store", top + 10, store.length ? `up to ${number(Math.ceil(top1 - 1e-9))} at once` : "not asked");
@@ -140,20 +140,20 @@ function drawLane(context, lane, top, inner, x) {
   const [one, other] = visible(laneFirst[lane], laneFirst[lane + 1] - laneFirst[lane], (at) => launches.start[of(at)], (at) => launches.stop[of(at)]);
   const height = LANE - 8;
   if (other - one > 2 * inner) {
-    const names = asks.names;
+    const names = effects.names;
     const part = { length: other - one, start: new Float64Array(other - one), stop: new Float64Array(other - one) };
     for (let at = one; at < other; at++) { part.start[at - one] = launches.start[of(at)]; part.stop[at - one] = launches.stop[of(at)]; }
-    const counts = coverage(part, inner, view.from, view.to, names.length, (at) => asks.order[launches.kind[of(one + at)]]);
+    const counts = coverage(part, inner, view.from, view.to, names.length, (at) => effects.order[launches.kind[of(one + at)]]);
     areas(context, names.map((name, kind) => [WORK[name] || "Waiting", counts[kind]]), top, height, GUTTER, 1);
     return;
   }
   for (let at = one; at < other; at++) {
     const launch = of(at), left = Math.max(GUTTER, x(launches.start[launch])), right = Math.min(GUTTER + inner, x(launches.stop[launch]));
-    context.fillStyle = paint(context, WORK[asks.name(launches.kind[launch])]);
+    context.fillStyle = paint(context, WORK[effects.name(launches.kind[launch])]);
     context.fillRect(left, top, Math.max(.5, right - left - .5), height);
     if (launch === chosen.launch) outline(context, left, top, right - left, height);
     const size = data.launches.together[launch];
-    plate(context, size > 1 ? `×${size}` : asks.name(launches.kind[launch]).replace("Run", ""), left, top + height / 2, right - left, WORK[asks.name(launches.kind[launch])]);
+    plate(context, size > 1 ? `×${size}` : effects.name(launches.kind[launch]).replace("Run", ""), left, top + height / 2, right - left, WORK[effects.name(launches.kind[launch])]);
   }
 }
 function outline(context, left, top, width, height) {
@@ -244,8 +244,8 @@ function mark(context, name, event, left, top) { // found: a triangle, with its 
 }
 function drawEnd(context, row, top, right, width) { // how it ended and what was restored, where there is room
   if (closing[row] < 0 || right < GUTTER || right > width - 60) return;
-  const finish = asks.field(closing[row], "finish"), restored = asks.field(closing[row], "report.restored_tokens");
-  const tier = asks.field(closing[row], "report.tier"), bad = !["stop", "length"].includes(finish);
+  const finish = effects.field(closing[row], "finish"), restored = effects.field(closing[row], "report.restored_tokens");
+  const tier = effects.field(closing[row], "report.tier"), bad = !["stop", "length"].includes(finish);
   context.fillStyle = bad ? theme.bad : theme.dim;
   const text = `${bad ? "✕ " : ""}${finish}${restored ? `, ${number(restored)} from ${tier}` : ""}`;
   if (right + 6 + context.measureText(text).width < width) context.fillText(text, right + 6, top + ROW / 2);

@@ -75,10 +75,10 @@ function hits() {
   const tokens = { device: 0, host: 0, disk: 0, computed: 0 }, misses = new Map();
   for (const ask of closing) {
     if (ask < 0) continue;
-    const restored = asks.field(ask, "report.restored_tokens") || 0, tier = asks.field(ask, "report.tier");
-    tokens.computed += (asks.field(ask, "report.prompt_tokens") || 0) - restored;
+    const restored = effects.field(ask, "report.restored_tokens") || 0, tier = effects.field(ask, "report.tier");
+    tokens.computed += (effects.field(ask, "report.prompt_tokens") || 0) - restored;
     if (tier in tokens) tokens[tier] += restored;
-    const miss = String(asks.field(ask, "report.miss") || "").split(":")[0];
+    const miss = String(effects.field(ask, "report.miss") || "").split(":")[0];
     if (miss) misses.set(miss, (misses.get(miss) || 0) + 1);
   }
   const all = Object.values(tokens).reduce((sum, one) => sum + one, 0), box = $("hits");

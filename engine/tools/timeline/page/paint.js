@@ -2,11 +2,11 @@
 
 const STYLES = { // colour and pattern of each state; what lanes and store do for it looks the same
   Waiting: ["#98a1ab", "dots"], LookingUp: ["#e69f00", "vertical"], Restoring: ["#009e73", "falling"],
-  Fetching: ["#b08fd0", "dense"], Compressing: ["#8f5fb5", "grid"], Releasing: ["#b08fd0", "plain"], Unparking: ["#c9b400", "dense"], Prefilling: ["#2f7fc1", "plain"],
+  LoadingScorer: ["#b08fd0", "dense"], Compressing: ["#8f5fb5", "grid"], UnloadingScorer: ["#b08fd0", "plain"], UnparkingDraft: ["#c9b400", "dense"], Prefilling: ["#2f7fc1", "plain"],
   Speculating: ["#6fc0ee", "rising"], Snapshotting: ["#d287b0", "horizontal"], Parking: ["#a39a5c", "cross"],
   Draining: ["#d5702a", "cross"], Recovering: ["#c4403a", "falling"], Yielding: ["#8c6a5c", "vertical"],
 };
-const WORK = { RunPrefill: "Prefilling", RunDecode: "Speculating", SaveSnapshot: "Snapshotting", LoadModel: "Unparking",
+const WORK = { RunPrefill: "Prefilling", RunDecode: "Speculating", SaveSnapshot: "Snapshotting", LoadModel: "UnparkingDraft",
   UnloadModel: "Parking", CompressPrompt: "Compressing", FindPrefix: "LookingUp", RestoreBlocks: "Restoring" };
 
 // --- words ---

@@ -21,10 +21,10 @@ function tellEvent(event) {
   card.className = "card";
   box.append(card, made("h3", askStart[event + 1] > askStart[event] ? "It led to" : "It led to nothing"));
   for (let ask = askStart[event]; ask < Math.min(askStart[event + 1], askStart[event] + CARDS); ask++) {
-    const told = made("div", null, made("b", asks.name(ask)), " for ", who(data.askRows[ask]));
+    const told = made("div", null, made("b", effects.name(ask)), " for ", who(data.effectRows[ask]));
     told.className = "card";
     if (launchOf.has(ask)) { const launch = launchOf.get(ask); told.prepend(pressed(`launched on lane ${launches.owner[launch]}${data.launches.together[launch] > 1 ? `, ${data.launches.together[launch]} together` : ""}`, () => chooseLaunch(launch)), " "); }
-    told.append(fieldsOf(asks, ask));
+    told.append(fieldsOf(effects, ask));
     box.append(told);
   }
   return box;
@@ -34,8 +34,8 @@ function tellRow(row) {
   for (let at = barFirst[row]; at < barFirst[row + 1]; at++) { const bar = barsOf[at], state = data.states[bars.kind[bar]]; spent.set(state, (spent.get(state) || 0) + bars.stop[bar] - bars.start[bar]); }
   detail.replaceChildren(heading(`Request ${number(data.requests[row])}`));
   if (closing[row] >= 0) {
-    const told = (name) => asks.field(closing[row], `report.${name}`);
-    detail.append(list([["finish", asks.field(closing[row], "finish")], ["prompt tokens", told("prompt_tokens")], ["restored", `${number(told("restored_tokens") || 0)} (${told("tier")})`],
+    const told = (name) => effects.field(closing[row], `report.${name}`);
+    detail.append(list([["finish", effects.field(closing[row], "finish")], ["prompt tokens", told("prompt_tokens")], ["restored", `${number(told("restored_tokens") || 0)} (${told("tier")})`],
       ...(told("miss") ? [["why no more", told("miss")]] : []), ["answer tokens", told("completion_tokens")]]));
   } else detail.append(made("p", "The trace does not hold the end of this request."));
   detail.append(made("h3", "Time in each state"), list([...spent].map(([state, us]) => [state, clock(us)])));
@@ -65,10 +65,10 @@ function choose(row, event = -1, reveal = false) {
 function chooseLaunch(launch) {
   chosen = { row: chosen.row, event: -1, launch };
   const first = launches.kind[launch], size = data.launches.size[launch], together = data.launches.together[launch], event = launches.first[launch];
-  const took = launches.stop[launch] - launches.start[launch], detail = $("detail"), name = asks.name(first);
+  const took = launches.stop[launch] - launches.start[launch], detail = $("detail"), name = effects.name(first);
   detail.replaceChildren(heading(`Launch on lane ${launches.owner[launch]}: ${name}${together > 1 ? ` of ${together}` : ""}`),
     list([["at", clock(launches.start[launch], true)], ["until its last answer", launches.open[launch] ? "not in the trace" : clock(took)]]), made("h3", together > size ? "Requests that joined it" : "Requests in it"));
-  for (let ask = first; ask < first + size; ask++) { const card = made("div", null, who(data.askRows[ask]), fieldsOf(asks, ask)); card.className = "card"; detail.append(card); }
+  for (let ask = first; ask < first + size; ask++) { const card = made("div", null, who(data.effectRows[ask]), fieldsOf(effects, ask)); card.className = "card"; detail.append(card); }
   detail.append(made("h3", "The event that it was launched after"), tellEvent(event));
   $("said").textContent = `Launch on lane ${launches.owner[launch]}, ${name}, ${size} together`;
   redraw();

@@ -11,11 +11,11 @@ typedef struct {
     const float *queries; // [rows, kv, group, size]
     const int64_t *slots, *lows, *highs;
     const char *keys, *values;
-    long kv, group, size, slot, head; // slot, head: bytes between them in the cache
+    long kv, group, size, slot, head, apart; // slot, head, apart: bytes between slots, heads and rows in the cache
     const float *sinks; // of each head of queries a score that joins the sum of its weights, or not there
     float cap;          // scores become cap * tanh(score / cap); 0: they stay
     void *out;
-    int form, out_brain;
+    int key_form, value_form, out_brain;
     const long *blocks; // first rows of those that go together, and how many they are
     long tiles, asking; // tiles that are shared out one by one, and the most queries that go over one; or no tiles
     float *parts;       // what is found in tiles that are shared out
@@ -23,7 +23,7 @@ typedef struct {
 } attention_t;
 
 typedef struct {
-    float *queries, *keys, *values, *scores, *products, *parts, *joined;
+    float *queries, *keys, *values, *scores, *products, *parts, *joined, *rows;
 } bench_t; // of one thread
 
 static long columns_of(long size) { return (size + 31) / 32 * 32; }
@@ -34,11 +34,11 @@ static int bench_of(bench_t *bench, long asking, long size) {
     static _Thread_local long there;
     const long columns = columns_of(size);
     const long sizes[] = {asking * (size + 16), KEYS * size, KEYS * columns, asking * SCORED, asking * columns,
-                          asking * part_of(size), asking * part_of(size)};
+                          asking * part_of(size), asking * part_of(size), KEYS * (size + 1)};
     float **const to[] = {&bench->queries,  &bench->keys,  &bench->values, &bench->scores,
-                          &bench->products, &bench->parts, &bench->joined};
+                          &bench->products, &bench->parts, &bench->joined, &bench->rows};
     long all = 0;
-    for (int i = 0; i < 7; i++) all += (sizes[i] + 15) / 16 * 16;
+    for (int i = 0; i < 8; i++) all += (sizes[i] + 15) / 16 * 16;
     if (there < all) {
         free(room);
         room = aligned_alloc(64, (size_t)all * sizeof(float));
@@ -46,7 +46,7 @@ static int bench_of(bench_t *bench, long asking, long size) {
         if (!room) return -1;
     }
     float *at = room;
-    for (int i = 0; i < 7; at += (sizes[i++] + 15) / 16 * 16) *to[i] = at;
+    for (int i = 0; i < 8; at += (sizes[i++] + 15) / 16 * 16) *to[i] = at;
     return 0;
 }
 
@@ -58,14 +58,34 @@ static void cap_scores(float *scores, long count, float cap) {
     }
 }
 
+// Some rows of a head as `turn` and `align` read them: one behind the other, and packed ones in 8 bits. form: what they
+// have become.
+static const char *dense_rows(
+    const attention_t *job, const bench_t *bench, const char *from, long count, int *form
+) {
+    const long size = job->size, bytes = row_bytes(size, *form);
+    char *to = (char *)bench->rows;
+    if (is_packed(*form)) {
+        for (long key = 0; key < count; key++, to += size + 4)
+            job->isa->unpack((const uint8_t *)from + key * job->apart, size, *form, (int8_t *)to);
+        *form = INT8S;
+        return (const char *)bench->rows;
+    }
+    if (bytes == job->apart) return from;
+    for (long key = 0; key < count; key++, to += bytes) memcpy(to, from + key * job->apart, (size_t)bytes);
+    return (const char *)bench->rows;
+}
+
 // The results of some rows' queries over one tile.
 static void over_tile(
     const attention_t *job, const bench_t *bench, long row, long rows, long head, long tile, long stop, float *parts
 ) {
     const long size = job->size, group = job->group, start = tile * KEYS, columns = columns_of(size);
     const long count = stop - start < KEYS ? stop - start : KEYS, asking = rows * group;
-    const long from = job->slots[row] * job->slot + head * job->head + start * row_width(size, job->form) * number_size(job->form);
-    job->isa->turn(job->keys + from, size, count, bench->keys, job->form);
+    const long from = job->slots[row] * job->slot + head * job->head + start * job->apart;
+    int key_form = job->key_form, value_form = job->value_form;
+    const char *const keys = dense_rows(job, bench, job->keys + from, count, &key_form);
+    job->isa->turn(keys, size, count, bench->keys, key_form);
     job->isa->multiply(
         asking, (int)((count + 31) / 32), FLOATS, bench->queries, size + 16, (const char *)bench->keys, size * 128, size,
         bench->scores, SCORED, 0
@@ -75,7 +95,8 @@ static void over_tile(
         if (job->cap > 0.0f) cap_scores(bench->scores + i * SCORED, count, job->cap);
         job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
     }
-    job->isa->align(job->values + from, size, count, bench->values, job->form);
+    const char *const values = dense_rows(job, bench, job->values + from, count, &value_form);
+    job->isa->align(values, size, count, bench->values, value_form);
     job->isa->multiply(
         asking, (int)(columns / 32), FLOATS, bench->scores, SCORED, (const char *)bench->values, count * 128, count,
         bench->products, columns, 0
@@ -108,6 +129,7 @@ static void put_out(const attention_t *job, long row, long rows, long head, floa
         const long low = job->lows ? job->lows[at] : 0;
         if (job->sinks && low < job->highs[at])
             join_sink(joined + i * part_of(size), job->sinks[head * group + i % group], size);
+        if (low < job->highs[at] && is_packed(job->value_form)) job->isa->hadamard(joined + i * part_of(size) + 2, size);
         if (low < job->highs[at]) job->isa->finish(joined + i * part_of(size), size, job->out, to, job->out_brain);
         else memset((char *)job->out + to * (job->out_brain ? 2 : 4), 0, (size_t)size * (job->out_brain ? 2 : 4));
     }
@@ -171,18 +193,18 @@ static void join_shared(void *of, long pair) {
 }
 
 // queries[rows, kv, group, size] -> out[rows, kv, group, size]: each row attends to the keys [low, high) of its slot, at no
-// keys (or low >= high) it gets zeros. slot, head: numbers between slots and between heads of keys and values alike.
+// keys (or low >= high) it gets zeros. slot, head, apart: bytes, of keys and values alike.
 // sinks, cap: as in
 // attention_t. Returns 0, or -1 where there is no memory.
 int rekindle_attend(
     const float *queries, long rows, long kv, long group, long size, const int64_t *slots, const int64_t *lows,
-    const int64_t *highs, const void *keys, const void *values, long slot, long head, int form, void *out,
-    int out_brain, const float *sinks, float cap, int threads, int level
+    const int64_t *highs, const void *keys, const void *values, long slot, long head, long apart,
+    int key_form, int value_form, void *out, int out_brain, const float *sinks, float cap, int threads, int level
 ) {
     static _Thread_local long *blocks;
     static _Thread_local float *parts;
     static _Thread_local long block_room, part_room;
-    const long most = group < ASKING ? ASKING / group : 1, each = number_size(form);
+    const long most = group < ASKING ? ASKING / group : 1;
     if (block_room < rows) {
         free(blocks);
         blocks = malloc((size_t)(2 * rows) * sizeof(long));
@@ -200,8 +222,8 @@ int rekindle_attend(
         if (highs[row] > stop) stop = highs[row];
     }
     const long pairs = count * kv, tiles = (stop + KEYS - 1) / KEYS, asking = widest * group;
-    attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot * each,
-                       head * each, sinks, cap, out, form, out_brain, blocks, 0, asking, NULL, 0};
+    attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot,
+                       head, apart, sinks, cap, out, key_form, value_form, out_brain, blocks, 0, asking, NULL, 0};
     const long left = pairs * tiles * asking * part_of(size);
     if (threads > 1 && tiles > 1 && pairs < 2L * threads && left <= PARTS) {
         if (part_room < left) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, check_caches, check_layout
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, check_layout, describe_caches
 from adapters.models.kernels.row_format import format_of
 
 
@@ -44,11 +44,9 @@ class NativeAttention:
         """
         rows, kv, group, head = q.shape
         (low, high) = seen
-        width = format_of(k_cache).row_width(head)
-        if k_cache.dtype not in ROW_DTYPE_CODES or v_cache.dtype is not k_cache.dtype:
-            raise TypeError(f"keys in {k_cache.dtype}, values in {v_cache.dtype}")
-        check_caches((k_cache, v_cache))
-        if k_cache.shape[1] != kv or k_cache.shape[3] != width:
+        described = describe_caches(((k_cache, v_cache),))
+        widths = [format_of(cache).row_width(head) for cache in (k_cache, v_cache)]
+        if k_cache.shape[1] != kv or [k_cache.shape[3], v_cache.shape[3]] != widths:
             raise ValueError(f"queries of {list(q.shape)} for a cache of {list(k_cache.shape)}")
         check_layout("queries", q, (rows, kv, group, head), torch.float32)
         for column in (slots, high, *(() if low is None else (low,))):
@@ -67,9 +65,7 @@ class NativeAttention:
             high.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
-            k_cache.stride(0),
-            k_cache.stride(1),
-            ROW_DTYPE_CODES[k_cache.dtype],
+            *described,
             out.data_ptr(),
             DTYPE_CODES[self.to],
             None if rule.sinks is None else rule.sinks.data_ptr(),

@@ -1,11 +1,34 @@
 // Attention over some keys, in the instructions that the including file names (see tiles.h): keys and values of a slot in
 // the layout of products, the weights of scores, and how the result over some keys is joined to earlier results.
 
+// A packed row becomes one of codes in 8 bits: what its codes stand for, and the same scale.
+static FOR void ON(unpack)(const uint8_t *row, long size, int form, int8_t *to) {
+    int count;
+    const plane_t *const planes = planes_of(form, &count);
+    const uint8_t *from = row;
+    memcpy(to + size, row + row_bytes(size, form) - 4, 4);
+    for (const plane_t *plane = planes; plane < planes + count; plane++) {
+        // Numbers whose codes lack their lowest bit stand for the middle of both that they may be.
+        const long each = plane_bytes(plane, size), first = plane->start * size / 2;
+        const int mask = (1 << plane->bits) - 1, is_new = plane == planes || plane[-1].start != plane->start;
+        const int least = 1 - (int)STEPS + (form == INT35S && plane->start == 1);
+        for (int place = 0; place < 8 / plane->bits; place++) {
+            int8_t *const codes = to + first + place * each;
+            const int bits = place * plane->bits, up = plane->shift + 1;
+            if (is_new)
+                for (long i = 0; i < each; i++) codes[i] = (int8_t)(((from[i] >> bits & mask) << up) + least);
+            else
+                for (long i = 0; i < each; i++) codes[i] = (int8_t)(codes[i] + ((from[i] >> bits & mask) << up));
+        }
+        from += each;
+    }
+}
+
 // What `turn` does, of codes: four of each of 32 keys are a word.
 static inline __attribute__((always_inline)) FOR void ON(turn_codes)(
     const char *keys, long size, long count, float *panels, const int form
 ) {
-    const long width = row_width(size, form);
+    const long width = row_bytes(size, form);
     for (long first = 0; first < count; first += 32, panels += 32 * size) {
         const long there = count - first < 32 ? count - first : 32;
         const char *const from = keys + first * width;
@@ -78,7 +101,7 @@ static inline __attribute__((always_inline)) FOR void ON(align_codes)(
         const long there = size - start < 32 ? size - start : 32;
         if (there < 32) memset(panels, 0, (size_t)count * 32 * sizeof(float));
         for (long key = 0; key < count; key++) {
-            const char *const row = values + key * row_width(size, form);
+            const char *const row = values + key * row_bytes(size, form);
             const uint8_t *const codes = (const uint8_t *)row + start;
             const float scale = scale_of(row, size);
             if (there == 32)
@@ -155,7 +178,7 @@ static FOR void ON(finish)(const float *of, long size, void *out, long to, int b
 }
 
 static const isa_t ON(isa) = {ON(multiply), ON(widen), ON(gate), ON(round), ON(norm), ON(prepare),
-                               ON(turn),     ON(align), ON(weigh), ON(join), ON(finish),
+                               ON(hadamard), ON(unpack), ON(turn), ON(align), ON(weigh), ON(join), ON(finish),
                                ON(convolve), ON(gates),  ON(recur), ON(gated), LANES, ON(multiply_packed), ON(expand),
                                ON(fix), ON(multiply_fixed), ON(extremes), ON(weights), ON(likely)};
 

@@ -46,8 +46,8 @@ class DecoderOf(ctypes.Structure):
     _fields_ = [
         *((name, _SIZE) for name in ("width", "queries", "kv", "head")),
         *((name, _POINTER) for name in ("cos", "sin")),
-        *((name, _SIZE) for name in ("turned", "slot", "group")),
-        *((name, _NUMBER) for name in ("brain", "form")),
+        *((name, _SIZE) for name in ("turned", "slot", "group", "apart")),
+        *((name, _NUMBER) for name in ("brain", "key_form", "value_form")),
     ]
 
 

@@ -31,8 +31,8 @@ typedef struct { // what the layers share
     long width, queries, kv, head;
     const float *cos, *sin;
     long turned;
-    long slot, group; // as rekindle_heads takes them
-    int brain, form;
+    long slot, group, apart; // as rekindle_heads takes them
+    int brain, key_form, value_form;
 } decoder_t;
 
 typedef struct { // what is found of rows on the way through a layer
@@ -167,14 +167,15 @@ static int run_layers(
         rekindle_heads(
             way.projected, layer->projection.outputs, rows, decoder->queries, kv, head, layer->bias, layer->heads,
             decoder->cos, decoder->sin, decoder->turned, slots, positions, layer->keys, layer->values, decoder->slot,
-            decoder->group, way.queries, brain, decoder->form, layer->normed, layer->head_eps, threads, level
+            decoder->group, decoder->apart, way.queries, brain, decoder->key_form, decoder->value_form, layer->normed, layer->head_eps, threads, level
         );
         if (stops && layer == layers + count - 1) return 0;
         int64_t *const seen[2] = {way.seen, way.seen + rows};
         if (firsts) see(layer, rows, positions, lengths, firsts, seen);
         const int failed = rekindle_attend(
             way.queries, rows, kv, decoder->queries / kv, head, slots, firsts ? seen[0] : NULL, firsts ? seen[1] : lengths,
-            layer->keys, layer->values, decoder->slot, decoder->group, decoder->form, way.attended, brain, NULL,
+            layer->keys, layer->values, decoder->slot, decoder->group, decoder->apart, decoder->key_form,
+            decoder->value_form, way.attended, brain, NULL,
             0.0f, threads, level
         );
         if (failed || multiply_matrix(&layer->out, way.attended, way.delta, rows, brain, threads, level)) return -1;
@@ -223,7 +224,7 @@ int rekindle_context(
         rekindle_heads(
             way.projected, layer->projection.outputs, rows, 0, decoder->kv, decoder->head, layer->bias, layer->heads,
             decoder->cos, decoder->sin, decoder->turned, slots, positions, layer->keys, layer->values, decoder->slot,
-            decoder->group, way.queries, brain, decoder->form, layer->normed, layer->head_eps, threads, level
+            decoder->group, decoder->apart, way.queries, brain, decoder->key_form, decoder->value_form, layer->normed, layer->head_eps, threads, level
         );
     }
     return 0;

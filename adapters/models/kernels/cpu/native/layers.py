@@ -24,7 +24,7 @@ from adapters.models.kernels.cpu.native.layer_description import (
     describe_matrix,
 )
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, describe_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.fused_layers import Embedding
 from adapters.models.kernels.interface import Rope
@@ -83,7 +83,7 @@ class NativeLayers:
         dtype = self.dtype
         heads = len(first.prep.weight) - kv
         for layer in self.layers:
-            _check_layer(layer, first, (self.rows, width, heads, kv, head), dtype)
+            _check_layer(layer, (self.rows, width, heads, kv, head), dtype)
         check_rope(self.rope)
         turned = self.rope.cos.shape[1]
         self.room = slots, min(capacity, len(self.rope.cos))
@@ -93,14 +93,10 @@ class NativeLayers:
         for one in given:
             if one is not None and (one.shape[-1] != width or one.dtype is not dtype or not one.is_contiguous()):
                 raise ValueError(f"an embedding of {one.dtype} {list(one.shape)} for rows of {width}")
+        slot, group, apart, *forms = describe_caches([(layer.k_cache, layer.v_cache) for layer in self.layers])
         self._decoder = DecoderOf(
             *(width, heads, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
-            *(
-                first.k_cache.stride(0),
-                first.k_cache.stride(1),
-                DTYPE_CODES[dtype],
-                ROW_DTYPE_CODES[first.k_cache.dtype],
-            ),
+            *(slot, group, apart, DTYPE_CODES[dtype], *forms),
         )
         self._described = (LayerOf * len(self.layers))(*map(_describe_layer, self.layers))
 
@@ -142,9 +138,7 @@ class NativeLayers:
         )
 
 
-def _check_layer(
-    layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype
-) -> None:
+def _check_layer(layer: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     rows, width, heads, kv, head = shape
     inner = sum(part.weight.outputs for part in layer.gate_up)
     wanted = {
@@ -160,7 +154,6 @@ def _check_layer(
         raise ValueError(f"norms of {[list(norm.shape) for norm in norms]} numbers for rows of {width} in {dtype}")
     if norms[0].dtype is not norms[1].dtype or not all(norm.is_contiguous() for norm in norms):
         raise ValueError("norms that are not alike")
-    check_caches([first.k_cache, layer.k_cache, layer.v_cache])
     check_heads(layer.prep, heads, kv, head)
     left = layer.before
     if left is not None and (left.shape != (rows, width) or left.dtype is not dtype or not left.is_contiguous()):

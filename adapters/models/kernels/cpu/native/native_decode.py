@@ -135,8 +135,8 @@ class NativeContextPass:
     def __attrs_post_init__(self) -> None:
         self._given = self.context.call_arguments(self.given, self.batch)
         decoder, described, count, rows, *_ = self._given
-        places = (self.given.data_ptr(), columns_address(self.batch, 4))
-        self.of = FollowingOf(make_pointer(decoder, DecoderOf), described, count, rows, *places)
+        addresses = (self.given.data_ptr(), columns_address(self.batch, 4))
+        self.of = FollowingOf(make_pointer(decoder, DecoderOf), described, count, rows, *addresses)
 
 
 @frozen(eq=False)

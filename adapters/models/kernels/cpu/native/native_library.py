@@ -92,12 +92,12 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_norm.restype = None
     code.rekindle_heads.argtypes = [
         *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, size, pointer, pointer),
-        *(pointer, pointer, size, size, pointer, number, number, number, real, number, number),
+        *(pointer, pointer, size, size, size, pointer, number, number, number, number, real, number, number),
     ]
     code.rekindle_heads.restype = None
     code.rekindle_attend.argtypes = [
-        *(pointer, size, size, size, size, pointer, pointer, pointer, pointer, pointer, size, size, number),
-        *(pointer, number, pointer, real, number, number),
+        *(pointer, size, size, size, size, pointer, pointer, pointer, pointer, pointer, size, size, size),
+        *(number, number, pointer, number, pointer, real, number, number),
     ]
     code.rekindle_convolve.argtypes = [
         *(pointer, size, size, size, size, size, pointer, pointer, pointer, pointer, pointer, pointer, size),

@@ -19,7 +19,7 @@ from adapters.models.kernels.cpu.native.layer_description import (
     describe_matrix,
 )
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, describe_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import format_of
@@ -69,13 +69,13 @@ class NativeContext:
         check_rope(self.rope)
         if dtype not in DTYPE_CODES or not self.norm.is_contiguous() or head > WIDEST or 2 * turned > head:
             raise ValueError(f"a norm of {dtype} {list(self.norm.shape)} for heads of {head}")
-        check_caches([one for layer in self.layers for one in (layer.k_cache, layer.v_cache)])
+        slot, group, apart, *forms = describe_caches([(layer.k_cache, layer.v_cache) for layer in self.layers])
         for layer in self.layers:
             check_heads(layer.prep, 0, kv, head)
         self.room = len(first), min(first.shape[2], len(self.rope.cos))
         self._decoder = DecoderOf(
             *(width, 0, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
-            *(first.stride(0), first.stride(1), DTYPE_CODES[dtype], ROW_DTYPE_CODES[first.dtype]),
+            *(slot, group, apart, DTYPE_CODES[dtype], *forms),
         )
         how = {"weight_brain": int(dtype is torch.bfloat16), "eps": self.eps}
         before = LayerOf(input_norm=self.norm.data_ptr(), projection=describe_matrix(self.fc), **how)
@@ -111,9 +111,11 @@ class NativeContext:
 
 def _describe_layer(layer: NativeContextLayer) -> LayerOf:
     bias = None if layer.prep.bias is None else layer.prep.bias.data_ptr()
-    places = {"keys": layer.k_cache.data_ptr(), "values": layer.v_cache.data_ptr()}
+    addresses = {"keys": layer.k_cache.data_ptr(), "values": layer.v_cache.data_ptr()}
     how = {"normed": layer.prep.norm_code, "head_eps": layer.prep.eps}
-    return LayerOf(projection=describe_matrix(layer.kv), bias=bias, heads=layer.prep.weight.data_ptr(), **places, **how)
+    return LayerOf(
+        projection=describe_matrix(layer.kv), bias=bias, heads=layer.prep.weight.data_ptr(), **addresses, **how
+    )
 
 
 @define(eq=False)

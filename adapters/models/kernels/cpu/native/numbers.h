@@ -13,13 +13,39 @@
 #define GOLDEN 0x9e3779b97f4a7c15u
 
 // How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 scale
-// behind the codes of a head.
-enum { FLOATS, BRAINS, INT8S, FLOAT8S };
+// behind the codes of a head. Packed codes have fewer bits, and such heads are rotated; see row_format.py.
+enum { FLOATS, BRAINS, INT8S, FLOAT8S, INT4S, INT35S };
 
-static inline long number_size(int form) { return form == FLOATS ? 4 : form == BRAINS ? 2 : 1; }
+// Some bits of the codes of the numbers from `start` to `stop`, which count halves of a head; as in row_format.py.
+typedef struct {
+    int start, stop, bits, shift;
+} plane_t;
 
-// Numbers of that size which a head of keys or values takes.
-static inline long row_width(long head, int form) { return form > BRAINS ? head + 4 : head; }
+static const plane_t INT4_PLANES[] = {{0, 2, 4, 0}};
+static const plane_t INT35_PLANES[] = {{0, 1, 4, 0}, {1, 2, 2, 2}, {1, 2, 1, 1}};
+#define STEPS 16.0f // half the number of steps of a packed code
+
+static inline int is_packed(int form) { return form >= INT4S; }
+
+// The planes of a packed form, and how many they are.
+static inline const plane_t *planes_of(int form, int *count) {
+    *count = form == INT4S ? 1 : 3;
+    return form == INT4S ? INT4_PLANES : INT35_PLANES;
+}
+
+static inline long plane_bytes(const plane_t *plane, long head) {
+    return (plane->stop - plane->start) * head / 2 * plane->bits / 8;
+}
+
+// Bytes that a head of keys or values takes. Packed rows end at a multiple of four, with their scale.
+static inline long row_bytes(long head, int form) {
+    int count;
+    long codes = 0;
+    if (!is_packed(form)) return form == FLOATS ? 4 * head : form == BRAINS ? 2 * head : head + 4;
+    const plane_t *const planes = planes_of(form, &count);
+    for (int i = 0; i < count; i++) codes += plane_bytes(planes + i, head);
+    return (codes + 3) / 4 * 4 + 4;
+}
 
 static inline float float_of(uint32_t bits) {
     float one;
@@ -172,9 +198,9 @@ typedef struct { // of what is projected of rows: `queries` heads, `kv` heads of
     long turned;                            // half of the numbers of a head that are rotated
     const int64_t *slots, *positions;
     void *keys, *values; // where both are the same, rows have no values of their own
-    long slot, group; // numbers between slots, and between heads, of keys and values alike
+    long slot, group, apart; // bytes between slots, heads and rows, of keys and values alike
     float *out;
-    int brain, form, normed; // form: of keys and values as they are kept. normed: NORMED_KEYS, NORMED_VALUES, or both
+    int brain, key_form, value_form, normed; // forms: as rows are kept. normed: NORMED_KEYS, NORMED_VALUES, or both
     float eps;
 } heads_t;
 
@@ -263,6 +289,8 @@ struct isa { // one instruction set's
     void (*round)(const float *, uint16_t *, long);
     void (*norm)(const norm_t *, long);
     void (*prepare)(const heads_t *, long);
+    void (*hadamard)(float *, long);
+    void (*unpack)(const uint8_t *, long, int, int8_t *);
     void (*turn)(const void *, long, long, float *, int);
     void (*align)(const void *, long, long, float *, int);
     void (*weigh)(float *, long, long, long, float *);

@@ -556,11 +556,12 @@ void rekindle_norm(
 void rekindle_heads(
     const void *projected, long stride, long rows, long queries, long kv, long head, const float *bias,
     const float *weight, const float *cos, const float *sin, long turned, const int64_t *slots,
-    const int64_t *positions, void *keys, void *values, long slot, long group, float *out, int brain, int form,
-    int normed, float eps, int threads, int level
+    const int64_t *positions, void *keys, void *values, long slot, long group, long apart, float *out, int brain,
+    int key_form, int value_form, int normed, float eps, int threads, int level
 ) {
-    const heads_t heads = {projected, stride,    queries, kv,     head, bias,  weight, cos,   sin,    turned,
-                           slots,     positions, keys,    values, slot, group, out,    brain, form,   normed, eps};
+    const heads_t heads = {projected, stride, queries, kv,   head,  bias,  weight, cos,   sin,      turned,     slots,
+                           positions, keys,   values,  slot, group, apart, out,    brain, key_form, value_form, normed,
+                           eps};
     rows_t job = {isa_of(level), &heads, rows, HEADS};
     share(threads, (rows + TOGETHER - 1) / TOGETHER, some_rows, &job);
 }

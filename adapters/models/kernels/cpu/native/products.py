@@ -27,10 +27,12 @@ from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.cpu.native.large_pages import LargePages
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.packed_formats import PANEL
+from adapters.models.kernels.row_format import INT3, INT4
 
 WIDEST = 1024  # numbers of a head, at most
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of weights and rows
-ROW_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 2, torch.float8_e4m3fn: 3}  # dtypes of keys and values
+# Formats of keys and values.
+ROW_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 2, torch.float8_e4m3fn: 3, INT4: 4, INT3: 5}
 
 
 @frozen(eq=False)
@@ -90,7 +92,7 @@ class NativePacked:
             *(kind, SCALES[layout.scale], layout.inner, LEASTS[layout.least], raised),
             *(layout.group, layout.per, self.panels.shape[2]),
             (ctypes.c_float * 16)(*table),
-            (ctypes.c_uint8 * 16)(*(place + raised for place in table)),
+            (ctypes.c_uint8 * 16)(*(index + raised for index in table)),
         )
 
 
@@ -234,12 +236,28 @@ def check_layout(what: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: tor
         raise ValueError(f"{what}: {list(tensor.shape)}, strides {tensor.stride()}; accepted: contiguous {list(shape)}")
 
 
-def check_caches(caches: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all caches are alike and the rows of a head of one slot are contiguous."""
-    first = caches[0]
-    alike = all((one.shape, one.stride(), one.dtype) == (first.shape, first.stride(), first.dtype) for one in caches)
-    if not alike or first.stride()[2:] != (first.shape[3], 1) or not all(one.is_cpu for one in caches):
-        raise ValueError(f"caches of {[list(one.shape) for one in caches]}, strides {first.stride()}: not alike")
+def describe_caches(caches: Sequence[tuple[Tensor, Tensor]]) -> tuple[int, int, int, int, int]:
+    """Return the bytes between slots, heads and rows of keys and values, and the codes of their formats.
+
+    Raises TypeError or ValueError unless all caches, keys and values, have their rows at the same distances, all keys
+    have one format, and all values.
+    """
+    keys, values = caches[0]
+    places = {
+        (one.shape[:3], *(step * one.dtype.itemsize for step in one.stride()[:3]), one.stride(3), one.device.type)
+        for pair in caches
+        for one in pair
+    }
+    dtypes = {(k.dtype, v.dtype) for k, v in caches}
+    if keys.dtype not in ROW_DTYPE_CODES or values.dtype not in ROW_DTYPE_CODES:
+        raise TypeError(f"a cache of keys in {keys.dtype}, of values in {values.dtype}")
+    if len(places) > 1 or len(dtypes) > 1 or keys.stride(3) != 1 or not keys.is_cpu:
+        raise ValueError(f"caches of {[list(one.shape) for one in caches[0]]}, strides {keys.stride()}: not alike")
+    size = keys.dtype.itemsize
+    slot, group, apart, _ = (step * size for step in keys.stride())
+    if apart < max(keys.shape[3] * size, values.shape[3] * values.dtype.itemsize):
+        raise ValueError(f"rows of {list(keys.shape)}, strides {keys.stride()}: too close to each other")
+    return slot, group, apart, ROW_DTYPE_CODES[keys.dtype], ROW_DTYPE_CODES[values.dtype]
 
 
 def _check_packed_tensors(parts: Sequence[Tensor | None], layout: StepLayout, outputs: int, terms: int) -> None:

@@ -55,6 +55,20 @@ static FOR void ON(norm)(const norm_t *norm, long row) {
     else ON(norm_as)(norm, row, 1, 0);
 }
 
+// The numbers of a head times an orthonormal Hadamard matrix, in blocks of the largest power of two that divides it.
+static FOR void ON(hadamard)(float *one, long size) {
+    const long block = size & -size;
+    const float root = (float)(1.0 / __builtin_sqrt((double)block));
+    for (long step = 1; step < block; step *= 2)
+        for (long i = 0; i < size; i += 2 * step)
+            for (long j = i; j < i + step; j++) {
+                const float left = one[j], right = one[j + step];
+                one[j] = left + right;
+                one[j + step] = left - right;
+            }
+    for (long i = 0; i < size; i++) one[i] *= root;
+}
+
 // A head of keys or values becomes a row. There is room for 16 numbers at a time.
 static inline __attribute__((always_inline)) FOR void ON(keep_as)(uint8_t *to, float *one, long size, const int form) {
     float most[16] = {0};
@@ -67,18 +81,44 @@ static inline __attribute__((always_inline)) FOR void ON(keep_as)(uint8_t *to, f
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++)
             most[lane] = most[lane + half] > most[lane] ? most[lane + half] : most[lane];
-    const float found = most[0] / (form == INT8S ? 127.0f : 448.0f), scale = found >= 0x1p-126f ? found : 0.0f;
+    const float limit = form == INT8S ? 127.0f : form == FLOAT8S ? 448.0f : STEPS;
+    const float found = most[0] / limit, scale = found >= 0x1p-126f ? found : 0.0f;
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    for (long i = 0; i < size; i++) to[i] = encoded(one[i] * inverse, form);
-    memcpy(to + size, &scale, sizeof scale);
+    if (form <= FLOAT8S) {
+        for (long i = 0; i < size; i++) to[i] = encoded(one[i] * inverse, form);
+        memcpy(to + size, &scale, sizeof scale);
+        return;
+    }
+    uint8_t codes[WIDEST];
+    const long bytes = row_bytes(size, form);
+    for (long i = 0; i < size; i++) {
+        const float steps = one[i] * inverse, place = steps * 0.5f + STEPS / 2, low = place >= 0.0f ? place : 0.0f;
+        codes[i] = (uint8_t)(int)(low < STEPS - 1 ? low : STEPS - 1);
+    }
+    int count;
+    const plane_t *const planes = planes_of(form, &count);
+    memset(to, 0, (size_t)bytes);
+    memcpy(to + bytes - sizeof scale, &scale, sizeof scale);
+    for (const plane_t *plane = planes; plane < planes + count; plane++) {
+        const long each = plane_bytes(plane, size);
+        for (int place = 0; place < 8 / plane->bits; place++) {
+            const uint8_t *const from = codes + plane->start * size / 2 + place * each;
+            for (long i = 0; i < each; i++)
+                to[i] |= (uint8_t)((from[i] >> plane->shift & ((1 << plane->bits) - 1)) << place * plane->bits);
+        }
+        to += each;
+    }
 }
 
-static FOR void ON(keep)(void *cache, long to, float *one, long size, int form) {
-    if (form == INT8S) ON(keep_as)((uint8_t *)cache + to, one, size, INT8S);
-    else if (form == FLOAT8S) ON(keep_as)((uint8_t *)cache + to, one, size, FLOAT8S);
+static FOR void ON(keep)(void *to, float *one, long size, int form) {
+    if (is_packed(form)) {
+        ON(hadamard)(one, size);
+        ON(keep_as)(to, one, size, form);
+    } else if (form == INT8S) ON(keep_as)(to, one, size, INT8S);
+    else if (form == FLOAT8S) ON(keep_as)(to, one, size, FLOAT8S);
     else if (form == BRAINS)
-        for (long i = 0; i < size; i++) put(cache, to + i, one[i], 1);
-    else memcpy((float *)cache + to, one, (size_t)size * sizeof(float));
+        for (long i = 0; i < size; i++) put(to, i, one[i], 1);
+    else memcpy(to, one, (size_t)size * sizeof(float));
 }
 
 static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
@@ -111,12 +151,13 @@ static inline __attribute__((always_inline)) FOR void ON(prepare_as)(
             }
         }
         if (head < heads->queries) {
+            if (is_packed(heads->key_form)) ON(hadamard)(one, size);
             memcpy(heads->out + (row * heads->queries + head) * size, one, (size_t)size * sizeof(float));
         } else if (position >= 0) {
             const long kept = head < turning ? head - heads->queries : head - turning;
-            const long to = heads->slots[row] * heads->slot + kept * heads->group + position * row_width(size, heads->form);
-            void *const cache = head < turning ? heads->keys : heads->values;
-            ON(keep)(cache, to, one, size, heads->form);
+            const long to = heads->slots[row] * heads->slot + kept * heads->group + position * heads->apart;
+            if (head < turning) ON(keep)((char *)heads->keys + to, one, size, heads->key_form);
+            else ON(keep)((char *)heads->values + to, one, size, heads->value_form);
         }
     }
 }

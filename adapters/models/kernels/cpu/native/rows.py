@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches, check_layout
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout, describe_caches
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import format_of
 
@@ -108,11 +108,11 @@ class NativeRows:
         head = format_of(k_cache).head_size(width)
         queries = columns // head - kv - count_value_heads(k_cache, v_cache)
         turned = rope.cos.shape[1]
-        if k_cache.dtype not in ROW_DTYPE_CODES or projected.dtype not in DTYPE_CODES or projected.stride(1) != 1:
+        if projected.dtype not in DTYPE_CODES or projected.stride(1) != 1:
             raise TypeError(f"heads in {projected.dtype}, strides {projected.stride()}, for a cache in {k_cache.dtype}")
         if head > WIDEST or 2 * turned > head or columns % head or queries < 0:
             raise ValueError(f"{columns} columns for heads of {head}, {2 * turned} of which are rotated")
-        check_caches((k_cache, v_cache))
+        slot, group, apart, *forms = describe_caches(((k_cache, v_cache),))
         check_heads(heads, queries, kv, head)
         check_rope(rope)
         for column in at:
@@ -134,11 +134,10 @@ class NativeRows:
             at[1].data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
-            k_cache.stride(0),
-            k_cache.stride(1),
+            *(slot, group, apart),
             out.data_ptr(),
             DTYPE_CODES[projected.dtype],
-            ROW_DTYPE_CODES[k_cache.dtype],
+            *forms,
             heads.norm_code,
             heads.eps,
             torch.get_num_threads(),
