@@ -160,7 +160,7 @@ class HeadShape(LatentLayerShape, Protocol):
 
 @frozen
 class HeadInputs:
-    """What a prediction head joins, if it is not what most of them do.
+    """The inputs of a prediction head, where they are not those of most heads.
 
     is_normed: the target's hidden state goes through the target's final norm. hidden_first: the published projection
     takes the hidden state before the embedding.

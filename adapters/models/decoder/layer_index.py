@@ -129,14 +129,17 @@ def build_states(
         )
     return WindowRows(
         names,
-        WindowShape(*find_row_shape(config, layer_index.windowed), windows.pop()),
+        WindowShape(
+            *find_row_shape(config, layer_index.windowed),
+            windows.pop(),
+            find_tree_obstacle(config, layer_index.layers),
+        ),
         slots=spec.slots,
         checkpoint_count=placement.state_checkpoints,
         rows=(spec.capacity, spec.buckets[-1]),
         dtype=spec.dtype,
         device=spec.device,
         paged=kernels.is_paged,
-        tree_obstacle=find_tree_obstacle(config, layer_index.layers),
     )
 
 

@@ -65,11 +65,15 @@ def find_span(part: Sequence[Segment]) -> Segment:
 
 @frozen
 class WindowShape:
-    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them."""
+    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them.
+
+    tree_obstacle: why steps cannot have trees, as in `PositionalStates`.
+    """
 
     heads: int
     width: int
     window: int
+    tree_obstacle: str = ""
 
 
 class WindowPages(PagedKvCache):
@@ -170,13 +174,12 @@ class WindowRows:
         dtype: torch.dtype,
         device: torch.device,
         paged: bool,
-        tree_obstacle: str = "",
     ) -> None:
-        """rows: of a slot at most, and of the widest step. tree_obstacle: see `PositionalStates`."""
+        """rows: of a slot at most, and of the widest step."""
         capacity, bucket = rows
         self.slots = slots
         self.checkpoint_count = checkpoint_count
-        self.tree_obstacle = tree_obstacle
+        self.tree_obstacle = shape.tree_obstacle
         self._window = shape.window
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
