@@ -94,7 +94,9 @@ def make_new_text(count: int, vocab: int) -> list[tuple[Tokens, Tokens]]:
 
 async def measure(options: Options, given: Any) -> list[dict[str, Any]]:
     parts = given.parts.split(",")
-    options = evolve_options(options, disk_prefix_cache="off", host_cache_budget=0)
+    counts = [int(count) for count in given.streams.split(",")] if "streams" in parts else []
+    slots = max([given.slots, *counts])
+    options = evolve_options(options, slots=slots, disk_prefix_cache="off", host_cache_budget=0)
     targets: dict[str, LoadedModel] = {
         "plain": await load_target(evolve_options(options, draft="none")),
         "draft": await load_target(evolve_options(options, draft="suffix")),
@@ -124,7 +126,7 @@ async def measure(options: Options, given: Any) -> list[dict[str, Any]]:
             took = await compared(ways, batches)
             rows += [row(what, took), row(f"{what}, {AGAIN}", took, AGAIN)]
             print(*map(json.dumps, rows[-2:]), sep="\n", flush=True)
-        for count in map(int, given.streams.split(",") if "streams" in parts else ()):
+        for count in counts:
             asked = prompts(["code"], count * given.repeats, 256)["code"]
             jobs = [Job(prompt, given.tokens, scope=OFF) for prompt in asked]
             batches = [jobs[at * count : (at + 1) * count] for at in range(given.repeats)]

@@ -7,7 +7,8 @@ executed again from a trace.
 [--family gpt_oss] [--quantize int8] [--longest 700] [--answer 48]`
 
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
-draft. For GLM `--draft mtp` takes the checkpoint's prediction head, and for Gemma 4 `--draft assistant` an assistant.
+draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
+for Gemma 4 `--draft assistant` an assistant.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 

@@ -12,9 +12,11 @@ from typing import Any
 from adapters import demo
 from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.kernels.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
+from tests.models.eagle3_drafts import random_eagle3, save_eagle3
 from tests.models.windowed import WINDOWED
 
 VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
@@ -51,12 +53,14 @@ COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 DRAFT = DFlashConfig(
     HIDDEN, 128, 2, 4, 2, 32, Rotary(32, 1e4), (AttentionMask(), AttentionMask(causal=True)), (0, 2), 8, 5
 )
+EAGLE3 = Eagle3Config(HIDDEN, 128, 4, 2, 32, Rotary(32, 1e4), (0, 1, 2), HIDDEN, vocab=VOCABULARY // 2, has_map=True)
 
 
 def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
     """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
 
-    drafts: the kind of the draft: "dflash", "mtp" for the checkpoint's own head, or, for Gemma 4, "assistant".
+    drafts: the kind of the draft: "dflash", "eagle3", "mtp" for the checkpoint's own head, or, for Gemma 4,
+    "assistant".
     """
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
@@ -75,6 +79,9 @@ def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, 
         save_own_head(model, model_type, settings)
     if drafts == "assistant":
         save_assistant(draft, settings, hidden=HIDDEN)
+        return model, draft
+    if drafts == "eagle3":
+        save_eagle3(draft, EAGLE3, random_eagle3(EAGLE3, vocab=VOCABULARY), vocab=VOCABULARY)
         return model, draft
     layers = settings["num_hidden_layers"]
     causal_only = {"layer_types": ["full_attention", "full_attention"], "vocab_size": VOCABULARY}

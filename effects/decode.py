@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, TypeAlias
+from bisect import bisect_right
+from typing import ClassVar, TypeAlias
 
 from attrs import Factory, field, frozen
 
@@ -11,8 +12,13 @@ from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 # One token's natural-log probability and its alternatives, most likely first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
-# What makes proposals: a draft, or earlier text that ends in the same way.
-ProposalSource: TypeAlias = Literal["draft", "suffix"]
+# Tokens: the shortest match of each class. A match is how many tokens agree with those at an earlier position.
+MATCH_CLASSES = (3, 5, 9, 17, 33)
+
+
+def find_match_class(matched: int) -> int:
+    """Return the class of a match of this many tokens; -1: it is too short to copy from."""
+    return bisect_right(MATCH_CLASSES, matched) - 1
 
 
 def infer_accepted(done: Decoded) -> int:
@@ -38,6 +44,22 @@ class Decoded:
     # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
     # copied. 0: there are fewer than three, or no text is searched.
     matched: int = 0
+    copied: bool = False  # what was proposed was copied, and no draft was asked
+    rows: int = 0  # of the step's forward, of all members, where any of them copied; 0: none did
+
+
+@frozen
+class Copying:
+    """The rule by which a member of a launch copies earlier text: decided in advance, since matches are found between
+    its steps.
+
+    A step in which the member's text has a match proposes as many tokens as `counts` says for the class of the match.
+    They replace what a draft would propose.
+    """
+
+    counts: tuple[int, ...]  # tokens, for each of MATCH_CLASSES; 0: nothing is copied
+    rows: int  # that a step with copies feeds at most, of all members
+    steps: int  # with proposals that the launch may take without asking, however many of them are right
 
 
 @frozen
@@ -48,8 +70,7 @@ class RunDecode:
 
     The executor may go on unattended after this step: it feeds the token that it picked, with as many proposals, and
     reports on the way. A stop token, a failure, or an `Abandon` of one member ends that for the whole launch where
-    there is a draft, or where something is copied. So does a copy that was not right to its end. `StopLaunch` ends it
-    for all members.
+    there is a draft, or where something may be copied. `StopLaunch` ends it for all members.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
@@ -61,6 +82,6 @@ class RunDecode:
     # Copy the positional state out first, to be kept: the one at the end of the last block up to `position`. A failure
     # to keep it does not fail the step.
     checkpoint: bool = False
-    steps: int = 1  # that the executor may take at most without asking
+    steps: int = 1  # that the executor may take at most without asking; with `copying`: tokens that it may give
     pages: tuple[PageId, ...] = ()  # that the slot has from now on, behind those that it had
-    source: ProposalSource = "draft"  # of the proposals, where there are any; one for all members of a launch
+    copying: Copying | None = None  # None: nothing is copied

@@ -112,7 +112,8 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
     )
     speculation = state.speculation
     if isinstance(speculation, MayPropose):
-        speculation = MayPropose(suffix_control.update_control(speculation.control, event), speculation.reason)
+        reason = "" if event.copied else speculation.reason
+        speculation = MayPropose(suffix_control.update_control(speculation.control, event), reason)
     after = Speculating(slot_lease, prompt, speculation, answer)
     heard = prompt.heard_tokens[said : said + count] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:

@@ -41,7 +41,7 @@ from effects.residency import LoadModel, UnloadModel
 from states.events import EffectOutcome
 from states.launch_prices import UNIT
 from states.settings import Settings
-from states.speculation_control import NO_PLAN, Plan
+from states.speculation_plan import NO_PLAN, Plan
 
 
 @frozen
@@ -94,10 +94,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
     ends_together: there is a draft, and the first member that ends stops the launch for all. So it no longer runs
-    unattended.
+    unattended. The same holds where something may be copied.
     """
-    is_first = lane.proposing_steps and is_first_of_step(lane, answer.request)
-    further_steps = count_further_steps(answer.outcome) if is_first else 0
+    further_steps = 0
+    if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
+        further_steps = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
         return with_effect_requests(lane, lane.waiting, lane.running, further_steps) if further_steps else lane
     if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
@@ -107,9 +108,19 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     after = with_effect_requests(lane, lane.waiting, running, further_steps)
     return (
         evolve(after, runs_unattended=False)
-        if after.runs_unattended and (ends_together or any(lane.plan.proposals))
+        if after.runs_unattended and (ends_together or lane.plan.copying)
         else after
     )
+
+
+def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
+    """Return `Lane.proposing_steps` after an outcome of a launch's first member.
+
+    Where only copies are proposed, the outcome says whether its step was a plain one.
+    """
+    if not lane.plan.copying or any(lane.plan.proposals) or not isinstance(outcome, Decoded):
+        return lane.proposing_steps + count_further_steps(outcome)
+    return lane.proposing_steps + 1 if outcome.rows else 0
 
 
 def count_further_steps(outcome: Outcome) -> int:
@@ -153,10 +164,10 @@ def is_blocking(lane: Lane) -> bool:
 def can_join(lane: Lane, settings: Settings) -> bool:
     """May all waiting effects join the running launch?
 
-    Only decode steps can, and only where there is no draft and nothing is proposed: what each member proposes was
+    Only decode steps can, and only where there is no draft and nothing may be copied: what each member proposes was
     chosen for the members of this launch, so such a launch keeps them to its end.
     """
-    if settings.max_proposals or any(lane.plan.proposals) or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.max_proposals or lane.plan.copying or not (is_blocking(lane) and lane.last_was_decode):
         return False
     free_rows = settings.batch_rows - len(lane.running)
     return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
@@ -175,8 +186,10 @@ def start_launch(
     launched = {one.request for one in effect_requests}  # a request has one waiting effect at most
     waiting = tuple(one for one in lane.waiting if one.request not in launched)
     proposing_steps = lane.proposing_steps
-    if plan.proposals:
-        proposing_steps = proposing_steps + 1 if any(plan.proposals) else 0
+    if any(plan.proposals):
+        proposing_steps += 1
+    elif plan.proposals and not plan.copying:
+        proposing_steps = 0
     return Lane(
         waiting,
         effect_requests,

@@ -13,7 +13,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
 5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes. Where text is
-   searched, `states/suffix_control.py` plans how many each member copies, and the better plan is taken.
+   searched, `states/suffix_control.py` plans how many each member copies instead after which matches.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
 7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
@@ -33,7 +33,7 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import ProposalSource, RunDecode
+from effects.decode import Copying, RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
 from states import launch_prices, residency, speculation_control, suffix_control
@@ -45,13 +45,14 @@ from states.request_states import MayPropose, Prefilling, Restoring, Speculating
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import Settings
-from states.speculation_control import Plan, SpeculationControl
+from states.speculation_plan import Plan, SpeculationControl
 
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
 
 # Decode launches with proposals between two plain ones, so that the time of a plain launch stays known. It is also the
 # most steps that a launch with a draft takes unattended.
 PLAIN_LAUNCH_INTERVAL = 64
+UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
 # Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
 # fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
@@ -113,9 +114,10 @@ def plan_decode_launch(
         step_counts = choose_step_counts(get_decode_effects(decode_steps), plan, settings)
     else:
         step_counts = [1] * len(decode_steps)
+    copying = plan.copying or (None,) * len(decode_steps)
     batch = tuple(
-        with_decode_plan(one, propose, steps, plan.source)
-        for one, propose, steps in zip(decode_steps, plan.proposals, step_counts, strict=True)
+        with_decode_plan(one, propose, steps, own)
+        for one, propose, steps, own in zip(decode_steps, plan.proposals, step_counts, copying, strict=True)
     )
     return batch, plan, max(step_counts)
 
@@ -227,29 +229,32 @@ def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequ
 
 
 def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
-    """Choose how many steps each member may take without asking the core.
+    """Choose how many steps each member may take without asking the core, or tokens if something may be copied.
 
-    A member may take as many as it may have tokens, if every proposal were accepted. Where there is a draft, or
-    something is copied, all members take the same number, which is at most the number of steps that the plan holds for.
+    A member may take as many as it may have tokens, if every proposal were accepted. Where there is a draft, all
+    members take the same number, which is at most the number of steps that the plan holds for.
     """
+    if plan.copying:
+        most = UNLIMITED_STEPS if any(plan.proposals) else plan.steps
+        return [min(most, effect.steps) for effect in decode_effects]
     limits = [
         max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
     ]
-    if settings.max_proposals or any(plan.proposals):
+    if settings.max_proposals:
         return [min(plan.steps, PLAIN_LAUNCH_INTERVAL, *limits)] * len(limits)
-    return limits
+    return [min(plan.steps, limit) for limit in limits]
 
 
 def with_decode_plan(
-    effect_request: EffectRequest, propose: int, steps: int, source: ProposalSource = "draft"
+    effect_request: EffectRequest, propose: int, steps: int, copying: Copying | None = None
 ) -> EffectRequest:
-    """Return a decode step with the proposals and steps that were chosen for it. source: of the proposals."""
+    """Return a decode step with the proposals, the steps and the rule for copies that were chosen for it."""
     effect = effect_request.effect
     assert isinstance(effect, RunDecode), effect_request
-    if (effect.propose, effect.steps, effect.source) == (propose, steps, source):
+    if (effect.propose, effect.steps, effect.copying) == (propose, steps, copying):
         return effect_request
     chosen = RunDecode(
-        effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages, source
+        effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages, copying
     )
     return EffectRequest(effect_request.request, chosen)
 
@@ -271,15 +276,17 @@ def plan_proposals(
     controls = [find_control(requests, one) for one in decode_steps]
     effects = get_decode_effects(decode_steps)
     has_draft = not draft_is_lost and any(control is not None and control.widths for control in controls)
-    copies = any(map(suffix_control.has_match, controls))
+    copies = any(control is not None and control.copy_widths for control in controls)
     reason = "draft_lost" if draft_is_lost and any(controls) else ""
-    plan = Plan((0,) * len(controls), reason=reason, steps=PLAIN_LAUNCH_INTERVAL)
+    plan = Plan((0,) * len(controls), reason=reason, steps=UNLIMITED_STEPS)
     if not (has_draft or copies):
         return plan  # no member can propose: no price matters
     shape = get_launch_shape(decode_steps)
-    wanted = [(effect.propose, control) for effect, control in zip(effects, controls, strict=True)]
     if has_draft:
-        drafting = [(most if control is not None and control.widths else 0, control) for most, control in wanted]
+        drafting = [
+            (effect.propose if control is not None and control.widths else 0, control)
+            for effect, control in zip(effects, controls, strict=True)
+        ]
         prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
         plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
         plan = speculation_control.plan_launch(drafting, prices, rates, 0 if plain_is_due else row_limit)
@@ -287,10 +294,9 @@ def plan_proposals(
         times = suffix_control.merge_copy_times(rates)
         prices = launch_prices.estimate_prices(times, shape.span, shape.members, row_limit)
         plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
-        copied = suffix_control.plan_copies(wanted, prices, rates, 0 if plain_is_due else row_limit)
-        plan = suffix_control.choose_source(plan, copied, controls) if has_draft else copied
+        plan = suffix_control.plan_copies(plan, controls, prices, rates, 0 if plain_is_due else row_limit)
     if not any(plan.proposals):
-        return plan if has_draft else evolve(plan, steps=PLAIN_LAUNCH_INTERVAL)
+        return plan
     return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_steps))
 
 

@@ -5,6 +5,8 @@ The world calls this for every outcome of a launch and of the store. Only times 
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from effects.all import Effect
 from effects.decode import Decoded, RunDecode
 from effects.prefill import PrefillAdvanced, RunPrefill
@@ -36,8 +38,8 @@ def learn_from_outcome(
         case RunDecode(propose=propose), Decoded() as decoded:
             is_first = is_first_of_step(lane, answer.request)
             known_rates = learn_from_decode(known_rates, propose, decoded, lane, settings, is_first=is_first)
-            if decoded.proposed and lane.plan.source == "suffix" and isinstance(state, Speculating):
-                return learn_from_copies(known_rates, decoded, state, settings)
+            if decoded.copied and isinstance(state, Speculating):
+                return learn_from_copies(known_rates, decoded, state, lane, settings)
             return known_rates
         case RunPrefill(), PrefillAdvanced():
             concurrent = isinstance(state, Restoring) and state.loading
@@ -63,7 +65,7 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_b
     """
     if lane.shares_device or (is_beside and not settings.max_proposals):
         return False
-    is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not any(lane.plan.proposals)
+    is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not lane.plan.copying
     return not is_common or is_first_of_step(lane, answer.request)
 
 
@@ -75,24 +77,30 @@ def learn_from_decode(
     is_first: this is the outcome of the step's first member. Every member reports the time of the same step, so only
     that report is learned.
     """
-    if is_first and decoded.ns and decoded.proposed == propose and is_time_comparable(lane, decoded.ns):
+    if is_first and decoded.ns and is_time_comparable(lane, decoded.ns):
         shape = get_launch_shape(lane.running)
-        if shape.rows and lane.plan.source == "suffix":
-            known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
-        else:
+        if decoded.rows:
+            # A step in which other members ask a draft takes longer than its copies.
+            if suffix_control.copies_alone(lane.plan) or len(lane.running) == 1:
+                shape = evolve(shape, rows=decoded.rows)
+                known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
+        elif decoded.proposed == propose:
             known_rates = known_rates.with_decode_times(
                 launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
             )
     if not (settings.max_proposals or settings.max_copied):
         return known_rates  # the rest is what is learned of proposals
-    for _ in range(count_further_steps(decoded) if is_first else 0):
-        known_rates = suffix_control.record_step(known_rates, lane.plan)
+    if is_first:
+        further_steps = count_further_steps(decoded)
+        known_rates = suffix_control.record_further_steps(known_rates, lane.plan, decoded, further_steps)
     return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)
 
 
-def learn_from_copies(known_rates: Rates, decoded: Decoded, state: Speculating, settings: Settings) -> Rates:
+def learn_from_copies(
+    known_rates: Rates, decoded: Decoded, state: Speculating, lane: Lane, settings: Settings
+) -> Rates:
     """Return the rates after a step in which this request copied. state: its state before the outcome."""
     speculation = state.speculation
     if not isinstance(speculation, MayPropose):
         return known_rates
-    return suffix_control.record_copies(settings, known_rates, speculation.control, decoded)
+    return suffix_control.record_copies(settings, known_rates, speculation.control, decoded, lane.member_count)

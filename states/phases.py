@@ -201,7 +201,7 @@ def make_decode_step(
     really done is chosen at launch, together with the other members (`states/launch_choice.py`).
     """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    widest = suffix_control.find_widest(speculation.control) if isinstance(speculation, MayPropose) else 0
+    widest = max(speculation.control.widths, default=0) if isinstance(speculation, MayPropose) else 0
     propose = min(widest, answer.count_proposable(prompt.job))
     steps = count_unwatched_tokens(settings, slot_lease, prompt, answer)
     return RunDecode(slot_lease.slot, slot_lease.valid_rows, last, propose, checkpoint, steps)

@@ -20,7 +20,7 @@ from effects.ids import ModelName, SlotId, Tier, Tokens
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.stream import Finish
-from states.speculation_control import SpeculationControl
+from states.speculation_plan import SpeculationControl
 
 
 @frozen

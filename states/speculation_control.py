@@ -40,10 +40,11 @@ from itertools import accumulate
 
 from attrs import evolve, frozen
 
-from effects.decode import Decoded, ProposalSource
+from effects.decode import Decoded
 from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
+from states.speculation_plan import Plan, SpeculationControl
 
 REFILL = 10  # thousandths of a plain step that every token pays into an account: one percent
 PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
@@ -54,41 +55,6 @@ LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most
 FRUITLESS_STEPS = 4
 MAX_SERVER_ACCOUNT = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
-
-
-@frozen
-class Plan:
-    """The proposals of the members of a step, and what they cost the step."""
-
-    proposals: tuple[int, ...] = ()
-    price: int = UNIT
-    plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
-    is_trial: bool = False  # it is not expected to pay
-    charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
-    price_doubted: bool = False  # the price is uncertain: more than it may be charged, if that is measured
-    self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
-    # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
-    reason: str = ""
-    steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
-    source: ProposalSource = "draft"  # of the proposals
-
-
-NO_PLAN = Plan()
-
-
-@frozen
-class SpeculationControl:
-    """Knowledge of how often a draft is right, and the account of what it may cost: of one request."""
-
-    widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
-    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
-    branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
-    seen: int = 0  # decode steps with proposals
-    account: int = 0  # thousandths of a plain step that may still be lost
-    plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
-    copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
-    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
-    matched: int = 0  # as in `Decoded`, of the last outcome
 
 
 def list_widths(settings: Settings) -> tuple[int, ...]:
@@ -131,19 +97,11 @@ def estimate_acceptance(width: int, gain: int) -> int:
     return bisect_right(range(UNIT + 1), gain, key=chain_gain) - 1
 
 
-def update_draft_part(control: SpeculationControl, done: Decoded) -> SpeculationControl:
-    """Return a request's control after one more outcome: what it gave, and what it cost.
-
-    The fields of copies are left out: `suffix_control.update_control`, the only caller, puts them back.
-    This runs for every token, and `evolve` would take four times as long.
-    """
-    gains = control.gains
-    seen = control.seen
-    if done.proposed and control.plan.source == "draft":
-        gains = update_gains(control, seen, done, REQUEST_MEMORY)
-        seen += 1
-    balance = update_balance(control.account, control.plan, done)
-    return SpeculationControl(control.widths, gains, control.branching, seen, balance, control.plan)
+def update_draft_gains(control: SpeculationControl, done: Decoded) -> tuple[tuple[int, ...], int]:
+    """Return `gains` and `seen` of a request's control after one more outcome."""
+    if not done.proposed or done.copied:
+        return control.gains, control.seen
+    return update_gains(control, control.seen, done, REQUEST_MEMORY), control.seen + 1
 
 
 def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
@@ -205,11 +163,7 @@ def plan_launch(
     if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
         return plain
     options = list(list_options(wanted, prices, row_limit))
-    least_balance = min(control.account for _, control in wanted if control)
-    # What every member has gained beyond the account that an answer begins with. A member that loses it again is no
-    # later than without a draft, so the server's account need not bear it.
-    gained = least_balance - INITIAL_ACCOUNT
-    balance = min(least_balance, max(rates.account, gained))
+    balance, is_self_funded = find_balance([control for _, control in wanted], rates)
     affordable = [option for option in options if option.price - UNIT <= balance]
     cheapest = min((option.price for option in affordable), default=UNIT)
     bearable = [
@@ -237,10 +191,27 @@ def plan_launch(
         is_trial=not pays,
         charges_measured_time=draft_behind or not pays,
         price_doubted=price_doubted,
-        self_funded=gained > rates.account,
+        self_funded=is_self_funded,
         reason="does_not_pay",  # for the members that got no proposals
         steps=count_bearable_steps(best.price, balance) if pays and not (draft_behind or price_doubted) else 1,
     )
+
+
+def find_balance(controls: Sequence[SpeculationControl | None], rates: Rates) -> tuple[int, bool]:
+    """Return what a step of these members may cost beyond a plain one, and whether the members alone pay for it.
+
+    What every member has gained beyond the account that an answer begins with is its own. A member that loses it again
+    is no later than without proposals, so the server's account need not bear it.
+    """
+    least_balance = min(control.account for control in controls if control)
+    gained = least_balance - INITIAL_ACCOUNT
+    return min(least_balance, max(rates.account, gained)), gained > rates.account
+
+
+def rate_drafts(plan: Plan, controls: Sequence[SpeculationControl | None]) -> int:
+    """Return the tokens that the draft's proposals give in the time of a plain step, in thousandths."""
+    gains = (estimate_gain(control, propose) for control, propose in zip(controls, plan.proposals, strict=True))
+    return UNIT * (UNIT * len(controls) + sum(gains)) // plan.price
 
 
 def count_plain_steps(options: Sequence[ProposalOption], steps_until_trial: int, balance: int) -> int:
@@ -322,11 +293,11 @@ def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, don
 
     What a plain step earns was paid in when it began.
     """
-    if not any(plan.proposals):
+    if not (any(plan.proposals) or done.rows):
         return rates
     balance = min(update_balance(rates.account, plan, done, len(plan.proposals)), MAX_SERVER_ACCOUNT)
     balance = max(balance, rates.account) if plan.self_funded else balance
-    if not done.proposed or plan.source == "suffix":
+    if not done.proposed or done.copied:
         return evolve(rates, account=balance)
     gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
     return evolve(rates, gains=gains, seen=rates.seen + 1, account=balance)
@@ -334,16 +305,23 @@ def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, don
 
 def update_balance(balance: int, plan: Plan, done: Decoded, members: int = 1) -> int:
     """Return an account after an outcome: it earns what the tokens would have cost, and pays what the step cost."""
-    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * charge_launch(plan, done.ns)
+    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * charge_step(plan, done)
     return balance + earned // members
 
 
-def charge_launch(plan: Plan, took_ns: int) -> int:
+def charge_step(plan: Plan, done: Decoded) -> int:
     """Return what a step of a launch is charged: its price, or its measured time where the price may be wrong.
 
     The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain step is
     charged beyond the price: what took longer was held up by other work.
     """
-    if not (plan.charges_measured_time or plan.price_doubted) or not took_ns or not plan.plain_ns:
-        return plan.price
-    return min(max(plan.price, UNIT * took_ns // plan.plain_ns), plan.price + UNIT)
+    price = plan.price
+    is_uncertain = plan.charges_measured_time or plan.price_doubted
+    if done.rows:
+        copied = plan.copy_prices.price_of(done.rows)
+        # Where a draft proposes as well, other members may have asked it in the same step.
+        price = max(price, copied) if any(plan.proposals) and len(plan.proposals) > 1 else copied
+        is_uncertain = round_up_to_bucket(done.rows) in plan.copy_prices.doubted_buckets
+    if not is_uncertain or not done.ns or not plan.plain_ns:
+        return price
+    return min(max(price, UNIT * done.ns // plan.plain_ns), price + UNIT)

@@ -2,57 +2,67 @@
 
 Problem. A copy costs no forward of a draft, only a wider forward of the target. But there is something to copy in some
 steps only: where the text ends as it did at an earlier position. Many such matches are chance. After three equal tokens
-the next ones are often others, and after thirty they are nearly always the same.
+the next ones are often others, and after thirty they are nearly always the same. Whether there is a match is known only
+when a step has ended, and the executor cannot wait for the core between two steps.
 
-Idea. The executor reports with every outcome how many tokens before the next one agree with an earlier position
-(`Decoded.matched`). `states/speculation_control.py` plans, charges and rests as for a draft. What differs is this:
+Idea. The core decides in advance. A launch comes with a rule for each member: how many tokens to copy after a match of
+each class of lengths (`Copying`, MATCH_CLASSES). The executor finds the match after a step and obeys the rule in the
+next one. A step without a match, or with one that is not worth copying, is a plain step or one of the draft. So a
+launch goes on while copies are right, wrong or missing.
 
-* A request may propose only after an outcome with a match. Other steps are plain, and as quick as without a draft.
-* Gains are kept for each class of match lengths (CLASS_STARTS), of each request and of all requests (`Rates.copied`).
-* Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`), and so are the trials.
-* A plain launch that runs unattended is stopped when copies would pay (`copy_launches.should_stop_to_copy`).
+* Every outcome reports the match behind it (`Decoded.matched`), and what the step before copied. So gains are learned
+  for each class, of each request and of all requests (`Rates.copied`).
+* A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
+  The other members are taken to copy nothing in that step: what pays then pays all the more if they do.
+* Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
+* The accounts of `states/speculation_control.py` bear the copies as well. `Copying.steps` is how many such steps they
+  can bear if no copy is right; then the core decides again.
+* A class that does not pay is tried again after 1, 2, 4 ... up to 512 decode steps. A try that pays halves the number.
 
-Where there is a draft as well, both are planned for, and `choose_source` takes the plan that gives more tokens for its
-time. The accounts are common to both.
+With a draft, a member copies where that gives more tokens for the time than the draft's proposals would.
 
-Example. One request answers with a file of its prompt. Its first tokens match nothing, so its launch runs unattended.
-The fourth one makes a match of 3. A copy of 3 tokens is worth 1.62 at a price of 1.3, so the launch is stopped and 3
-tokens are proposed. They are right, the match has 7 tokens then, and the next step proposes 15.
+Example. One request answers with a file of its prompt. A copy of 3 tokens is worth 1.62 at a price of 1.1, and after a
+match of 17 tokens 15 are worth 5.3 at a price of 2. The rule says 3 tokens after matches of 3 to 4 tokens, and 15 after
+longer ones. The first match has 3 tokens. The 3 that are copied are right, the match has 7 tokens then, and so on.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 from heapq import merge
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from attrs import evolve
 
-from effects.decode import Decoded
+from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
 from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape, record_launch_time
 from states.rates import Rates
 from states.settings import Settings
 from states.speculation_control import (
+    FRUITLESS_STEPS,
+    LONGEST_TRIAL_GAP,
     REQUEST_MEMORY,
     SERVER_MEMORY,
-    Plan,
-    SpeculationControl,
+    count_bearable_steps,
     estimate_chain_gain,
+    find_balance,
     list_bucket_widths,
+    rate_drafts,
     update_gains,
 )
+from states.speculation_plan import Plan, SpeculationControl
 
 # For each class, the decode steps with a match of that class, then the proposals that are expected to be right of each
 # width, in thousandths.
 ClassGains: TypeAlias = tuple[tuple[int, ...], ...]
-ProposalLimits: TypeAlias = Sequence[tuple[int, SpeculationControl | None]]
 
-CLASS_STARTS = (3, 5, 9, 17, 33)  # tokens: the shortest match of each class
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
+# Decode steps after which the core decides again although nothing is copied, because what is not worth copying now may
+# be then. A launch that can copy nothing at all is not ended for it.
+REVIEW_STEPS = 64
 
 
 def list_copy_widths(settings: Settings) -> tuple[int, ...]:
@@ -77,7 +87,7 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
 
 def find_server_gains(widths: tuple[int, ...], rates: Rates) -> ClassGains:
     """Return what copies have gained in all requests, or the prior gains."""
-    is_known = len(rates.copied) == len(CLASS_STARTS) and all(len(gains) == 1 + len(widths) for gains in rates.copied)
+    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(len(gains) == 1 + len(widths) for gains in rates.copied)
     return rates.copied if is_known else list_prior_gains(widths)
 
 
@@ -86,27 +96,27 @@ def forget_steps(copied: ClassGains) -> ClassGains:
     return tuple((0, *gains) for _, *gains in copied)
 
 
-def find_class(matched: int) -> int:
-    """Return the class of a match of this many tokens."""
-    return bisect_right(CLASS_STARTS, matched) - 1
-
-
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
-    """Return a request's control after one more outcome."""
-    after = speculation_control.update_draft_part(control, done)
-    if not control.copy_widths:
-        return after
+    """Return a request's control after one more outcome.
+
+    This runs for every token, and `evolve` would take four times as long.
+    """
+    gains, seen = speculation_control.update_draft_gains(control, done)
     copied = control.copied
-    if done.proposed and control.plan.source == "suffix":
+    if done.copied:
         copied = update_class_gains(copied, control.copy_widths, control.matched, done, REQUEST_MEMORY)
-    return evolve(after, copy_widths=control.copy_widths, copied=copied, matched=done.matched)
+    balance = speculation_control.update_balance(control.account, control.plan, done)
+    return SpeculationControl(
+        *(control.widths, gains, control.branching, seen, balance, control.plan),
+        *(control.copy_widths, copied, done.matched),
+    )
 
 
 def update_class_gains(
     copied: ClassGains, widths: tuple[int, ...], matched: int, done: Decoded, memory: int
 ) -> ClassGains:
     """Return the gains after one more step with copies. matched: the length of the match before that step."""
-    at = find_class(matched)
+    at = find_match_class(matched)
     if at < 0:
         return copied
     seen, *gains = copied[at]
@@ -114,56 +124,141 @@ def update_class_gains(
     return (*copied[:at], (min(seen + 1, memory), *now), *copied[at + 1 :])
 
 
-# --- which members of a launch copy, and how much ---
+# --- what the members of a launch copy ---
 
 
-def view_as_draft(control: SpeculationControl) -> SpeculationControl:
-    """Return the control as that of a draft whose gains are those of the present match."""
-    gains = control.copied[find_class(control.matched)][1:]
-    # `seen` is never 0: copies need not catch up with anything.
-    return SpeculationControl(control.copy_widths, gains, seen=1, account=control.account, plan=control.plan)
+class CopyOption(NamedTuple):
+    """One number of tokens that a member could copy, and the price of a step in which no other member copies."""
+
+    at: int  # the index of the width
+    width: int
+    price: int
 
 
-def has_match(control: SpeculationControl | None) -> bool:
-    """May the request copy in its next step?"""
-    return control is not None and control.matched >= CLASS_STARTS[0] and bool(control.copy_widths)
+class ClassChoice(NamedTuple):
+    """The tokens that are copied after matches of one class. is_trial: that is not expected to pay."""
+
+    width: int
+    is_trial: bool = False
+    could_pay: bool = False  # nothing is copied, but it would pay if all copies were right
 
 
-def find_widest(control: SpeculationControl) -> int:
-    """Return the most tokens that the request may propose in its next step, from a draft or as a copy."""
-    return max((*control.widths, *(control.copy_widths if has_match(control) else ())), default=0)
+class CopyTerms(NamedTuple):
+    """The figures common to the members of a launch when their copies are chosen.
+
+    balance: what a step may cost beyond a plain one. rival: tokens that a step without copies gives in the time of a
+    plain step, in thousandths.
+    """
+
+    members: int
+    prices: LaunchPrices
+    balance: int
+    rival: int
+    row_limit: int
+    is_trial_due: bool
 
 
-def plan_copies(wanted: ProposalLimits, prices: LaunchPrices, rates: Rates, row_limit: int) -> Plan:
-    """Choose what each member copies. The arguments are those of `speculation_control.plan_launch`."""
-    copying = [
-        (min(most, control.copy_widths[-1]), view_as_draft(control))
-        if control is not None and has_match(control)
-        else (0, control)
-        for most, control in wanted
+def plan_copies(
+    plan: Plan,
+    controls: Sequence[SpeculationControl | None],
+    prices: LaunchPrices,
+    rates: Rates,
+    row_limit: int,
+) -> Plan:
+    """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
+
+    prices: of steps with copies. row_limit: rows of a step; 0: a plain step is due.
+    """
+    has_draft = any(plan.proposals)
+    if prices.needs_plain_launch or not row_limit:
+        return plan if has_draft else evolve(plan, plain_ns=prices.plain_ns, steps=1)
+    members = len(controls)
+    balance, is_self_funded = find_balance(controls, rates)
+    rival = max(UNIT * members, rate_drafts(plan, controls))
+    terms = CopyTerms(members, prices, balance, rival, row_limit, rates.copy_steps_until_trial == 0)
+    chosen = [
+        choose_counts(control, terms) if control is not None and control.copy_widths else [] for control in controls
     ]
-    own_trials = evolve(rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap)
-    plan = speculation_control.plan_launch(copying, prices, own_trials, row_limit)
-    return evolve(plan, source="suffix")
+    widest = [max((one.width for one in choices), default=0) for choices in chosen]
+    could_pay = any(one.could_pay for choices in chosen for one in choices)
+    if not any(widest):
+        if has_draft:
+            return plan
+        steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay else plan.steps
+        return evolve(plan, plain_ns=prices.plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
+    rows = limit_rows(members + sum(widest), members + max(widest), terms)
+    step_count = count_bearable_steps(max(plan.price, prices.price_of(rows)), balance)
+    copying = tuple(
+        Copying(
+            tuple(one.width for one in choices) or (0,) * len(MATCH_CLASSES),
+            rows,
+            min(step_count, plan.steps) if has_draft else step_count,
+        )
+        for choices in chosen
+    )
+    trials = frozenset(group for choices in chosen for group, one in enumerate(choices) if one.is_trial)
+    steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay and not has_draft else plan.steps
+    return evolve(
+        plan,
+        copying=copying,
+        copy_prices=prices,
+        copy_trials=trials,
+        plain_ns=prices.plain_ns,
+        self_funded=is_self_funded,
+        steps=steps,
+    )
 
 
-def choose_source(drafted: Plan, copied: Plan, controls: Sequence[SpeculationControl | None]) -> Plan:
-    """Return the plan that gives more tokens for its time. A trial gives way to what pays."""
-    if not any(copied.proposals):
-        return drafted
-    if not any(drafted.proposals):
-        return copied
-    return max(drafted, copied, key=lambda plan: (not plan.is_trial, rate_plan(plan, controls)))
+def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassChoice]:
+    """Choose how many tokens a member copies after matches of each class."""
+    options = list_copy_options(control.copy_widths, terms)
+    members = terms.members
+    found = list[ClassChoice]()
+    for _, *gains in control.copied:
+        rates = {one: rate_copies(members, gains[one.at], one.price) for one in options}
+        best = max(options, key=rates.__getitem__, default=None)
+        if best is not None and rates[best] > terms.rival:
+            found.append(ClassChoice(best.width))
+            continue
+        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.rival)
+        trial = next(could_pay, None)
+        if trial is not None and terms.is_trial_due:
+            found.append(ClassChoice(trial.width, is_trial=True))
+        else:
+            found.append(ClassChoice(0, could_pay=trial is not None))
+    return found
 
 
-def rate_plan(plan: Plan, controls: Sequence[SpeculationControl | None]) -> int:
-    """Return the tokens that a plan gives in the time of a plain launch, in thousandths."""
-    tokens = UNIT * len(controls)
-    for propose, control in zip(plan.proposals, controls, strict=True):
-        if propose and control is not None:
-            own = view_as_draft(control) if plan.source == "suffix" else control
-            tokens += speculation_control.estimate_gain(own, propose)
-    return UNIT * tokens // plan.price
+def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOption]:
+    """List the numbers of tokens that one member may copy as far as the accounts go, ascending."""
+    options = [
+        CopyOption(at, width, terms.prices.price_of(terms.members + width))
+        for at, width in enumerate(widths)
+        if terms.members + width <= terms.row_limit
+    ]
+    cheapest = options[0].price if options else UNIT
+    return [
+        one
+        for one in options
+        if one.price - UNIT <= terms.balance
+        and (one.price == cheapest or FRUITLESS_STEPS * (one.price - UNIT) <= terms.balance)
+    ]
+
+
+def rate_copies(members: int, gain: int, price: int) -> int:
+    """Return the tokens that a step gives in the time of a plain step, in thousandths, where one member gains that."""
+    return UNIT * (UNIT * members + gain) // price
+
+
+def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
+    """Return the most rows of a step in which all members copy: no more than the accounts bear several times.
+
+    wanted: if nothing is cut. least: if only the member copies that copies most.
+    """
+    rows = min(wanted, terms.row_limit)
+    while rows > least and FRUITLESS_STEPS * (terms.prices.price_of(rows) - UNIT) > terms.balance:
+        rows = max(least, rows // 2)
+    return rows
 
 
 def merge_copy_times(rates: Rates) -> DecodeTimes:
@@ -174,31 +269,51 @@ def merge_copy_times(rates: Rates) -> DecodeTimes:
 # --- what a launch teaches all requests ---
 
 
-def record_step(rates: Rates, plan: Plan) -> Rates:
-    """Return the rates after a step has begun. Trials of copies are counted apart from those of a draft."""
-    if plan.source == "suffix" and any(plan.proposals):
-        own_trials = evolve(
-            rates, steps_until_trial=rates.copy_steps_until_trial, next_trial_gap=rates.copy_next_trial_gap
-        )
-        after = speculation_control.record_step(own_trials, plan)
-        return evolve(
-            after,
-            steps_until_trial=rates.steps_until_trial,
-            next_trial_gap=rates.next_trial_gap,
-            copy_steps_until_trial=after.steps_until_trial,
-            copy_next_trial_gap=after.next_trial_gap,
-        )
-    after = speculation_control.record_step(rates, plan)
-    if not after.copy_steps_until_trial:
-        return after
-    return evolve(after, copy_steps_until_trial=after.copy_steps_until_trial - 1)
+def record_steps(rates: Rates, plan: Plan, count: int) -> Rates:
+    """Return the rates after this many steps of a launch have begun, other than those in which something was copied."""
+    for _ in range(count):
+        rates = speculation_control.record_step(rates, plan)
+    return count_down_to_trial(rates, count)
 
 
-def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded) -> Rates:
-    """Return the rates after an outcome of a member that copied. control: the member's, before the outcome."""
+def count_down_to_trial(rates: Rates, count: int) -> Rates:
+    """Return the rates after this many decode steps, each of which brings the next try of copies nearer."""
+    if not rates.copy_steps_until_trial:
+        return rates
+    return evolve(rates, copy_steps_until_trial=max(0, rates.copy_steps_until_trial - count))
+
+
+def record_launch_begin(rates: Rates, plan: Plan) -> Rates:
+    """Return the rates after a launch has begun. If only copies are proposed, its outcomes say what its steps are."""
+    return rates if copies_alone(plan) else record_steps(rates, plan, 1)
+
+
+def record_further_steps(rates: Rates, plan: Plan, done: Decoded, count: int) -> Rates:
+    """Return the rates after the outcome of a launch's first member. count: steps that were not recorded yet."""
+    if not copies_alone(plan):
+        return record_steps(rates, plan, count)
+    return count_down_to_trial(rates, done.steps) if done.rows else record_steps(rates, plan, done.steps)
+
+
+def copies_alone(plan: Plan) -> bool:
+    """May the launch copy, and proposes no draft anything?"""
+    return bool(plan.copying) and not any(plan.proposals)
+
+
+def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded, members: int) -> Rates:
+    """Return the rates after an outcome of a member that copied. control: the member's, before the outcome.
+
+    members: of the launch. A try that pays brings the next one nearer, and one that does not moves it away.
+    """
     widths = list_copy_widths(settings)
     copied = update_class_gains(find_server_gains(widths, rates), widths, control.matched, done, SERVER_MEMORY)
-    return evolve(rates, copied=copied)
+    plan = control.plan
+    if find_match_class(control.matched) not in plan.copy_trials:
+        return evolve(rates, copied=copied)
+    paid = UNIT * done.accepted > members * (speculation_control.charge_step(plan, done) - UNIT)
+    gap = rates.copy_next_trial_gap
+    following = max(1, gap // 2) if paid else min(2 * gap, LONGEST_TRIAL_GAP)
+    return evolve(rates, copied=copied, copy_steps_until_trial=0 if paid else gap, copy_next_trial_gap=following)
 
 
 def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:

@@ -48,7 +48,6 @@ from effects.stream import Abandon, StopLaunch
 from states import experts, pacing, policy, rates, residency, slot_admission, slots, suffix_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
-from states.copy_launches import join_launch, stop_to_copy
 from states.events import (
     Admitted,
     Cancelled,
@@ -186,8 +185,6 @@ class Fold:
                 raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
             self.react(answer.request, answer.outcome)
         self.process_pending()
-        self.lanes[MAIN], stops = stop_to_copy(self.lanes[MAIN], outcomes, self.requests, self.rates, self.settings)
-        self.outputs += stops
 
     def acknowledge(self, answer: EffectOutcome, number: LaneId, effect_request: EffectRequest) -> None:
         """Take an outcome off its lane and learn from it."""
@@ -312,7 +309,7 @@ class Fold:
                     self.slots, prefill = slots.assign_checkpoint(*given)
                     lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
                 if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
-                    self.rates = suffix_control.record_step(self.rates, lane.plan)
+                    self.rates = suffix_control.record_launch_begin(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))
             case EffectOutcome(request, outcome):
@@ -330,8 +327,7 @@ class Fold:
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number], planned = join_launch(ready, self.requests, self.settings)
-        self.requests |= planned
+        self.lanes[number] = lane_queue.join_waiting(ready)
         self.outputs.append(Launch(self.lanes[number].running[-len(ready.waiting) :], number, joins=True))
 
     def admit_waiting(self) -> None:

@@ -13,12 +13,14 @@ from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.text_matching import MOST_COPIED
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from engine.loading.load_draft import DraftNeighbours, FoundDraft, load_draft
+from engine.loading.find_draft import FoundDraft
+from engine.loading.load_draft import DraftNeighbours, load_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
 from engine.settings.paths import copies_text
@@ -26,8 +28,6 @@ from states.residency import make_unload
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
-
-MOST_COPIED = 31  # tokens that a decode step copies at most: 32 rows, of which most are right where text is repeated
 
 
 def offload_unused_draft(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:

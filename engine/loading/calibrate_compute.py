@@ -17,15 +17,13 @@ from attrs import evolve, frozen
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation import proposal_tree
-from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step import Segment, Step
 from effects.all import EffectRequest, Outcome
-from effects.decode import Decoded, ProposalSource, RunDecode
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.device_survey import Placement
@@ -75,10 +73,13 @@ class UnsearchedText:
     """Implements `TextProposer` without a text, so that steps with copies can be timed: it proposes any tokens."""
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> list[int]:
-        return [0] * len(slots)
+        return [self.read_match(slot, state) for slot, state in slots]
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[proposal_tree.Tree]:
-        return [proposal_tree.chain((one.state.tokens[-1],) * (1 + min(one.most, one.depth))) for one in requests]
+    def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
+        return MATCH_CLASSES[-1]
+
+    def copy(self, slot: int, count: int) -> Tokens:  # noqa: ARG002 - of every text
+        return (1,) * count
 
 
 def choose_mixed_rows(devices: Set[str], shard: Pipeline) -> int:
@@ -210,7 +211,7 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
 def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> launch_prices.DecodeTimes:
     """Measure the launches of one request that copies, in the format of `Rates.copy_times`."""
     copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
-    times = measure_decode(copying, shard, shape.context, (0, *shape.copied), source="suffix")
+    times = measure_decode(copying, shard, shape.context, (0, *shape.copied), copies=True)
     return tuple(one for one in times if one[2])
 
 
@@ -267,9 +268,11 @@ def measure_decode(
     widths: Sequence[int],
     *,
     passes: int = PASSES,
-    source: ProposalSource = "draft",
+    copies: bool = False,
 ) -> launch_prices.DecodeTimes:
     """Measure the launches of one request, its draft included, in the format of `Rates.decode`.
+
+    copies: the proposals are copied, and no draft is asked.
 
     Widths take turns, so that a disturbance costs one time of each width and not all times of one. The quickest time
     counts. Some launches of a width follow each other as in serving: the device continues alone, and each takes less
@@ -296,7 +299,10 @@ def measure_decode(
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
-        step = RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW, source=source)
+        step = RunDecode(slot, len(tokens) - 1, tokens[-1], 0 if copies else width, steps=IN_A_ROW)
+        if copies and width:
+            rule = Copying((width,) * len(MATCH_CLASSES), 1 + width, IN_A_ROW)
+            step = evolve(step, steps=IN_A_ROW * (1 + width), copying=rule)
         return EffectRequest(RequestId(0), step)
 
     if known < 2:

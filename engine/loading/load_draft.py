@@ -1,20 +1,13 @@
-"""Finds the draft of a target, checks it and loads it."""
+"""Loads the draft that was found: its device, its kernels and its numerics."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import StoredTensor
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.embedding_and_head import CopiedEnds
@@ -22,22 +15,10 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.drafts.assistant.checkpoint import AssistantCheckpoint, is_assistant
-from adapters.models.drafts.assistant.draft import AssistantDraft
-from adapters.models.drafts.assistant.weights import list_assistant_products
 from adapters.models.drafts.cached_draft import CachedDraft
-from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
-from adapters.models.drafts.dflash.draft import DFlashDraft
-from adapters.models.drafts.dflash.gguf_draft import check_gguf_tokens
-from adapters.models.drafts.dflash.projection import FeatureProjection
-from adapters.models.drafts.dflash.weights import list_draft_products as block_products
-from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Projection
-from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
-from adapters.models.drafts.mtp.draft import MtpDraft
-from adapters.models.drafts.mtp.projection import LastHidden
-from adapters.models.drafts.mtp.weights import list_head_products
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.kernels.product_list import Weight
 from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
@@ -45,10 +26,10 @@ from adapters.remote.client.remote_draft import RemoteDraft
 from adapters.remote.protocol.load_request import build_draft_request
 from effects.ports import RowsLost
 from engine.loading.device_survey import Placement, build_kernels, choose_device
+from engine.loading.find_draft import FoundDraft
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_options import SpeculationOptions
 from engine.settings.options import Options
-from engine.settings.paths import OWN, choose_draft_name
 from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
@@ -57,111 +38,6 @@ log = logging.getLogger("rekindle")
 WIDTHS = (3, 7, 15)
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
-
-
-@frozen
-class FoundDraft:
-    """A draft that was requested, checked against its target.
-
-    name: the value of `--draft`. weights: how many it has.
-    """
-
-    name: str
-    shape: DraftShape
-    weights: int
-    digest: str  # of the weights
-    products: Callable[..., Products]
-    build: Callable[..., CachedDraft[Any]]
-    projection: Callable[[Kernels, torch.device, torch.dtype], Projection]
-
-    @property
-    def digests(self) -> tuple[str, str]:
-        """Return digests of the weights and of the format of rows. Drafts with equal digests are the same draft."""
-        return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
-
-
-def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
-    """Return the draft that was requested, or that comes with a demo.
-
-    Raises UserError if it cannot draft for this target.
-    """
-    found = open_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
-    if found is None and options.speculation.ddtree:
-        log.warning("--ddtree has no effect without a draft (--draft none)")
-    return found
-
-
-def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
-    """Return the draft of this name. Raises UserError."""
-    if name == "none":
-        return None
-    try:
-        if name == OWN:
-            return find_own_head(target)
-        check_gguf_tokens(Path(name), target.folder)
-        find = find_assistant if is_assistant(Path(name)) else find_dflash
-        return find(Path(name), target.config)
-    except CheckpointError as error:
-        raise UserError(f"--draft {error}") from error
-
-
-def drop_unverifiable_draft(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
-    """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
-    if found is not None and numerics.mode != "buckets":
-        log.warning("no draft is used: proposals cannot be verified exactly, because batch sizes change the bits here")
-        return None
-    return found
-
-
-def find_dflash(folder: Path, target: ModelConfig) -> FoundDraft:
-    found = DraftCheckpoint.open(folder, target)
-    config = found.config
-    return FoundDraft(
-        str(folder),
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(block_products, config),
-        partial(DFlashDraft, config, found),
-        partial(FeatureProjection, config, found),
-    )
-
-
-def find_assistant(folder: Path, target: ModelConfig) -> FoundDraft:
-    found = AssistantCheckpoint.open(folder, target)
-    config = found.config
-    return FoundDraft(
-        str(folder),
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(list_assistant_products, config),
-        partial(AssistantDraft, config, found),
-        refuse_projection,
-    )
-
-
-def refuse_projection(*_: object) -> Projection:
-    """Raise ValueError: an assistant cannot be in another process than its target."""
-    raise ValueError("an assistant reads its target's rows, so it must be on the device of the last layers")
-
-
-def find_own_head(target: Checkpoint) -> FoundDraft:
-    found = HeadCheckpoint.open(target)
-    config = found.config
-    return FoundDraft(
-        OWN,
-        config,
-        count_weights(found.tensors),
-        found.digest(),
-        partial(list_head_products, config),
-        partial(MtpDraft, config, found),
-        lambda *_: LastHidden(config.aux_layers[0]),
-    )
-
-
-def count_weights(tensors: Mapping[str, StoredTensor]) -> int:
-    return sum(math.prod(entry.shape) for entry in tensors.values())
 
 
 def choose_draft_device(speculation: SpeculationOptions, target: torch.device) -> torch.device:
@@ -252,7 +128,7 @@ def load_draft(found: FoundDraft, options: Options, checkpoint: Checkpoint, neig
     config = checkpoint.config
     if neighbours.peer is not None:
         kernels = build_draft_kernels(found, config, neighbours, fast=fast)
-        return load_remote_draft(found, options, checkpoint, neighbours, neighbours.peer, kernels=kernels)
+        return load_remote_draft(found, options, neighbours, neighbours.peer, kernels=kernels)
     device = choose_draft_device(options.speculation, neighbours.device)
     placement = neighbours.place_draft(device)
     shares_device = device == neighbours.device
@@ -271,7 +147,6 @@ def load_draft(found: FoundDraft, options: Options, checkpoint: Checkpoint, neig
 def load_remote_draft(
     found: FoundDraft,
     options: Options,
-    checkpoint: Checkpoint,
     neighbours: DraftNeighbours,
     peer: Peer,
     *,
@@ -284,7 +159,6 @@ def load_remote_draft(
     device = neighbours.device
     placement = neighbours.place_draft(device)
     request = build_draft_request(
-        checkpoint.config,
         found.shape,
         placement,
         bits=options.weights.quantized_bits,

@@ -47,8 +47,9 @@ from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import assign_first_experts, with_expert_counts
+from engine.loading.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
 from engine.loading.identity import check_identity
-from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours, FoundDraft, drop_unverifiable_draft, find_draft
+from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding

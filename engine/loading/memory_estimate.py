@@ -28,7 +28,8 @@ from engine.loading.device_survey import (
     measure_host_slots,
 )
 from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
-from engine.loading.load_draft import FoundDraft, plan_draft_placement
+from engine.loading.find_draft import FoundDraft
+from engine.loading.load_draft import plan_draft_placement
 from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
 from engine.loading.packed_estimate import count_packed_products, list_host_products, list_packed_tensors
 from engine.settings.formatting import format_bytes

@@ -15,8 +15,8 @@ from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from engine.loading.device_survey import Placement, choose_chunk, prove
+from engine.loading.find_draft import FoundDraft
 from engine.loading.identity import compute_identity
-from engine.loading.load_draft import FoundDraft
 from engine.loading.memory_estimate import choose_fit, outgrows_estimate
 from engine.loading.memory_fit import Fit
 from engine.loading.warm_up import compile_kernels, digest_beside

@@ -23,7 +23,7 @@ from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
 from effects.ports import RowsLost
-from engine.loading.load_draft import FoundDraft
+from engine.loading.find_draft import FoundDraft
 from engine.loading.load_scorer import LoadedScorer, find_scorer_folder
 from engine.settings.live_figures import ModelMemory, ShardMemory
 from engine.settings.options import Options, evolve_options

@@ -51,7 +51,8 @@ from engine.loading.device_survey import (
     load_or_run_probe,
     read_boot_id,
 )
-from engine.loading.load_draft import build_draft, build_own_kernels, open_draft
+from engine.loading.find_draft import open_draft
+from engine.loading.load_draft import build_draft, build_own_kernels
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import choose_draft_name, find_user_folder

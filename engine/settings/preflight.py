@@ -43,9 +43,9 @@ def prepare_options(options: Options) -> Options:
         check_model(options.model.model)
     asked = options.speculation.draft
     draft = choose_draft_name(asked, "")
-    if draft not in DRAFTS and not Path(draft).is_dir():
-        accepted = f"one with a DFlash draft, {', '.join(DRAFTS)}, {COPIES}"
-        raise UserError(f"--draft {asked}: no such folder; accepted: {accepted}")
+    if draft not in DRAFTS and not Path(draft).exists():
+        accepted = f"a folder or GGUF file with a draft, {', '.join(DRAFTS)}, {COPIES}"
+        raise UserError(f"--draft {asked}: no such folder or file; accepted: {accepted}")
     if (device := options.speculation.draft_device) and draft == "none" and asked != "auto":
         raise UserError(f"--draft-device {device} has no effect with --draft {asked}: leave one out")
     if options.diagnostics.trace is not None:

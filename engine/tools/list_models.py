@@ -27,7 +27,7 @@ from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from effects.ids import PAGE
 from engine.loading.device_survey import choose_devices, plan_placement
 from engine.loading.expert_placement import count_expert_weights
-from engine.loading.load_draft import find_draft
+from engine.loading.find_draft import find_draft
 from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.memory_fit import DeviceNeed, Fit
 from engine.settings.formatting import format_bytes

@@ -19,6 +19,7 @@ from adapters.checkpoint.text_files import find_template
 from adapters.models import FAMILIES
 from adapters.models.decoder.family import family_of
 from adapters.models.drafts.dflash.config import parse_draft_config, refuse_other_formats
+from adapters.models.drafts.eagle3.config import Eagle3Shapes, parse_eagle3_config
 from adapters.models.families.qwen3 import parse
 from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate
@@ -74,6 +75,11 @@ def configurations(_: Path) -> Iterator[Case]:
         "DSpark": ("markov_head.markov_w1.weight", "confidence_head.proj.weight"),
     }
     config = parse(target)
+    sizes = Eagle3Shapes(64, 104, 3 * config.hidden_size, 64, 32, 80, ("d2t", "embed_tokens.weight", "lm_head.weight"))
+    layer = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
+    names_layers = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True}
+    eagle = {**layer, "vocab_size": config.vocab_size, "draft_vocab_size": 80, "rope_theta": 1e4, "rope_scaling": None}
+    eagle |= {"eagle_config": names_layers, "transformer_layer_config": layer, "norm_before_fc": True}
 
     def check(random: Random) -> None:
         changed = spoilt(random.choice((target, hybrid, {"text_config": hybrid})), random)
@@ -85,6 +91,9 @@ def configurations(_: Path) -> Iterator[Case]:
             taken(lambda: refuse_other_formats(changed))
             for kind in names.values():
                 taken(lambda kind=kind: parse_draft_config(changed, shapes, config, kind))
+        changed = spoilt(eagle, random)
+        if isinstance(changed, dict):
+            taken(lambda: parse_eagle3_config(changed, sizes, config))
 
     from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, _read_shapes  # noqa: PLC0415
 

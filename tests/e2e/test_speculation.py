@@ -463,7 +463,7 @@ REFUSED = {
         ("demo-hybrid", "--draft", str(demo.FOLDER / "draft")),
         "hidden_size is 320, but the target has 160: a draft of another target",
     ),
-    "no folder": (("demo-hybrid", "--draft", "mpt"), "--draft mpt: no such folder; accepted: one with a DFlash draft"),
+    "no folder": (("demo-hybrid", "--draft", "mpt"), "--draft mpt: no such folder or file; accepted: a folder or GGUF"),
 }
 
 

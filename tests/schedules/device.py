@@ -12,6 +12,12 @@ from typing import Any, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
+from adapters.device.decode.next_steps import (
+    count_proposing_step,
+    count_steps_left,
+    has_copying,
+    limit_proposals,
+)
 from effects.all import EffectRequest, Launch
 from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
@@ -193,8 +199,10 @@ class Device:
         )
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
         outcomes = [self.perform(effect_request) for effect_request in effect_requests]
-        onward = tuple(map(self.onward, effect_requests, outcomes))
-        if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
+        outcomes = count_rows(outcomes)
+        onward = tuple(count_proposing_step(list(map(self.onward, effect_requests, outcomes)), outcomes))
+        ends_together = self.settings.max_proposals or any(map(has_copying, effect_requests))
+        if (ends_together and not all(onward)) or self.rng.random() < 0.2:
             onward = (None,) * len(effect_requests)
         staying = tuple(effect_request for effect_request in onward if effect_request is not None)
         leaving = {
@@ -227,16 +235,16 @@ class Device:
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
             goes_on = outcome.stop < one.stop and effect_request.request not in self.abandoned | self.halted
             return EffectRequest(effect_request.request, evolve(one, start=outcome.stop)) if goes_on else None
-        if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
+        if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or count_steps_left(one, outcome) < 1:
             return None
         slot = self.slots[one.slot]
         if effect_request.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
             return None
         at = len(slot.tokens) - 1
-        return EffectRequest(
-            effect_request.request,
-            evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1),
-        )
+        left = count_steps_left(one, outcome)
+        propose = limit_proposals(one, left)
+        following = evolve(one, position=at, token=slot.tokens[at], propose=propose, checkpoint=False, steps=left)
+        return EffectRequest(effect_request.request, following)
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         slot, source = self.slots[opening.slot], self.slots[opening.source]
@@ -415,7 +423,8 @@ class Device:
         if failed is not None:
             self.spoil(slot, at, failed)
             return failed
-        proposed, right = self.drafted(one.propose)
+        copies = self.choose_copies(one)
+        proposed, right = self.drafted(copies or one.propose)
         cuts = self.settings.stateful or self.rng.random() < 0.9  # or leaves that to the core
         picked: list[int] = []
         for position in range(at, at + 1 + right):
@@ -426,7 +435,22 @@ class Device:
                 break
         slot.done = at + len(picked)
         self.forget(slot, slot.done)
-        return Decoded(tuple(picked), proposed, ns=self.rng.choice((0, 5, 90)), accepted=min(len(picked), right))
+        return Decoded(
+            tuple(picked),
+            proposed,
+            ns=self.rng.choice((0, 5, 90)),
+            accepted=min(len(picked), right),
+            matched=self.rng.choice((0, 0, 3, 9, 40)) if self.settings.max_copied else 0,
+            copied=copies > 0 and proposed > 0,
+        )
+
+    def choose_copies(self, one: RunDecode) -> int:
+        """How many tokens are copied: what the launch says for some match or other, as far as there is room."""
+        if one.copying is None:
+            return 0
+        assert self.settings.max_copied, "copies that nobody looks for"
+        assert one.copying.steps > 0, "no step with proposals is left"
+        return max(0, min(self.rng.choice((0, *one.copying.counts)), one.steps - 1, one.copying.rows - 1))
 
     def drafted(self, most: int) -> tuple[int, int]:
         """How many tokens the draft proposes, and how many of them are right: all, none, or some."""
@@ -572,3 +596,10 @@ class CheckedStore:
 
     def release(self, release: ReleasePrefix) -> None:
         self.let_go(release.lease)
+
+
+def count_rows(outcomes: list[Any]) -> list[Any]:
+    """The outcomes of a step, each with the rows of all if any of them copied."""
+    steps = [one for one in outcomes if isinstance(one, Decoded)]
+    rows = sum(1 + one.proposed for one in steps) if any(one.copied for one in steps) else 0
+    return [evolve(one, rows=rows) if rows and isinstance(one, Decoded) else one for one in outcomes]

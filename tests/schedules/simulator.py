@@ -243,6 +243,7 @@ class Simulator:
             prompt_lane_min_rows=prompt_lane_min_rows,
             store=rng.random() < 0.6,
             max_proposals=block,
+            max_copied=rng.choice((0, 0, 3, 7)),
             residency=rng.choice(RESIDENCIES),
             scorer_max_tokens=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),

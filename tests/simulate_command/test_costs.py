@@ -33,6 +33,14 @@ def test_later_tokens_take_longer_and_the_engine_plans_with_the_same_figures() -
     assert costs.decode_ns([100, 100]) < 2 * costs.decode_ns([100])
 
 
+def test_a_step_with_proposals_takes_longer_and_gives_more_tokens() -> None:
+    plain, drafted = Costs(), Costs(tokens_per_step=3.0, step_price=1.5)
+    assert drafted.decode_ns([100, 200]) == pytest.approx(plain.decode_ns([100, 200]) / 2, abs=1)
+    assert drafted.chunk_ns(0, 64) == plain.chunk_ns(0, 64)
+    with pytest.raises(ValueError, match="a number from 1"):
+        Costs(tokens_per_step=0.5)
+
+
 def test_what_was_recorded_takes_the_place_of_what_was_assumed() -> None:
     measured = MeasuredCosts(((0.0, 10.0), (100.0, 20.0)), ((5.0, 99.0),), {"disk": (7.0, 9.0, 8.0)}, 64)
     costs = measured.apply_to(Costs(), "recorded")

@@ -13,8 +13,7 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import generate
-from states import speculation_control as control
+from states import generate, suffix_control
 from states.machine import Transition
 from states.reports import explain_no_proposals, make_report
 from states.request_states import Done, Parking, Prefilling, Snapshotting, Speculating, UnparkingDraft
@@ -101,7 +100,7 @@ def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_t
     then = generate.accept_tokens(
         a(Speculating, prefilled(DRAFT, **LEASED)), Decoded((7, 8, 9), proposed=3), knowing(DRAFT)
     )
-    learnt = control.update_draft_part(LEASED["control"], Decoded((7, 8, 9), proposed=3))
+    learnt = suffix_control.update_control(LEASED["control"], Decoded((7, 8, 9), proposed=3))
     hold = prefilled(DRAFT, control=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
     assert then == Transition(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2, steps=3))
     told = make_report(knowing(DRAFT), then.state)

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effects.decode import Decoded
-from states import launch_prices
+from states import launch_prices, suffix_control
 from states import speculation_control as control
 from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST_TRIAL_GAP, REFILL, Plan, SpeculationControl
+from states.speculation_control import LONGEST_TRIAL_GAP, REFILL
+from states.speculation_plan import Plan, SpeculationControl
 from tests.pairs import cover_pairs
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)
@@ -153,7 +154,7 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
         assert launch_prices.record_launch_time(decode, one, 1400)[1][4] == plain
         plan = control.plan_launch([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
         assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
-        assert control.charge_launch(plan, 2 * plain) == (2 * UNIT if doubted else 1200)
+        assert control.charge_step(plan, evolve(done(3, 0), ns=2 * plain)) == (2 * UNIT if doubted else 1200)
     quick = ((0, 1, 0, 500, 0), then)
     for took in (400, 700, 1900):
         after = launch_prices.record_launch_time(quick, one, took)
@@ -206,7 +207,7 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
             step = done(proposed, draft(proposed, said), took)
             rates, own = (
                 control.record_speculation_outcome(CHAIN, rates, plan, step),
-                control.update_draft_part(evolve(own, plan=plan), step),
+                suffix_control.update_control(evolve(own, plan=plan), step),
             )
             said += len(step.tokens)
             lost += true[shape.key[2]] - UNIT * len(step.tokens)
@@ -279,7 +280,7 @@ def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     lost, won = done(7, 0), done(7, 7)
     assert control.record_speculation_outcome(CHAIN, empty, plan, lost).account == 0
     assert (
-        control.update_draft_part(evolve(good, plan=plan), lost).account
+        suffix_control.update_control(evolve(good, plan=plan), lost).account
         == INITIAL_ACCOUNT + 2000 + UNIT + REFILL - 1500
     )
     assert control.record_speculation_outcome(CHAIN, empty, plan, won).account > INITIAL_ACCOUNT
@@ -312,7 +313,7 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
         step = done(proposed, min(proposed, 3), took)
         rates, own = (
             control.record_speculation_outcome(CHAIN, rates, plan, step),
-            control.update_draft_part(evolve(own, plan=plan), step),
+            suffix_control.update_control(evolve(own, plan=plan), step),
         )
         paid += [number] * (proposed > 0 and not plan.is_trial)
     assert paid[0] <= 64
@@ -424,11 +425,11 @@ def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
     rates, member = STEEP, KNOWN
     for _ in range(40):
         rates = control.record_speculation_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 3))
-        member = control.update_draft_part(member, done(3, 3))
+        member = suffix_control.update_control(member, done(3, 3))
     known, own = rates.gains, member.gains
     rates, member = (
         control.record_speculation_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
-        control.update_draft_part(member, done(3, 0)),
+        suffix_control.update_control(member, done(3, 0)),
     )
     assert rates.seen == member.seen == 41
     assert 0.97 * known[0] <= rates.gains[0] < known[0]
@@ -463,11 +464,11 @@ def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_
     assert control.update_balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
     assert control.update_balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
     waits = evolve(KNOWN, plan=Plan((3, 0), 1500))
-    assert control.update_draft_part(waits, done(0, 0)).account == KNOWN.account + REFILL - 500, (
+    assert suffix_control.update_control(waits, done(0, 0)).account == KNOWN.account + REFILL - 500, (
         "who does not propose pays as well"
     )
     assert (
-        control.update_draft_part(evolve(KNOWN, account=INITIAL_ACCOUNT), done(0, 0)).account
+        suffix_control.update_control(evolve(KNOWN, account=INITIAL_ACCOUNT), done(0, 0)).account
         == INITIAL_ACCOUNT + REFILL
     ), "its own gain is its own"
 
@@ -499,7 +500,7 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
 def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
-    assert control.charge_launch(Plan((3,), 1200, 2000, charges_measured_time=late), took) == price
+    assert control.charge_step(Plan((3,), 1200, 2000, charges_measured_time=late), evolve(done(3, 0), ns=took)) == price
 
 
 def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
@@ -529,7 +530,7 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
             right = answers[at][0](proposed, answered[at])
             assert 0 <= right <= proposed
             step = done(proposed, right, took * offer.plain_ns // UNIT)
-            members[at] = control.update_draft_part(evolve(members[at], plan=plan), step)
+            members[at] = suffix_control.update_control(evolve(members[at], plan=plan), step)
             rates = control.record_speculation_outcome(house, rates, plan, step)
             costs[at] += took
             answered[at] += right + 1
@@ -699,7 +700,7 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
             rates = control.record_speculation_outcome(CHAIN, rates, plan, step)
             tokens += len(step.tokens)
             if left > len(step.tokens):
-                after.append((control.update_draft_part(evolve(each, plan=plan), step), left - len(step.tokens)))
+                after.append((suffix_control.update_control(evolve(each, plan=plan), step), left - len(step.tokens)))
         busy = after
     assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.04), (
         "what is tried for the first time may be three times as dear as presumed"
@@ -725,7 +726,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
         plan = control.plan_launch([(15, member)], launch_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
-            control.update_draft_part(evolve(member, plan=plan), step),
+            suffix_control.update_control(evolve(member, plan=plan), step),
             control.record_step(rates, plan),
         )
         rates = control.record_speculation_outcome(CHAIN, rates, plan, step)

@@ -1,4 +1,4 @@
-"""When to copy earlier text: what a match is worth by its length, and which launches end for it."""
+"""When to copy earlier text: what a match is worth by its length, and how launches go on that may copy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import pytest
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import Decoded, RunDecode
+from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, find_match_class
 from effects.ids import MAIN, SlotId
 from effects.stream import StopLaunch
-from states import copy_launches, launch_choice, speculation_control
+from states import launch_choice, speculation_control
 from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
-from states.launch_prices import UNIT
+from states.lane import can_join
+from states.launch_prices import UNIT, LaunchPrices, estimate_prices
 from states.rates import Rates
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
-from states.speculation_control import Plan
+from states.speculation_plan import Plan
 from states.world import World, make_world
 from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
@@ -24,76 +25,162 @@ COPYING = evolve(PLAIN, max_copied=7, batch_rows=64)
 CHEAP = Rates(
     decode=((0, 1, 0, 1000, 0), (0, 2, 0, 1000, 0)), copy_times=((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000))
 )
+LONG = len(MATCH_CLASSES) - 1  # the class of the longest matches
+PRICES = LaunchPrices(1, 1000, (1100, 1200, 2000))
 
 
-def copier(matched: int, **changes):
+def copier(matched: int = 0, **changes):
     return evolve(control.make_control(COPYING, CHEAP), widths=(), gains=(), matched=matched, **changes)
 
 
-def plan_for(*matches: int, rates: Rates = CHEAP) -> Plan:
-    prices = launch_choice.launch_prices.estimate_prices(control.merge_copy_times(rates), 0, len(matches), 64)
-    return control.plan_copies([(7, copier(matched)) for matched in matches], prices, rates, 64)
+def plan_for(*controls, rates: Rates = CHEAP, plan: Plan | None = None, row_limit: int = 64) -> Plan:
+    prices = estimate_prices(control.merge_copy_times(rates), 0, len(controls), 64)
+    plain = Plan((0,) * len(controls), steps=launch_choice.UNLIMITED_STEPS)
+    return control.plan_copies(plan or plain, controls, prices, rates, row_limit)
+
+
+def counts_of(plan: Plan) -> list[tuple[int, ...]]:
+    return [() if one is None else one.counts for one in plan.copying]
+
+
+def worthless(*groups: int) -> tuple[tuple[int, ...], ...]:
+    """Gains of which those of some classes are none."""
+    prior = control.list_prior_gains((3, 7))
+    return tuple((16, 0, 0) if at in groups else row for at, row in enumerate(prior))
 
 
 @pytest.mark.parametrize(
     ("matched", "group"), [(0, -1), (2, -1), (3, 0), (4, 0), (5, 1), (9, 2), (16, 2), (17, 3), (33, 4), (64, 4)]
 )
 def test_matches_are_told_apart_by_their_length(matched: int, group: int) -> None:
-    assert control.find_class(matched) == group
-    assert control.has_match(copier(matched)) == (group >= 0)
+    assert find_match_class(matched) == group
 
 
 def test_a_longer_match_is_worth_more_at_first() -> None:
     gains = control.list_prior_gains((3, 7))
     assert [row[2] for row in gains] == sorted(row[2] for row in gains)
-    assert plan_for(40).proposals == (7,)
-    assert plan_for(0).proposals == (0,)
+    (counts,) = counts_of(plan_for(copier()))
+    assert list(counts) == sorted(counts)
+    assert counts[LONG] == 7
 
 
-def test_who_has_no_match_proposes_nothing_beside_one_that_has() -> None:
-    assert plan_for(40, 0).proposals == (7, 0)
+def test_a_launch_may_copy_as_often_as_the_accounts_bear_it_without_a_gain() -> None:
+    plan = plan_for(copier(account=1000))
+    (rule,) = plan.copying
+    assert rule is not None
+    assert rule.rows == 8
+    assert rule.steps == speculation_control.count_bearable_steps(1200, 1000) == 5
+    assert plan_for(copier(account=50)).copying == (), "less than one step is left"
+
+
+def test_what_does_not_pay_is_not_copied_and_looked_at_again_after_some_steps() -> None:
+    resting = evolve(CHEAP, copy_steps_until_trial=100)
+    plan = plan_for(copier(copied=worthless(0)), rates=resting)
+    (counts,) = counts_of(plan)
+    assert counts[0] == 0
+    assert counts[LONG] == 7
+    assert plan.steps == 100
+    plan = plan_for(copier(copied=worthless(*range(5))), rates=resting)
+    assert (plan.copying, plan.reason, plan.steps) == ((), "does_not_pay", 100)
+
+
+def test_a_launch_that_could_never_gain_is_not_ended_to_look_again() -> None:
+    dear = evolve(CHEAP, copy_times=((0, 1, 4, 9000, 1000), (0, 1, 8, 20000, 1000)))
+    many = [copier() for _ in range(16)]
+    rates = evolve(dear, decode=((0, 1, 0, 1000, 0), (0, 16, 0, 1000, 0)))
+    plan = plan_for(*many, rates=rates)
+    assert (plan.copying, plan.steps) == ((), launch_choice.UNLIMITED_STEPS)
+
+
+def test_what_does_not_pay_is_tried_when_a_trial_is_due() -> None:
+    plan = plan_for(copier(copied=worthless(0, 1)))
+    (counts,) = counts_of(plan)
+    assert counts[:2] == (3, 3), "the cheapest number"
+    assert plan.copy_trials == {0, 1}
+
+
+def test_a_trial_that_pays_brings_the_next_one_nearer_and_another_moves_it_away() -> None:
+    plan = evolve(plan_for(copier(copied=worthless(0))), copy_prices=PRICES)
+    tried = copier(3, plan=plan)
+    rates = evolve(CHEAP, copy_next_trial_gap=4)
+    wrong = control.record_copies(COPYING, rates, tried, Decoded((1,), 3, accepted=0, copied=True, rows=4), 1)
+    assert (wrong.copy_steps_until_trial, wrong.copy_next_trial_gap) == (4, 8)
+    right = control.record_copies(COPYING, rates, tried, Decoded((1, 2, 3, 4), 3, copied=True, rows=4), 1)
+    assert (right.copy_steps_until_trial, right.copy_next_trial_gap) == (0, 2)
+    other = control.record_copies(
+        COPYING, rates, evolve(tried, matched=40), Decoded((1,), 3, accepted=0, copied=True, rows=4), 1
+    )
+    assert other.copy_next_trial_gap == 4, "a step that was expected to pay is no trial"
+    waited = control.record_further_steps(wrong, plan, Decoded((1,), 3, accepted=0, copied=True, rows=4), 0)
+    assert waited.copy_steps_until_trial == 3
+
+
+def test_a_step_is_planned_as_if_the_other_members_copied_nothing() -> None:
+    """One of sixteen with seven tokens more is not worth a forward that takes half as long again."""
+    times = ((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000), (0, 16, 32, 1500, 1000))
+    rates = Rates(decode=((0, 1, 0, 1000, 0), (0, 16, 0, 1000, 0)), copy_times=times)
+    plan = plan_for(*[copier() for _ in range(16)], rates=evolve(rates, copy_steps_until_trial=9))
+    assert plan.copying == ()
+
+
+def test_the_rows_of_a_step_in_which_all_copy_stay_within_what_the_accounts_bear() -> None:
+    times = ((0, 2, 8, 1100, 1000), (0, 2, 16, 4000, 1000))
+    plan = plan_for(copier(), copier(), rates=evolve(CHEAP, copy_times=times))
+    assert [max(counts) for counts in counts_of(plan)] == [3, 3]
+    assert {one.rows for one in plan.copying if one} == {8}
+
+
+def test_a_plain_step_comes_first_where_its_time_is_not_known() -> None:
+    plan = plan_for(copier(), copier(), copier())
+    assert (plan.copying, plan.steps) == ((), 1)
+    assert plan_for(copier(), row_limit=0).steps == 1
 
 
 def test_an_outcome_teaches_the_class_of_the_match_before_it() -> None:
-    before = copier(40, plan=Plan((7,), 1200, source="suffix"))
-    after = control.update_control(before, Decoded((1,), 7, accepted=0, matched=4))
+    before = copier(40, plan=Plan((0,), copy_prices=PRICES))
+    after = control.update_control(before, Decoded((1,), 7, accepted=0, matched=4, copied=True, rows=8))
     assert after.matched == 4
     assert after.copied[:4] == before.copied[:4]
     assert after.copied[4][0] == 1
     assert all(now < then for now, then in zip(after.copied[4][1:], before.copied[4][1:], strict=True))
-    assert after.account == before.account + 1010 - 1200, "the account pays for it as for a draft's proposals"
+    assert after.account == before.account + 1010 - 1200, "the account pays the price of the step's rows"
+
+
+def test_a_plain_step_of_a_launch_that_may_copy_is_charged_as_one() -> None:
+    plan = Plan((0,), copy_prices=PRICES)
+    assert speculation_control.charge_step(plan, Decoded((1,))) == UNIT
+    assert speculation_control.charge_step(plan, Decoded((1,), rows=16)) == 2000, "another member copied"
+    doubted = evolve(plan, copy_prices=evolve(PRICES, doubted_buckets=frozenset({8})), plain_ns=100)
+    assert speculation_control.charge_step(doubted, Decoded((1,), rows=8, ns=150)) == 1500
 
 
 def test_copies_teach_nothing_of_a_draft_and_the_other_way_round() -> None:
     both = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
+    plan = Plan((7,), 1200, copy_prices=PRICES)
     copied = control.update_control(
-        evolve(both, matched=9, plan=Plan((7,), 1200, source="suffix")), Decoded((1,), 7, accepted=0)
+        evolve(both, matched=9, plan=plan), Decoded((1,), 7, accepted=0, copied=True, rows=8)
     )
     assert copied.gains == both.gains
-    drafted = control.update_control(evolve(both, matched=9, plan=Plan((7,), 1200)), Decoded((1,), 7, accepted=0))
+    assert copied.copied != both.copied
+    drafted = control.update_control(evolve(both, matched=9, plan=plan), Decoded((1,), 7, accepted=0))
     assert drafted.copied == both.copied
     assert drafted.gains != both.gains
 
 
-def test_the_source_is_taken_that_gives_more_for_its_time() -> None:
+def test_a_member_copies_only_where_that_gives_more_than_its_draft() -> None:
     both = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
-    plain, draft = Plan((0,)), Plan((7,), 1500)
-    copies = Plan((7,), 1200, source="suffix")
-    likely, unlikely = evolve(both, matched=40), evolve(both, matched=3)
-    assert control.choose_source(draft, copies, [likely]) is copies
-    assert control.choose_source(draft, copies, [evolve(unlikely, copied=((0, 0, 0),) * 5)]) is draft
-    assert control.choose_source(plain, copies, [unlikely]) is copies
-    assert control.choose_source(draft, evolve(copies, proposals=(0,)), [likely]) is draft
-    assert control.choose_source(evolve(draft, is_trial=True), copies, [likely]) is copies
-
-
-def test_trials_of_copies_rest_apart_from_those_of_a_draft() -> None:
-    trial = Plan((3,), 1100, is_trial=True, source="suffix")
-    rates = control.record_step(evolve(CHEAP, copy_next_trial_gap=4, next_trial_gap=8), trial)
-    assert (rates.copy_steps_until_trial, rates.copy_next_trial_gap) == (4, 8)
-    assert (rates.steps_until_trial, rates.next_trial_gap) == (0, 8)
-    plain = control.record_step(rates, Plan((0,)))
-    assert plain.copy_steps_until_trial == 3
+    draft = Plan((7,), 1200, steps=5)
+    resting = evolve(CHEAP, copy_steps_until_trial=9)
+    good = plan_for(evolve(both, gains=(2000, 4000)), plan=draft, rates=resting)
+    (counts,) = counts_of(good)
+    assert counts[0] == 0
+    assert counts[LONG] == 7
+    assert good.proposals == (7,), "the draft proposes where nothing is copied"
+    (rule,) = good.copying
+    assert rule is not None
+    assert rule.steps <= 5, "the accounts bear both kinds of steps"
+    better = plan_for(evolve(both, gains=(3000, 7000)), plan=draft)
+    assert better is draft
 
 
 def test_times_of_copies_are_kept_beside_those_of_a_draft() -> None:
@@ -103,21 +190,27 @@ def test_times_of_copies_are_kept_beside_those_of_a_draft() -> None:
     assert rates.copy_times == ((0, 1, 4, 1100, 1000), (0, 1, 8, 1050, 1000))
 
 
-def test_copies_that_are_never_right_cost_no_more_than_the_account() -> None:
-    rates, lost = CHEAP, 0
-    state = copier(40)
-    for _ in range(2000):
-        prices = launch_choice.launch_prices.estimate_prices(control.merge_copy_times(rates), 0, 1, 64)
-        plan = control.plan_copies([(7, state)], prices, rates, 64)
-        rates = control.record_step(rates, plan)
-        done = Decoded((1,), sum(plan.proposals), accepted=0, matched=40)
+@pytest.mark.parametrize("matched", [3, 40])
+def test_copies_that_are_never_right_cost_no_more_than_the_account(matched: int) -> None:
+    rates, lost, steps = CHEAP, 0, 0
+    state = copier(matched)
+    while steps < 2000:
+        plan = plan_for(state, rates=rates)
         state = evolve(state, plan=plan)
-        rates = speculation_control.record_speculation_outcome(COPYING, rates, plan, done)
-        if done.proposed:
-            rates = control.record_copies(COPYING, rates, state, done)
-        state = control.update_control(state, done)
-        lost += plan.price - UNIT
-    assert lost <= 5 * UNIT + 2000 * 10
+        rates = control.record_launch_begin(rates, plan)
+        rule = plan.copying[0] if plan.copying else None
+        for _ in range(rule.steps if rule else min(plan.steps, 2000)):
+            width = rule.counts[find_match_class(matched)] if rule else 0
+            rows = 1 + width if width else 0
+            done = Decoded((1,), width, accepted=0, matched=matched, copied=width > 0, rows=rows)
+            rates = control.record_further_steps(rates, plan, done, 1)
+            rates = speculation_control.record_speculation_outcome(COPYING, rates, plan, done)
+            if width:
+                rates = control.record_copies(COPYING, rates, state, done, 1)
+            lost += speculation_control.charge_step(plan, done) - UNIT
+            state = control.update_control(state, done)
+            steps += 1
+    assert 0 < lost <= 5 * UNIT + steps * 10
     assert state.account >= 0
 
 
@@ -125,55 +218,61 @@ def test_copies_that_are_never_right_cost_no_more_than_the_account() -> None:
 
 
 def decoding(settings: Settings, *requests) -> World:
-    """These requests decode in one launch that continues alone."""
+    """These requests are about to be launched together."""
     world = evolve(make_world(settings), rates=CHEAP)
     slots = world.slots
     states, effect_requests = {}, []
     for number, request in enumerate(requests):
         flat = answering(settings, slot=SlotId(number), job=a_job(max_tokens=40))
         state = a(Speculating, flat)
-        states[request] = evolve(state, speculation=MayPropose(copier(0), "no_match"))
+        states[request] = evolve(state, speculation=MayPropose(copier(), "no_match"))
         effect_requests.append(EffectRequest(request, RunDecode(SlotId(number), 22, 8, steps=30)))
         slots = evolve(
             slots,
             slots=tuple(evolve(one, holder=request) if at == number else one for at, one in enumerate(slots.slots)),
         )
-    plan = Plan((0,) * len(effect_requests))
-    lane = launch_choice.start_launch(world.lanes[MAIN], tuple(effect_requests), plan, step_count=30)
+    lane = launch_choice.start_launch(world.lanes[MAIN], tuple(effect_requests), Plan((0,) * len(requests)))
     return evolve(world, slots=slots, requests=states, lanes={**world.lanes, MAIN: lane})
 
 
-def outcome(matched: int) -> Decoded:
-    return Decoded((9,), ns=1000, accepted=0, more=True, matched=matched)
+def outcome(matched: int = 0, *, more: bool = True, **changes) -> Decoded:
+    return Decoded((9,), ns=1000, accepted=0, more=more, matched=matched, **changes)
 
 
-def test_a_launch_without_proposals_ends_when_a_copy_would_pay() -> None:
-    world = decoding(COPYING, ONE)
-    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(0)),)))
-    assert EffectRequest(ONE, StopLaunch()) not in outs
-    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(40)),)))
-    assert outs[-1] == EffectRequest(ONE, StopLaunch())
-    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(41)),)))
-    assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
-    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, evolve(outcome(42), more=False)),)))
+def launch_one(world: World) -> tuple[World, RunDecode]:
+    """End the launch, and return the only member of the next one."""
+    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(more=False)),)))
     (launch,) = [out for out in outs if isinstance(out, Launch)]
     (effect_request,) = launch.effect_requests
     assert isinstance(effect_request.effect, RunDecode)
-    assert (effect_request.effect.propose, effect_request.effect.source) == (7, "suffix")
+    return world, effect_request.effect
 
 
-def test_a_request_with_a_match_joins_a_plain_launch_without_proposals() -> None:
-    world = decoding(COPYING, ONE, TWO)
-    lane, waiting = world.lanes[MAIN], EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, propose=5, steps=6))
-    lane = evolve(lane, running=lane.running[:1], waiting=(waiting,), plan=Plan((0,)))
-    joined, states = copy_launches.join_launch(lane, world.requests, COPYING)
-    assert joined.running[1] == EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, steps=6))
-    assert [state.speculation.control.plan.proposals for state in states.values()] == [(0, 0), (0, 0)]
+def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None:
+    world, effect = launch_one(decoding(COPYING, ONE))
+    assert isinstance(effect.copying, Copying)
+    assert effect.propose == 0
+    assert effect.copying.counts[LONG] == 7
+    assert world.lanes[MAIN].runs_unattended
+    for matched in (0, 3, 40):
+        world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(matched)),)))
+        assert not any(isinstance(out, EffectRequest) and isinstance(out.effect, StopLaunch) for out in outs)
+    right = Decoded(tuple(range(100, 108)), 7, ns=1500, more=True, matched=41, copied=True, rows=8)
+    world, _ = advance(world, ForLaunch((EffectOutcome(ONE, right),)))
+    state = world.requests[ONE]
+    assert isinstance(state, Speculating)
+    assert isinstance(state.speculation, MayPropose)
+    assert state.speculation.reason == "", "something was copied"
+    assert (0, 1, 8, 1209, 1000) in world.rates.copy_times, "a slower time counts a 32nd"
+    assert world.rates.copied[LONG][0] == 1
+    assert world.lanes[MAIN].proposing_steps == 1
+    world, _ = advance(world, ForLaunch((EffectOutcome(ONE, outcome(3)),)))
+    assert world.lanes[MAIN].proposing_steps == 0, "a plain step tells the time of a plain launch"
 
 
-def test_a_launch_goes_on_where_a_match_is_not_worth_its_price() -> None:
-    world = decoding(COPYING, ONE, TWO)
-    dear = evolve(CHEAP, copy_times=((0, 2, 4, 4000, 1000), (0, 2, 8, 5000, 1000)), copy_steps_until_trial=9)
-    world = evolve(world, rates=dear)
-    _, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(4)), EffectOutcome(TWO, outcome(0)))))
-    assert not any(isinstance(out, EffectRequest) and isinstance(out.effect, StopLaunch) for out in outs)
+def test_who_comes_to_a_launch_that_may_copy_makes_it_end() -> None:
+    world, _ = launch_one(decoding(COPYING, ONE))
+    lane = world.lanes[MAIN]
+    waiting = (EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, steps=6)),)
+    assert not can_join(evolve(lane, waiting=waiting), COPYING)
+    assert can_join(evolve(lane, waiting=waiting, plan=Plan((0,))), COPYING)

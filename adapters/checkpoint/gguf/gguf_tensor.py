@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.gguf.few_bit_types import HOST_TYPES, unpack_few_bits
 from adapters.checkpoint.gguf.header import GgufTensorInfo
-from adapters.checkpoint.gguf.unpack_blocks import FLOATS, LAYOUTS, UNPACK
+from adapters.checkpoint.gguf.unpack_blocks import LAYOUTS, NUMBERS, UNPACK
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, check_levels, choose_piece_size, rearrange
 from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry
 
@@ -56,7 +56,7 @@ class GgufTensor:
 
     @property
     def packing_name(self) -> str:
-        return "" if self.stored.packing.name in FLOATS else self.stored.packing.name
+        return "" if self.stored.packing.name in NUMBERS else self.stored.packing.name
 
     @property
     def nbytes(self) -> int:
@@ -75,14 +75,14 @@ class GgufTensor:
     def _source(self) -> TensorEntry:
         """The stored tensor: bytes if it is packed, or else its numbers."""
         own = self.stored
-        dtype = FLOATS.get(own.packing.name)
+        dtype = NUMBERS.get(own.packing.name)
         shape = (own.stop - own.start,) if dtype is None else own.shape
         return TensorEntry(own.file, dtype or torch.uint8, shape, own.start, own.stop, own.header)
 
     def read(self, name: str, fetch: Fetch = TensorEntry.read) -> Tensor:
         """Return the tensor. name: for error messages."""
         stored = fetch(self._source, name)
-        tensor = stored.to(self.dtype) if self.stored.packing.name in FLOATS else self._unpack(stored)
+        tensor = stored.to(self.dtype) if self.stored.packing.name in NUMBERS else self._unpack(stored)
         check_finite(tensor, self.file, name)
         if self.undo is None:
             return tensor
@@ -110,7 +110,7 @@ class GgufTensor:
 
     def with_dtype(self, dtype: torch.dtype) -> GgufTensor:
         """Return this tensor with another dtype. Weights are unpacked to it in pieces, to save memory for float32."""
-        return self if self.stored.packing.name in FLOATS else evolve(self, dtype=dtype)
+        return self if self.stored.packing.name in NUMBERS else evolve(self, dtype=dtype)
 
     def _iterate_blocks(self, data: Tensor) -> Iterator[tuple[int, PackedMatrix]]:
         """Yield some blocks at a time, unpacked to steps and scales, with the number of the first one.
@@ -203,7 +203,7 @@ def make_tensor(
     stored: GgufTensorInfo, undo: Callable[[Tensor], Tensor] | None = None, shape: tuple[int, ...] | None = None
 ) -> GgufTensor:
     """Return a published tensor. Changes are undone in float32. shape: that of `undo`'s result, if it differs."""
-    dtype = FLOATS.get(stored.packing.name, torch.float32)
+    dtype = NUMBERS.get(stored.packing.name, torch.float32)
     shape = stored.shape if shape is None else shape
     assert math.prod(shape) == math.prod(stored.shape)
     return GgufTensor(stored, dtype if undo is None else torch.float32, shape, undo)

@@ -144,11 +144,11 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Read the header of one file. Raises CheckpointError, one line."""
+def read_header(path: Path, packings: Mapping[int, Packing] = PACKINGS) -> GgufHeader:
+    """Read the header of one file. packings: the accepted types of tensors. Raises CheckpointError, one line."""
     try:
         with open_regular(path) as file:
-            return _HeaderReader(path, file, os.fstat(file.fileno()).st_size).read_header()
+            return _HeaderReader(path, file, os.fstat(file.fileno()).st_size, packings).read_header()
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
@@ -162,6 +162,7 @@ class _HeaderReader:
     path: Path
     file: BinaryIO
     size: int
+    packings: Mapping[int, Packing]
     position: int = 0
     data: bytearray = field(factory=bytearray)
     item_count: int = 0
@@ -252,9 +253,9 @@ class _HeaderReader:
         shape = tuple(int(self.read_scalar(10)) for _ in range(rank))[::-1]  # files have the last dimension first
         kind = int(self.read_scalar(4))
         offset = int(self.read_scalar(10))
-        if kind not in PACKINGS:
+        if kind not in self.packings:
             raise self.make_error(f"tensor {name} has type {REFUSED.get(kind, kind)}; accepted: {ACCEPTED}")
-        return name, PACKINGS[kind], shape, offset
+        return name, self.packings[kind], shape, offset
 
     def locate_tensor(self, name: str, packing: Packing, shape: tuple[int, ...], start: int) -> GgufTensorInfo:
         """Return where a tensor lies in the file. Raises CheckpointError for a size that does not fit."""

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensorInfo, ListField, Value, read_header
+from adapters.checkpoint.gguf.types import PACKINGS, Packing
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_PARTS = 1 << 10
@@ -98,9 +99,12 @@ def shorten_float(value: float) -> float:
     return value
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of a model. path: the file, or the first of several. Raises CheckpointError, one line."""
-    first = read_header(path)
+def read_metadata(path: Path, packings: Mapping[int, Packing] = PACKINGS) -> Metadata:
+    """Read the metadata of a model. path: the file, or the first of several. Raises CheckpointError, one line.
+
+    packings: the accepted types of tensors in the first file.
+    """
+    first = read_header(path, packings)
     tensors = collect_tensors(first)  # first of all, since it refuses a file that is not the first of several
     architecture = first.fields.get("general.architecture")
     if not isinstance(architecture, str):

@@ -57,3 +57,6 @@ REFUSED: Mapping[int, str] = {
     41: "Q1_0",
 }
 """Types that are not supported. An error message names them."""
+
+INTEGERS: Mapping[int, Packing] = {27: Packing("I64", 1, 8)}
+"""Types of tensors that are no weights. Only readers that ask for them accept them."""

@@ -105,5 +105,5 @@ UNPACK: Mapping[str, Callable[[Tensor], PackedMatrix]] = {
     "IQ4_NL": unpack_iq4_nl,
     "IQ4_XS": unpack_iq4_xs,
 }
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 """The types that are not packed."""

@@ -8,7 +8,8 @@ if the draft proposed, the proposed tokens behind it. The target picks a token a
 the target picks as well are kept, and so is its first pick that differs or goes beyond them. The rows of all other
 proposals are rolled back. So a step has four parts:
 
-1. *Propose*: the draft says what may follow (`speculation/proposer.py`).
+1. *Propose*: the draft says what may follow (`speculation/proposer.py`), or it is copied from earlier text
+   (`speculation/suffix_proposer.py`).
 2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
 3. *Settle*: the shard commits the rows that stay, and the slot states get the kept tokens.
 4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
@@ -25,6 +26,7 @@ Invariants:
 * Out of memory while settling leaves some layers committed and others not: these slots are broken.
 * A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
 * With a draft, all requests of a launch take another step or none does: a draft's cost is shared by those in the batch.
+  The same holds where text may be copied, since what is worth copying depends on the number of members.
 
 Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft the other one takes
 its four steps. With a draft the launch ends after two, and the engine composes the next one.
@@ -41,6 +43,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
+from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
@@ -54,7 +57,8 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import Proposer, TextProposer, choose_tree_source, is_proposing, make_members
+from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
@@ -97,11 +101,13 @@ class DecodeRunner:
     proposer: Proposer | None = None
     text_proposer: TextProposer | None = None
     native: NativeDecodeStep | None = field(init=False)
+    copies: StepCopies = field(init=False)
     overlapped: OverlappedDecode = field(init=False)
     _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
 
     def __attrs_post_init__(self) -> None:
         self.native = make_native_decode(self.shard, self.buckets)
+        self.copies = StepCopies(self.text_proposer, self.shard.spec.capacity)
         self.overlapped = OverlappedDecode(
             self.shard,
             self.buckets,
@@ -109,7 +115,7 @@ class DecodeRunner:
             self.find_ready_slot,
             self.is_abandoned,
             self.follow,
-            self.find_matches,
+            self.copies,
         )
 
     def close(self) -> None:
@@ -142,8 +148,8 @@ class DecodeRunner:
         self.row_watch.check_launch(self.slots, effect_requests)
         outcomes = self.step(effect_requests)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = list(map(self._next_request, effect_requests, outcomes))
-        ends_together = self.proposer is not None or any(is_proposing(one) for one in effect_requests)
+        following = count_proposing_step(list(map(self._next_request, effect_requests, outcomes)), outcomes)
+        ends_together = self.proposer is not None or any(map(has_copying, effect_requests))
         if batch.serve_and_check_stop() or (None in following and ends_together):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
@@ -162,12 +168,8 @@ class DecodeRunner:
         last = outcome.tokens[-1]
         if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
             return None
-        if effect.propose and effect.source == "suffix" and outcome.accepted < effect.propose:
-            return None  # the text to copy from may be another one now, or none
-        return EffectRequest(
-            effect_request.request,
-            evolve(effect, position=state.valid, token=last, checkpoint=False, steps=effect.steps - 1, pages=()),
-        )
+        left = count_steps_left(effect, outcome)
+        return make_next_step(effect_request, state, left) if left > 0 else None
 
     def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Give slots the pages for the rows of these steps, before anything is launched."""
@@ -185,10 +187,10 @@ class DecodeRunner:
         effect: RunDecode = effect_request.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
         state = self.find_ready_slot(effect_request.request, effect)
-        copies = effect.propose > 0 and effect.source == "suffix"
-        if effect.checkpoint or copies or isinstance(state, DeviceFailed):
+        if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        taken = native.step(effect.slot, state, effect.propose, self.proposer)
+        copies = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot, ())
+        taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
         if taken is None:
             return None
         if not taken.tokens:
@@ -197,13 +199,11 @@ class DecodeRunner:
         if not taken.followed and self.proposer is not None:
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
-        (matched,) = self.find_matches([(effect.slot, state)])
+        (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
-        return Decoded(taken.tokens, taken.proposed, (), took_ns, taken.accepted, matched=matched)
-
-    def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
-        """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
-        return [0] * len(slots) if self.text_proposer is None else self.text_proposer.find_matches(slots)
+        rows = 1 + taken.proposed if copies and taken.proposed else 0
+        counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
+        return Decoded(*counts, matched=matched, copied=rows > 0, rows=rows)
 
     def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
@@ -216,14 +216,14 @@ class DecodeRunner:
             if outcome is not None:
                 return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
-        taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `effect_requests`, state, most proposals
+        taken: dict[int, tuple[int, DecodingSlot]] = {}  # by slot: index in `effect_requests`, effect and state
         for index, effect_request in enumerate(effect_requests):
             effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all of them are
             state = self.find_ready_slot(effect_request.request, effect)
             if isinstance(state, DeviceFailed):
                 outcomes[index] = state
             else:
-                taken[effect.slot] = (index, state, effect.propose)
+                taken[effect.slot] = (index, DecodingSlot(effect, state))
                 self.checkpoints.keep_before_step(effect_request.request, effect)
         if not taken:
             return tuple(outcomes)
@@ -232,9 +232,8 @@ class DecodeRunner:
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            members = make_members(
-                choose_tree_source(effect_requests, self.proposer, self.text_proposer), taken, self.shard.spec.capacity
-            )
+            copies = {} if piece is not None else self.copies.choose([one for _, one in taken.values()])
+            members = make_members(self.proposer, copies, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -248,16 +247,18 @@ class DecodeRunner:
             for index, failure in failures.items():
                 outcomes[index] = failure
             return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
-        matches = self.find_matches([(member.slot, member.state) for member in members])
+        matches = self.copies.find_matches([(member.slot, member.state) for member in members])
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
+        rows = sum(1 + member.tree.size for member in members) if copies else 0
         for member, found, matched in zip(members, verified.found, matches, strict=True):
-            outcomes[member.index] = decode_outcome(member, found, took_ns, matched)
+            copied = member.slot in copies and member.tree.size > 0
+            outcomes[member.index] = decode_outcome(member, found, took_ns, matched, copied=copied, rows=rows)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _fail_step(
         self,
-        taken: Mapping[int, tuple[int, SlotState, int]],
+        taken: Mapping[int, tuple[int, DecodingSlot]],
         error: Exception,
         piece: PromptPiece | None,
         *,
@@ -271,7 +272,7 @@ class DecodeRunner:
             return None
         return {
             index: self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
-            for slot, (index, _, _) in taken.items()
+            for slot, (index, _) in taken.items()
         }
 
     def find_ready_slot(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:

@@ -12,11 +12,13 @@ the library can carry out all of it in one call (`rounds.h`). What is picked, ke
 * A `FusedStep` keeps what the library knows of a request (its sampling settings, stop tokens and noise keys) as long
   as the same request comes again.
 * The draft decides whether its proposals can be made in that call (`Proposer.plan_fused_step`).
+* Copies of earlier text are known before the step, so they are given along. So are the masks of a grammar's rows.
 * Without proposals a draft still has to follow the row. Where its backlog has room, the library copies the row there
   (`Proposer.find_next_row`); else `NativeStepResult.followed` is false and the caller gives it the row.
 
 `NativeDecodeStep.step` returns None for whatever is not served here, and nothing has happened then: batches, trees,
-log-probabilities, penalties, grammars, positional state, devices other than the CPU, and other kinds of drafts.
+log-probabilities, penalties, positional state, devices other than the CPU, other kinds of drafts, and a draft's
+proposals under a grammar.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from attrs import define, field
 
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory
+from adapters.device.sampling.grammar_mask import Mask, Matching
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import draft_sampling, noise_shares
@@ -55,6 +58,17 @@ class NativeStepResult(NamedTuple):
     followed: bool = True
 
 
+class GivenRows(NamedTuple):
+    """The facts about a step's rows that are known before it: copies of earlier text, and a grammar's mask for each
+    row, if any."""
+
+    copies: Tokens = ()
+    masks: Sequence[Mask] = ()
+
+
+NOTHING_GIVEN = GivenRows()
+
+
 @define(eq=False)
 class FusedStep:
     """Steps of one width, for any request. What the round knows of a request stays while it is the same one.
@@ -68,8 +82,10 @@ class FusedStep:
     row_layers: Sequence[int] | None = field(init=False, default=None)
     _sampler: Sampler | None = field(init=False, default=None)  # of the request that the round knows
 
-    def run(self, slot: int, state: SlotState, first: int, count: int) -> RoundOutcome:
-        """Run a step with `count` proposals from a draft context that begins at row `first`.
+    def run(
+        self, slot: int, state: SlotState, first: int, count: int, given: GivenRows = NOTHING_GIVEN
+    ) -> RoundOutcome:
+        """Run a step with `count` proposals from a draft context that begins at row `first`, or with given copies.
 
         Raises what `DecodeRound.run` raises.
         """
@@ -78,6 +94,7 @@ class FusedStep:
             guesses = [draft_sampling(sampler, share) for share in noise_shares(self.native.rows)]
             self.native.describe(sampler.sampling, guesses, sorted(state.stops))
             self._sampler = sampler
+        self.native.give(given.copies, given.masks)
         return self.native.run(slot, state.valid, first, state.tokens[-1], count)
 
 
@@ -90,48 +107,61 @@ class NativeDecodeStep:
     _targets: dict[int, DecodePass | None] = field(init=False, factory=dict)  # by rows
     _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
 
-    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
-        """Take the slot's next step, with up to `most` proposals.
+    def step(
+        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copies: Tokens = ()
+    ) -> NativeStepResult | None:
+        """Take the slot's next step, with these copies of earlier text or with up to `most` proposals of the draft.
 
         If the draft proposed, it has the rows that stay; nothing else has been committed yet. Returns None, and nothing
         has happened, if the step is not served here or there is no memory for it.
         """
-        if not state.sampler.cheap or state.sampler.native is None:
+        sampler = state.sampler
+        if not sampler.plain or sampler.sampling.logprobs >= 0 or sampler.native is None:
             return None
+        if copies and proposer is not None:
+            return None  # the draft has to follow the copies
         try:
-            return self._step(slot, state, most, proposer)
+            return self._step(slot, state, most, proposer, copies)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             log.warning("decode steps run layer by layer, because the compiled step cannot be used: %s", error)
             return None
 
-    def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
+    def _step(
+        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copies: Tokens
+    ) -> NativeStepResult | None:
+        matching = state.sampler.matching
+        if matching is not None:
+            copies = copies[: matching.count_allowed(copies)]
         depth = self.shard.spec.capacity - state.valid - 1
         plan = NO_PROPOSALS
-        if most and depth and proposer is not None:
+        if most and depth and proposer is not None and not copies:
             found = proposer.plan_fused_step(DraftRequest(slot, state, most, depth))
-            if found is None:
+            if found is None or (found.count and matching is not None):
                 return None  # proposals that have to be made in a call of their own
             plan = found
-        step = self.find_fused_step(plan.draft, plan.count)
+        step = self.find_fused_step(plan.draft, plan.count or len(copies))
         if step is None:
             return None
+        masks = [] if matching is None else list_masks(matching, copies)
+        if masks is None:
+            return None  # the grammar has come to a dead end, which is reported elsewhere
         if not plan.count:
-            return self._step_without_proposals(step, slot, state, proposer)
+            return self._step_without_draft(step, slot, state, proposer, GivenRows(copies, masks))
         outcome = step.run(slot, state, plan.first, plan.count)
         if outcome.followed:
             state.add_draft_rows(state.valid, state.valid + len(outcome.tokens))
         return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted)
 
-    def _step_without_proposals(
-        self, step: FusedStep, slot: int, state: SlotState, proposer: Proposer | None
+    def _step_without_draft(
+        self, step: FusedStep, slot: int, state: SlotState, proposer: Proposer | None, given: GivenRows
     ) -> NativeStepResult:
-        """Take a step of one row. The draft's backlog gets the row in the same call if it has room for it."""
+        """Take a step without a draft's proposals. The backlog of a draft gets the row in the same call if it can."""
         backlog = None if proposer is None else proposer.find_next_row(slot, state)
         if backlog is None:
             step.native.copy_late_row(None)
-            outcome = step.run(slot, state, state.valid, 0)
+            outcome = step.run(slot, state, state.valid, 0, given)
             followed = proposer is None
             return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted, followed)
         if step.row_layers != backlog.layers:
@@ -140,7 +170,7 @@ class NativeDecodeStep:
             step.row_layers = backlog.layers
         rows = backlog.rows
         step.native.copy_late_row(backlog.addresses, rows.first + rows.count)
-        outcome = step.run(slot, state, state.valid, 0)
+        outcome = step.run(slot, state, state.valid, 0, given)
         rows.count += len(outcome.tokens)
         return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted)
 
@@ -151,7 +181,10 @@ class NativeDecodeStep:
         return target.forward
 
     def find_fused_step(self, draft: LocalDraft | None, count: int) -> FusedStep | None:
-        """Return the step with `count` proposals of `draft`, made on first use; None if the library cannot serve it."""
+        """Return the step with `count` proposals, made on first use; None if the library cannot serve it.
+
+        draft: what makes the proposals; None: they are given.
+        """
         rows = bucket_of(self.buckets, 1 + count)
         if rows not in self._targets:
             self._targets[rows] = self.shard.build_pass(rows) if rows <= MOST_ROWS else None
@@ -159,7 +192,7 @@ class NativeDecodeStep:
         if target is None:
             return None
         native = draft.build_draft_pass(count, target) if draft is not None and count else None
-        if native is None and count:
+        if native is None and draft is not None and count:
             return None
         kind = rows, 0 if native is None else native.rows
         known = self._steps.get(kind)
@@ -169,6 +202,17 @@ class NativeDecodeStep:
             known = FusedStep(target.build_round(draft_now), draft_now)
             self._steps[kind] = known
         return known
+
+
+def list_masks(matching: Matching, copies: Tokens) -> list[Mask] | None:
+    """Return which tokens may follow the last one and each of these copies; None: none may follow one of them."""
+    masks: list[Mask] = []
+    for count in range(1 + len(copies)):
+        mask = matching.mask(copies[:count])
+        if isinstance(mask, str):
+            return None
+        masks.append(mask)
+    return masks
 
 
 def make_native_decode(shard: Pipeline, buckets: Sequence[int]) -> NativeDecodeStep | None:

@@ -24,7 +24,8 @@ Invariants:
 * The host reads a step only after it has launched the next one, or when there is none.
 * `BatchMember.steps_left` counts the step in flight. A request has no row in more steps than that, and none beyond the
   slot's capacity.
-* Only plain steps come here: nothing is proposed, so each request has one row per step.
+* Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
+  makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
 
 Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 marks A as ended,
 step 6 commits B's row only, and step 7 has B alone. A gets its last outcome with step 5.
@@ -40,6 +41,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.device.decode.next_steps import make_next_step
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.running_batch import RunningBatch
@@ -47,6 +49,7 @@ from adapters.device.sampling.sampler import Draw, LaunchedPicks, PickResult, Sa
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import describe_failed_pick
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
@@ -64,13 +67,14 @@ log = logging.getLogger("rekindle.device")
 class BatchMember:
     """One request of a launch.
 
-    steps_left: steps that it may still take, the one in flight included. has_ended: its last outcome is reported; if it
-    has a row in the step in flight, that row lies after its end and is dropped.
+    effect: as it was launched. steps_left: steps that it may still take, the one in flight included. has_ended: its
+    last outcome is reported; if it has a row in the step in flight, that row lies after its end and is dropped.
     """
 
     request: RequestId
     slot: int
     state: SlotState
+    effect: RunDecode
     steps_left: int
     has_ended: bool = False
 
@@ -96,7 +100,7 @@ class OverlappedDecode:
 
     follow: called with each step after its rows are committed, so that a draft's own context keeps up. find_ready_slot:
     returns the state of a request's slot, or why it cannot decode. is_abandoned: has the request been given up?
-    find_matches: called when the picks of a step are appended, returns `Decoded.matched`.
+    copies: asked what matches when the picks of a step are appended.
     """
 
     shard: Pipeline
@@ -105,7 +109,7 @@ class OverlappedDecode:
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
-    find_matches: Callable[[Sequence[tuple[int, SlotState]]], Sequence[int]]
+    copies: StepCopies
     _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
@@ -130,19 +134,32 @@ class OverlappedDecode:
             self.shard.spec.runs_ahead
             and not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
+            and not any(self._copies_next(one) for one in effect_requests)
         )
 
-    def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
-        """Take steps until every request has its last outcome.
+    def _copies_next(self, effect_request: EffectRequest) -> bool:
+        effect = effect_request.effect
+        if not isinstance(effect, RunDecode) or effect.copying is None:
+            return False
+        state = self.find_ready_slot(effect_request.request, effect)
+        return isinstance(state, SlotState) and self.copies.count(effect, state) > 0
 
-        Return the effect requests that other ways of decoding go on with, which are none: all requests have ended.
+    def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take steps until every request has its last outcome, or one of them would copy earlier text.
+
+        Return the effect requests that other ways of decoding go on with; none if all requests have ended.
         """
         try:
             members = self._begin_members(effect_requests, batch)
-            self._run(self._launch_first(members, batch), batch)
+            staying = self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
-        return ()
+        if not staying:
+            return ()
+        following = [
+            make_next_step(EffectRequest(one.request, one.effect), one.state, one.steps_left) for one in staying
+        ]
+        return [*following, *batch.take_joining()]
 
     def is_known_unused(self, slot: int) -> bool:
         """Is it known that no step which the device still runs has a row of the slot? Called between two steps.
@@ -152,28 +169,39 @@ class OverlappedDecode:
         """
         return self._in_flight is not None and all(member.slot != slot for member in self._in_flight.members)
 
-    def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
+    def _run(self, running: InFlightStep | None, batch: RunningBatch) -> Sequence[BatchMember]:
+        """Take steps from this one on. Return the members that go on elsewhere."""
         started_ns = time.perf_counter_ns()
+        copies = False
         while running is not None:
             self._commit_rows(running)
+            ends = any(member.has_ended and member.effect.copying is not None for member in running.members)
             staying = (
                 []
-                if batch.serve_and_check_stop()
+                if batch.serve_and_check_stop() or ends
                 else [member for member in running.members if self._may_continue(member)]
             )
-            joining = self._begin_members(batch.take_joining(), batch)
-            following = self._launch_next(running, staying, joining, batch)
+            following = None
+            if not copies:
+                joining = self._begin_members(batch.take_joining(), batch)
+                following = self._launch_next(running, staying, joining, batch)
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
-            continuing = set() if following is None else set(staying)
+            continuing = set() if following is None and not copies else set(staying)
             outcomes = self._append_picks(running, picked, continuing, read_ns - started_ns)
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
             batch.report_outcomes(outcomes)
+            if copies:
+                for member in staying:
+                    member.steps_left -= 1
+                return [member for member in staying if not member.has_ended]
+            copies = any(self.copies.count(member.effect, member.state) for member in running.members)
             self._in_flight = following
             running = following
+        return ()
 
     def _begin_members(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> list[BatchMember]:
         """Return the requests that can begin; report to the others why they cannot."""
@@ -186,7 +214,7 @@ class OverlappedDecode:
                 continue
             self.checkpoints.keep_before_step(effect_request.request, effect)
             steps_left = min(effect.steps, self.shard.spec.capacity - effect.position)
-            members.append(BatchMember(effect_request.request, effect.slot, state, steps_left))
+            members.append(BatchMember(effect_request.request, effect.slot, state, effect, steps_left))
         return members
 
     def _may_continue(self, member: BatchMember) -> bool:
@@ -304,7 +332,7 @@ class OverlappedDecode:
             member.has_ended = (
                 not isinstance(one, TokenPick) or member not in continuing or one.token in member.state.stops
             )
-        matches = self.find_matches([(member.slot, member.state) for member, _ in answering])
+        matches = self.copies.find_matches([(member.slot, member.state) for member, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
         for (member, one), matched in zip(answering, matches, strict=True):
             if not isinstance(one, TokenPick):

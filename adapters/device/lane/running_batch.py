@@ -187,8 +187,8 @@ def merge_steps(steps: Iterable[Sequence[RequestOutcome]]) -> Iterator[RequestOu
 
 
 def has_proposals(outcome: Outcome) -> bool:
-    """Was anything proposed in this step?"""
-    return isinstance(outcome, Decoded) and outcome.proposed > 0
+    """Was anything proposed in this step, by this member, or copied by another one?"""
+    return isinstance(outcome, Decoded) and (outcome.proposed > 0 or outcome.rows > 0)
 
 
 def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
@@ -198,7 +198,11 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
     accepted = earlier.accepted + later.accepted
     ns = (earlier.ns * earlier.steps + later.ns * later.steps) // steps
     logprobs = earlier.logprobs + later.logprobs
-    return Decoded(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more, later.matched)
+    return Decoded(
+        *(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more, later.matched),
+        copied=earlier.copied or later.copied,
+        rows=max(earlier.rows, later.rows),
+    )
 
 
 def with_more_to_come(outcome: Decoded) -> Decoded:
@@ -212,6 +216,8 @@ def with_more_to_come(outcome: Decoded) -> Decoded:
         outcome.steps,
         more=True,
         matched=outcome.matched,
+        copied=outcome.copied,
+        rows=outcome.rows,
     )
 
 

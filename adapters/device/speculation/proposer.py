@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from attrs import frozen
 from torch import Tensor
@@ -17,8 +17,8 @@ from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.step import Step
-from effects.all import EffectRequest
 from effects.decode import RunDecode
+from effects.ids import Tokens
 
 
 class DraftModel(Protocol):
@@ -116,24 +116,28 @@ class DraftRequest:
     depth: int
 
 
-class TreeSource(Protocol):
-    """Says what may follow the last tokens of slots. Every call runs on the lane."""
-
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
-        """Return for each request a tree from the slot's last token on; node 0 alone where nothing is proposed."""
-        ...
-
-
-class TextProposer(TreeSource, Protocol):
-    """Proposes what followed earlier text that ended as a slot's text does now."""
+class TextProposer(Protocol):
+    """Copies what followed earlier text that ended as a slot's text does now. Every call runs on the lane."""
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         ...
 
+    def read_match(self, slot: int, state: SlotState) -> int:
+        """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
+        ...
 
-class Proposer(TreeSource, Protocol):
-    """A draft, which follows the target."""
+    def copy(self, slot: int, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the position of that match."""
+        ...
+
+
+class Proposer(Protocol):
+    """A draft, which follows the target. Every call runs on the lane."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
+        """Return for each request a tree from the slot's last token on; node 0 alone where nothing is proposed."""
+        ...
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
@@ -165,36 +169,36 @@ class Proposer(TreeSource, Protocol):
         return None
 
 
-def is_proposing(effect_request: EffectRequest) -> bool:
-    """Is it a decode step with proposals?"""
-    return isinstance(effect_request.effect, RunDecode) and effect_request.effect.propose > 0
+class DecodingSlot(NamedTuple):
+    """A decode step of one request, and the state of its slot."""
 
-
-def choose_tree_source(
-    effect_requests: Sequence[EffectRequest], proposer: Proposer | None, text_proposer: TextProposer | None
-) -> TreeSource | None:
-    """Return what makes the proposals of these decode steps. All of them name the same source."""
-    copies = any(isinstance(one.effect, RunDecode) and one.effect.source == "suffix" for one in effect_requests)
-    return text_proposer if copies and text_proposer is not None else proposer
+    effect: RunDecode
+    state: SlotState
 
 
 def make_members(
-    proposer: TreeSource | None, taken: Mapping[int, tuple[int, SlotState, int]], capacity: int
+    proposer: Proposer | None,
+    copies: Mapping[int, Tokens],
+    taken: Mapping[int, tuple[int, DecodingSlot]],
+    capacity: int,
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
-    All proposals are asked for in one call, and what a grammar forbids is cut off. taken: by slot, the index of its
-    effect request in the launch, its state, and the most proposals.
+    All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: by slot, what
+    is proposed instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
+    capacity: rows of a slot.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []
     trees: dict[int, Tree] = {}
-    for slot, (_, state, most) in taken.items():
-        if most and (room := capacity - state.valid - 1):
-            requests.append(DraftRequest(slot, state, most, room))
+    for slot, (_, (effect, state)) in taken.items():
+        if slot in copies:
+            trees[slot] = chain((state.tokens[-1], *copies[slot]))
+        elif effect.propose and (room := capacity - state.valid - 1):
+            requests.append(DraftRequest(slot, state, effect.propose, room))
     if proposer is not None and requests:
         trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
-    for slot, (index, state, _) in taken.items():
+    for slot, (index, (_, state)) in taken.items():
         tree = trees.get(slot) or chain((state.tokens[-1],))
         matching = state.sampler.matching
         members.append(

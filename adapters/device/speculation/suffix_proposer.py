@@ -9,8 +9,11 @@ tokens that followed an earlier occurrence of the same tokens are often right, a
 * Every slot has a text: its prompt and its answer. Every salt has an archive: the last answers of requests with that
   salt. Nothing of one salt is searched for a request of another one.
 * After each decode step, `find_matches` says how many tokens before the next one agree with an earlier position. The
-  engine gets this number with the outcome and decides whether to propose (`states/suffix_control.py`).
-* `propose` copies what followed there. The text goes on with its own copy, so a loop is continued as well.
+  engine gets this number with the outcome, and learns from it how often copies are right (`states/suffix_control.py`).
+  What followed there is found in the same call of the library, for all members of a batch.
+* A launch comes with the number of tokens to copy for each length of match (`Copying`). `StepCopies`
+  obeys it before each step. So text is copied from one step to the next without asking the engine.
+* The text goes on with its own copy, so a loop is continued as well.
 
 Invariants: the same tokens in the same order give the same matches and proposals. Everything is in host memory, and
 bounded: MOST_TEXT tokens of a slot (and its answer), MOST_ARCHIVED of a salt, MOST_SALTS salts.
@@ -23,10 +26,8 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.drafting import cut_after_stops
-from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
-from adapters.models.kernels.text_matching import END_OF_TEXT, IndexedText, TextMatcher, TextMatches
+from adapters.models.kernels.text_matching import END_OF_TEXT, IndexedText, TextMatcher
+from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
 MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
@@ -67,27 +68,21 @@ class SuffixProposer:
 
         0 means that fewer than three do. A slot whose answer has just ended matches nothing.
         """
-        found = list(self._match(slots).lengths)
+        texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
+        self.matcher.match(texts)
+        found = [own.matched for own, _ in texts]
         for index, (slot, state) in enumerate(slots):
             if state.tokens[-1] in state.stops:
                 found[index] = 0
                 self._archive_answer(self._texts[slot])
         return found
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
-        """Return a chain per request; node 0 alone where nothing matches. Nothing follows a token that ends it."""
-        matches = self._match([(request.slot, request.state) for request in requests])
-        return [
-            cut_after_stops(
-                chain((request.state.tokens[-1], *matches.copy(index, min(request.most, request.depth)))),
-                request.state.stops,
-            )
-            for index, request in enumerate(requests)
-        ]
+    def read_match(self, slot: int, state: SlotState) -> int:
+        known = self._texts.get(slot)
+        return 0 if known is None or known.state is not state or known.read != len(state.tokens) else known.text.matched
 
-    def _match(self, slots: Sequence[tuple[int, SlotState]]) -> TextMatches:
-        texts = [(self._read_text(slot, state), self._archives.get(state.salt)) for slot, state in slots]
-        return self.matcher.match(texts)
+    def copy(self, slot: int, count: int) -> Tokens:
+        return self._texts[slot].text.copy(count)
 
     def _read_text(self, slot: int, state: SlotState) -> IndexedText:
         """Return the slot's text with all tokens of its request."""

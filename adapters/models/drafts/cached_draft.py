@@ -108,7 +108,7 @@ class CachedDraft(ABC, Generic[L]):
         with use_device(self._device):
             head = self._target if isinstance(self._target, TargetHead) else self._target()
             self._check_head(head)
-            loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights)
+            loaded = self._load_weights(WeightReader(weights, self._device, self._dtype), weights, head)
         return loaded, () if head is self._target else (head,)
 
     def _check_head(self, head: TargetHead) -> None:
@@ -120,7 +120,7 @@ class CachedDraft(ABC, Generic[L]):
     def _try_forwards(self) -> None:
         """Run each kind of forward once, over zeros. Kernels that cannot run the draft raise ValueError here."""
         bucket = self._buckets[0]
-        nothing = torch.zeros(bucket, self._shape.hidden_size, dtype=self._dtype, device=self._device)
+        nothing = torch.zeros(bucket, self._tap_width, dtype=self._dtype, device=self._device)
         step = Step((Segment(0, 0, 1),), bucket)
         self.extend(step, torch.zeros(1, dtype=torch.int64), dict.fromkeys(self.aux_layers, nothing))
         self.propose([BlockRequest(0, 0, 1, 0, 1)], pick_first_tokens)
@@ -164,7 +164,8 @@ class CachedDraft(ABC, Generic[L]):
         """Allocate the static tensors that live as long as the slots."""
 
     @abstractmethod
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> L: ...
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> L:
+        """Load the draft's own weights. They may be compared with the target's, but the result must not hold these."""
 
     @abstractmethod
     def _forget_buffers(self) -> None:
@@ -196,7 +197,12 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def hidden_size(self) -> int:
-        """D, the size of a hidden state. The target's is the same."""
+        """D, the size of a hidden state of the draft, and of the features that a `Projection` computes."""
+        return self._shape.hidden_size
+
+    @property
+    def _tap_width(self) -> int:
+        """Numbers in a row of each auxiliary layer's output."""
         return self._shape.hidden_size
 
     @property

@@ -85,17 +85,26 @@ def split_halves(rows: Tensor, heads: int) -> Tensor:
 
 def add_frequency_factors(config: LlamaConfig, metadata: Metadata) -> LlamaConfig:
     """Return the configuration with the factors that divide rotary frequencies. Files store Llama 3's scaling so."""
+    factors = read_frequency_factors(metadata, config.head_dim, has_scaling=config.rope_scaling is not None)
+    return config if factors is None else evolve(config, rope_scaling=factors)
+
+
+def read_frequency_factors(metadata: Metadata, head_dim: int, *, has_scaling: bool) -> Divided | None:
+    """Return the factors that divide rotary frequencies, if the file has some. Raises CheckpointError.
+
+    has_scaling: the metadata have a scaling as well, which is refused.
+    """
     stored = metadata.tensors.get(FREQUENCIES)
     if stored is None:
-        return config
-    if stored.shape != (config.head_dim // 2,) or stored.packing.name != "F32" or config.rope_scaling is not None:
+        return None
+    if stored.shape != (head_dim // 2,) or stored.packing.name != "F32" or has_scaling:
         raise metadata.make_error(
-            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or comes with another scaling"
+            f"{FREQUENCIES} is not {head_dim // 2} numbers of type F32, or comes with another scaling"
         )
     factors = make_tensor(stored).read(FREQUENCIES).tolist()
     if min(factors) <= 0:
         raise metadata.make_error(f"{FREQUENCIES} has numbers that are not positive")
-    return evolve(config, rope_scaling=Divided(tuple(factors)))
+    return Divided(tuple(factors))
 
 
 LLAMA = Architecture(

@@ -16,6 +16,7 @@ from weakref import ref
 from torch import Tensor
 
 from adapters.models.kernels.host_addresses import HostAddresses
+from adapters.models.kernels.sampling_interface import TokenMask
 from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -26,7 +27,7 @@ MOST_ROWS = 64  # of a step that one call carries out (MOST_FED of rounds.h)
 class RoundOutcome(NamedTuple):
     """The outcome of a decode step. No tokens: its logits were not finite.
 
-    proposed, accepted: how many tokens the draft proposed, and how many of them the target agreed with. followed:
+    proposed, accepted: how many tokens were proposed, and how many of them the target agreed with. followed:
     whether the draft, if there is one, has computed its context rows for these tokens.
     """
 
@@ -58,6 +59,13 @@ class DecodeRound(Protocol):
 
     def copy_late_row(self, targets: HostAddresses | None, row: int = 0) -> None:
         """Set where the next step's row is copied to, for a draft that follows it later: row `row` of each target."""
+        ...
+
+    def give(self, copies: Tokens, masks: Sequence[TokenMask]) -> None:
+        """Set what the next step proposes instead of a draft, and which tokens may follow each of its rows.
+
+        masks: one for each row that is fed; empty: all tokens may follow. Raises ValueError for more than it has rows.
+        """
         ...
 
     def run(self, slot: int, position: int, first: int, token: int, count: int) -> RoundOutcome:

@@ -7,9 +7,15 @@ from typing import Protocol
 
 from effects.ids import Tokens
 
+MOST_COPIED = 31  # tokens that follow a match and are found with it (texts.h)
+END_OF_TEXT = -1
+
 
 class IndexedText(Protocol):
-    """A text that grows at its end, with an index of its positions."""
+    """A text that grows at its end, with an index of its positions.
+
+    It keeps what the last search found: the earlier position at which it went on after the tokens that it ends with.
+    """
 
     def __len__(self) -> int: ...
 
@@ -17,8 +23,12 @@ class IndexedText(Protocol):
     def nbytes(self) -> int: ...
 
     @property
-    def address(self) -> int:
-        """The address of the text for the library, as long as this object lives."""
+    def matched(self) -> int:
+        """The tokens before both positions that agree, at most 64; 0: there are fewer than three."""
+        ...
+
+    def copy(self, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the earlier position, at most MOST_COPIED."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -30,31 +40,15 @@ class IndexedText(Protocol):
         ...
 
 
-class TextMatches(Protocol):
-    """For each of some texts the earlier position at which one went on after the tokens that the text ends with now."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """For each text the tokens before both positions that agree, at most 64; 0: there are fewer than three."""
-        ...
-
-    def copy(self, index: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the earlier position. Valid until a text grows."""
-        ...
-
-
 class TextMatcher(Protocol):
     """Makes texts and searches them."""
 
     def make_text(self) -> IndexedText: ...
 
-    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> TextMatches:
+    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
         """Search each text, and its archive, for the longest match of the end of the text.
 
         Of equally long matches, that counts whose next token is the most frequent one, and of these the newest. The
         text goes before the archive.
         """
         ...
-
-
-END_OF_TEXT = -1

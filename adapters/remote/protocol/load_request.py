@@ -19,7 +19,6 @@ SHARED = 1 << 26  # bytes of shared memory each way, at most: of a chunk's hidde
 
 
 def build_draft_request(
-    config: ModelConfig,
     shape: DraftShape,
     placement: DraftPlacement,
     *,
@@ -33,7 +32,7 @@ def build_draft_request(
     bits: that the target's weights are quantised to; 0: they are not. nodes: of a proposed tree. rows: of a decode
     step.
     """
-    features = MOST_FOLLOWED * max(placement.buckets) * config.hidden_size * placement.dtype.itemsize
+    features = MOST_FOLLOWED * max(placement.buckets) * shape.hidden_size * placement.dtype.itemsize
     context = (placement.capacity + SPARE_ROWS) * shape.kv_bytes_per_token(placement.dtype)
     limit = min(max(features, context) + MOST_PAYLOAD, LARGEST)
     room = min(SHARED, limit)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from adapters.device.executor import DeviceExecutor
 from effects.all import EffectRequest, Launch
-from effects.decode import Decoded, ProposalSource, RunDecode
+from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
 from effects.grammar import Grammar
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
@@ -54,9 +54,9 @@ class DraftFigures:
         return self.accepted / max(1, self.proposing)
 
     def count(self, done: Decoded) -> None:
-        """Count one decode step."""
+        """Count a launch, of which one step has proposed at most."""
         self.tokens += len(done.tokens)
-        self.steps += 1
+        self.steps += done.steps
         self.proposing += done.proposed > 0
         self.proposed += done.proposed
         self.accepted += done.accepted
@@ -97,14 +97,14 @@ async def measure_draft(
     target = await load_target(build_options(model=wanted.model, draft=name, slots=1, **kept))
     try:
         settings = target.settings
-        source: ProposalSource = "suffix" if name == SUFFIX else "draft"
-        width = min(wanted.width, settings.max_copied if source == "suffix" else settings.max_proposals)
+        copies = name == SUFFIX
+        width = min(wanted.width, settings.max_copied if copies else settings.max_proposals)
         if not width:
             raise UserError(f"--draft {name}: {wanted.model} has no such draft, so nothing is proposed")
         answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
         match = force_answers(answers, target.checkpoint.config.vocab_size)
         executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=match))
-        replay = AnswerReplay(executor, settings.chunk, settings.max_context, source, width, DraftFigures(name))
+        replay = AnswerReplay(executor, settings.chunk, settings.max_context, copies, width, DraftFigures(name))
         with count_progress(f"answers with {name}", len(texts)) as step:
             for number, (prompt, answer) in enumerate(texts):
                 await replay.give_answer(number, prompt, answer)
@@ -116,12 +116,15 @@ async def measure_draft(
 
 @define
 class AnswerReplay:
-    """Gives answers on an executor, one after the other. width: tokens that a decode step proposes."""
+    """Gives answers on an executor, one after the other.
+
+    copies: proposals are copied from earlier text. width: tokens that a decode step proposes.
+    """
 
     executor: DeviceExecutor
     chunk: int
     context: int
-    source: ProposalSource
+    copies: bool
     width: int
     figures: DraftFigures
 
@@ -135,16 +138,16 @@ class AnswerReplay:
             await self._perform(request, RunPrefill(SLOT, start, min(start + self.chunk, len(prompt) - 1)))
         tokens = list(prompt)
         end = len(prompt) + len(answer)
-        matched = 0
         while len(tokens) < end:
-            left = end - len(tokens) - 1
-            may_propose = self.source == "draft" or matched > 0
-            propose = min(self.width, left) if may_propose else 0
-            step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], propose, source=self.source)
+            left = end - len(tokens)
+            step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], min(self.width, left - 1))
+            if self.copies:
+                # The launch ends with its first step that copies something.
+                rule = Copying((self.width,) * len(MATCH_CLASSES), 1 + self.width, steps=1)
+                step = evolve(step, propose=0, steps=left, copying=rule)
             done = await self._perform(request, step)
             assert isinstance(done, Decoded)
             self.figures.count(done)
-            matched = done.matched
             tokens += done.tokens
         self.figures.requests += 1
 

@@ -33,6 +33,9 @@ class Costs:
     decode: int = 6_200_000  # one token of one answer at position 0
     decode_slope: float = 560.0
     decode_more: int = 1_000_000  # for each further request in the same decode step
+    # With a draft or copies: tokens that a decode step gives on average, and its time over that of a plain one.
+    tokens_per_step: float = 1.0
+    step_price: float = 1.0
     host: int = 600  # load one token's rows from host memory
     disk: int = 4_300  # load one token's rows from disk
     shared: int = 21_000  # load one token's rows from the shared tier of a fleet: 1 Gbit/s
@@ -49,6 +52,8 @@ class Costs:
         for name, value in list_figures(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
                 raise ValueError(f"{name} is {str(value)[:40]}; accepted: a number from 0")
+        if min(self.tokens_per_step, self.step_price) < 1:
+            raise ValueError("tokens_per_step and step_price: accepted: a number from 1")
         if self.token_bytes < 1 or self.token_bytes != int(self.token_bytes):
             raise ValueError(f"token_bytes is {self.token_bytes}; accepted: an integer from 1")
         if self.state_bytes != int(self.state_bytes):
@@ -70,9 +75,13 @@ class Costs:
         return self.launch + round((stop - start) * (self.prefill + self.prefill_slope * middle))
 
     def decode_ns(self, positions: list[int]) -> int:
-        """Return the time of one decode step for requests whose last tokens are at these positions."""
+        """Return the time of one token each for requests whose last tokens are at these positions.
+
+        Where a step gives several tokens, that is a token's share of the step.
+        """
         alone = self.decode + self.decode_slope * max(positions)
-        return self.launch + round(alone + self.decode_more * (len(positions) - 1))
+        plain = self.launch + alone + self.decode_more * (len(positions) - 1)
+        return round(plain * self.step_price / self.tokens_per_step)
 
     def mixed_ns(self, positions: list[int], start: int, stop: int) -> int:
         """Return the time of both in one forward: the sum of both, less one launch."""

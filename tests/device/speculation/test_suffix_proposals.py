@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation import suffix_proposer
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DecodingSlot
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.text_matching import END_OF_TEXT, TextMatcher
 from effects.all import EffectRequest
-from effects.decode import Decoded
-from effects.ids import RequestId
+from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
+from effects.grammar import Grammar
+from effects.ids import RequestId, SlotId
+from effects.job import Sampling
+from engine.tools.bench.forced_answer import force_answers
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, Caller, Driver, drive, let_run_ahead, prompt_of
 from tests.device.fake_shard import FakeShard
 
@@ -38,8 +42,8 @@ def match(own: list[int], archive: list[int] | None = None, count: int = 4) -> t
     texts[0].append(own)
     if archive:
         texts[1].append(archive)
-    found = matcher().match([(texts[0], texts[1] if archive else None)])
-    return found.lengths[0], found.copy(0, count)
+    matcher().match([(texts[0], texts[1] if archive else None)])
+    return texts[0].matched, texts[0].copy(count)
 
 
 def a_state(tokens: list[int], request: int = 1, **named: Any) -> SlotState:
@@ -87,8 +91,8 @@ def test_a_text_that_grows_is_searched_like_one_that_came_at_once(parts):
     for part in parts:
         growing.append(part)
         matcher().match([(growing, None)])
-    found = matcher().match([(growing, None)])
-    assert (found.lengths[0], found.copy(0, 4)) == match([token for part in parts for token in part])
+    matcher().match([(growing, None)])
+    assert (growing.matched, growing.copy(4)) == match([token for part in parts for token in part])
 
 
 def test_an_index_that_is_built_again_for_a_longer_text_finds_the_same():
@@ -97,8 +101,8 @@ def test_an_index_that_is_built_again_for_a_longer_text_finds_the_same():
     text.append(tokens[:1000])
     matcher().match([(text, None)])
     text.append([*tokens[1000:], *tokens[500:520]])
-    found = matcher().match([(text, None)])
-    assert (found.lengths[0], found.copy(0, 2)) == (20, tuple(tokens[520:522]))
+    matcher().match([(text, None)])
+    assert (text.matched, text.copy(2)) == (20, tuple(tokens[520:522]))
 
 
 def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
@@ -111,8 +115,7 @@ def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
     for request, (salt, length) in enumerate([("a", 5), ("b", 0), ("", 0)], 2):
         later = a_state([9, *answer[10:15]], request, salt=salt)
         assert proposer.find_matches([(request, later)]) == [length]
-    (tree,) = proposer.propose([DraftRequest(2, a_state([9, *answer[10:15]], 2, salt="a"), 7, 3)])
-    assert tree.tokens == (answer[14], *answer[15:18]), "as many as there is room for"
+        assert proposer.copy(request, 3) == tuple(answer[15:18] if length else ())
 
 
 def test_an_answer_without_a_stop_token_is_archived_when_its_slot_is_opened_again():
@@ -141,36 +144,78 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert proposer.find_matches([(1, newest)]) == [4]
 
 
-def test_nothing_is_proposed_behind_a_token_that_ends_the_answer():
+def test_a_match_counts_for_the_text_that_it_was_found_in_only():
     proposer = SuffixProposer(matcher())
-    state = a_state([1, 2, 3, 4, 0, 5, 1, 2, 3], stops=frozenset({0}))
-    (tree,) = proposer.propose([DraftRequest(0, state, 7, 7)])
-    assert tree.tokens == (3, 4, 0)
+    state = a_state([1, 2, 3, 4, 1, 2, 3])
+    assert proposer.read_match(0, state) == 0, "nothing was searched yet"
+    assert proposer.find_matches([(0, state)]) == [proposer.read_match(0, state)] == [3]
+    assert proposer.read_match(0, a_state([1, 2, 3, 4, 1, 2, 3], 2)) == 0
+    state.tokens.append(5)
+    assert proposer.read_match(0, state) == 0
+
+
+# --- what a step copies ---
+
+
+def a_rule(*counts: int, rows: int = 64, steps: int = 9) -> Copying:
+    return Copying((*counts, *(counts[-1:] * (len(MATCH_CLASSES) - len(counts)))), rows, steps)
+
+
+def a_member(slot: int, state: SlotState, rule: Copying | None, steps: int = 50) -> DecodingSlot:
+    return DecodingSlot(RunDecode(SlotId(slot), state.valid, state.tokens[-1], steps=steps, copying=rule), state)
+
+
+def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps: int = 50, capacity: int = 999):
+    """What is copied of the same text in several slots, which ends with a match of five tokens."""
+    copies = StepCopies(SuffixProposer(matcher()), capacity)
+    text = [*range(1, 40), 5, 6, 7, 8, 9]
+    states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
+    copies.find_matches(list(enumerate(states)))
+    return copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
+
+
+def test_as_many_tokens_are_copied_as_the_launch_says_for_the_match():
+    assert copies_of(a_rule(1, 3, 9)) == {0: (10, 11, 12)}
+    assert copies_of(None) == copies_of(a_rule(7, 0, 9)) == copies_of(a_rule(7, steps=0)) == {}
+
+
+def test_copies_end_where_the_answer_or_the_slot_does():
+    assert copies_of(a_rule(9), stops=frozenset({12})) == {0: (10, 11, 12)}
+    assert copies_of(a_rule(9), steps=3) == {0: (10, 11)}
+    assert copies_of(a_rule(9), capacity=46) == {0: (10, 11)}
+
+
+def test_all_members_share_the_rows_of_a_step():
+    assert copies_of(a_rule(4, rows=8), None, a_rule(4, rows=8)) == {0: (10, 11, 12, 13), 2: (10,)}
 
 
 # --- with an executor ---
 
 
-def copying(client: Caller, propose: int, steps: int = 1) -> EffectRequest:
-    effect_request = client.round(propose)
-    return EffectRequest(effect_request.request, evolve(effect_request.effect, source="suffix", steps=steps))
+def copying(client: Caller, rule: Copying | None, steps: int = 1) -> EffectRequest:
+    effect_request = client.round()
+    return EffectRequest(effect_request.request, evolve(effect_request.effect, copying=rule, steps=steps))
 
 
-async def answer_with_copies(driver: Driver, clients: list[Caller], count: int) -> None:
-    """As the engine does it: who has a match copies, and the others go on plainly."""
+async def answer_with_copies(driver: Driver, clients: list[Caller], count: int, steps: int) -> list[Decoded]:
+    """All in one launch after the other. Returns all outcomes."""
+    found = list[Decoded]()
     while min(len(client.answer) for client in clients) < count:
-        effect_requests = [copying(client, 7 if client.done and client.done[-1].matched else 0) for client in clients]
+        effect_requests = [copying(client, a_rule(3, 7, steps=4), steps) for client in clients]
         for client, outcome in zip(clients, await driver.perform(*effect_requests), strict=True):
             assert isinstance(outcome, Decoded)
+            found.append(outcome)
             client.take(outcome)
+    return found
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-async def test_copies_never_change_the_answer(shard, sampling, ahead):
-    prompts = [prompt_of(30, 12) * 3, prompt_of(31, 20), prompt_of(32, 5) * 8]
+@pytest.mark.parametrize("count", [1, 3])
+async def test_copies_never_change_the_answer(shard, sampling, ahead, count):
+    prompts = [prompt_of(30, 12) * 3, prompt_of(31, 20), prompt_of(32, 5) * 8][:count]
     plain = drive(shard)
-    answers = [await plain.answer(prompt, sampling, 60) for prompt in prompts]
+    answers = [await plain.answer(prompt, sampling, 90) for prompt in prompts]
     driver = Driver(DeviceExecutor(evolve(plain.executor.parts, text_proposer=SuffixProposer(matcher()))))
     if ahead:
         let_run_ahead(driver)
@@ -178,27 +223,70 @@ async def test_copies_never_change_the_answer(shard, sampling, ahead):
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
     for client in clients:
         await client.prefill()
-    await answer_with_copies(driver, clients, 40)
-    for client, told in zip(clients, answers, strict=True):
-        assert client.answer[:40] == told[:40]
+    outcomes = await answer_with_copies(driver, clients, 40, 20)
+    for client, expected_answer in zip(clients, answers, strict=True):
+        assert client.answer[:40] == expected_answer[:40]
+    assert all(one.steps <= len(one.tokens) <= 20 for one in outcomes)
+    assert all(one.rows > count for one in outcomes if one.copied)
     assert driver.executor.close()
 
 
-async def test_a_launch_goes_on_alone_while_its_copies_are_right():
-    """The fake model repeats a text, so that copies are right until the text ends."""
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+async def test_a_launch_goes_on_whether_copies_are_right_wrong_or_missing(ahead):
+    """The fake model picks from what it has read, so it repeats neither the prompt nor itself for long."""
     fake = FakeShard()
-    driver = drive(fake, text_proposer=SuffixProposer(matcher()))
+    plain = drive(fake)
     prompt = prompt_of(33, 12)
-    told = await driver.answer(prompt, count=40)
-    client = await driver.open([*prompt, *told[:20], 1, 2, *prompt], slot=1)
+    answer = await plain.answer(prompt, count=40)
+    driver = Driver(DeviceExecutor(evolve(plain.executor.parts, text_proposer=SuffixProposer(matcher()))))
+    if ahead:
+        let_run_ahead(driver)
+    driver.requests = 100
+    steps = list[Decoded]()
+    client = await driver.open(prompt)
     await client.prefill()
-    (first,) = await driver.perform(client.round())
-    client.take(first)
-    assert first.matched == 0 or first.matched >= 3
-    (done,) = await driver.perform(copying(client, 3, steps=5))
-    assert done.steps <= 5
-    assert done.accepted <= done.proposed <= 15
+    (done,) = await driver.perform(copying(client, a_rule(7, steps=99), steps=40))
+    steps.append(done)
+    assert [*done.tokens] == answer[: len(done.tokens)]
+    assert len(done.tokens) == 40, "one launch gave all of them"
     assert driver.executor.close()
+
+
+async def test_a_launch_ends_after_as_many_steps_with_copies_as_it_may_have(shard):
+    match_grammar = force_answers({"a": tuple(prompt_of(35, 6)) * 9}, shard.spec.vocab_size)
+    driver = drive(shard, text_proposer=SuffixProposer(matcher()), match_grammar=match_grammar)
+    client = await driver.open(prompt_of(30, 9), Sampling(grammar=Grammar("regex", "a")))
+    await client.prefill()
+    outcomes = []
+    for _ in range(6):
+        (done,) = await driver.perform(copying(client, a_rule(3, steps=1), steps=8))
+        client.take(done)
+        outcomes.append(done)
+    assert max(one.proposed for one in outcomes) <= 3, "one step with copies at most"
+    assert any(one.proposed for one in outcomes)
+    assert driver.executor.close()
+
+
+async def test_a_grammar_is_obeyed_beside_copies_in_one_call(shard):
+    """The compiled step gets a mask for each row; what it picks is what the separate calls pick."""
+    answer = tuple(prompt_of(35, 6)) * 5
+    match_grammar = force_answers({"a": answer}, shard.spec.vocab_size)
+    sampling = Sampling(grammar=Grammar("regex", "a"))
+    found = []
+    driver = drive(shard, match_grammar=match_grammar)
+    for native in (True, False):
+        parts = evolve(driver.executor.parts, text_proposer=SuffixProposer(matcher()))
+        driver = Driver(DeviceExecutor(parts), driver.requests)
+        if not native:
+            driver.executor.decoding.native = None
+        client = await driver.open(prompt_of(36, 9), sampling)
+        await client.prefill()
+        (done,) = await driver.perform(copying(client, a_rule(7, steps=99), steps=len(answer)))
+        found.append(evolve(done, ns=0))
+        assert done.tokens == answer
+        assert done.accepted > 10
+    assert driver.executor.close()
+    assert found[0] == found[1]
 
 
 async def test_plain_steps_that_run_ahead_say_what_matches(shard):

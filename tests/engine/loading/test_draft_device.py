@@ -14,7 +14,8 @@ from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from engine.loading.background_load import load_target
-from engine.loading.load_draft import build_draft, build_own_kernels, find_draft
+from engine.loading.find_draft import find_draft
+from engine.loading.load_draft import build_draft, build_own_kernels
 from engine.settings.options import build_options
 
 APART = torch.device("cpu", 0)  # not what a target on the processor calls it, so that everything is as on another one

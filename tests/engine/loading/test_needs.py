@@ -16,7 +16,7 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
 from engine.loading.device_survey import Placement, plan_placement
-from engine.loading.load_draft import find_draft
+from engine.loading.find_draft import find_draft
 from engine.loading.memory_estimate import (
     choose_fit,
     estimate_needs,

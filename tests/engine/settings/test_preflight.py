@@ -161,8 +161,10 @@ def test_a_cache_folder_that_another_process_uses_is_told(tmp_path: Path) -> Non
     prepare_options(build_options(kv_cache_dir=tmp_path))
 
 
-def test_a_draft_that_is_not_there_is_told() -> None:
-    assert "--draft no/draft: no such folder" in said(draft="no/draft")
+def test_a_draft_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert "--draft no/draft: no such folder or file" in said(draft="no/draft")
+    file = gguf(tmp_path / "draft.gguf")
+    assert prepare_options(build_options(draft=str(file))).speculation.draft == str(file)
 
 
 def test_keys_come_from_a_file_and_are_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -298,7 +298,6 @@ def test_a_config_that_is_not_this_drafts_is_refused(folder, changes, message):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("midlayer.input_layernorm.weight", "EAGLE"),
         ("domino.proj.weight", "Domino"),
         ("prefix_gru.weight_ih_l0", "Domino"),
         ("mtp.0.attn.wq_a.weight", "DeepSeek-V4"),

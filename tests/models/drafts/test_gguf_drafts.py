@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
-from adapters.models.drafts.dflash.gguf_draft import check_gguf_tokens
+from adapters.models.drafts.gguf_files import check_gguf_tokens
 from tests.models.checkpoints import same_bits
 from tests.models.corrected_drafts import CORRECTED, proposed, tensors_of, without_causal, write_draft_gguf
 from tests.models.draft_models import (

@@ -133,7 +133,7 @@ def test_it_says_what_the_formulas_of_its_training_say(tokens, position):
         hidden = model.hidden(tokens[None, : position + 1])
         so_far = tokens[None, : position + 1]
         before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
-        before[:, ::64] = 0
+        before[:, :position:64] = 0  # of context rows
         for index in range(5):
             out = model.mtp(model.model.embed_tokens(so_far), before, *model.angles(so_far))[:, -1:]
             torch.testing.assert_close(logits[index], model.logits(out)[0, 0], atol=5e-4, rtol=1e-4)
@@ -241,7 +241,7 @@ def test_a_head_says_what_transformers_says_of_such_a_layer(sparse, tokens, fami
         hook.remove()
         [before] = outputs
         before = torch.nn.functional.pad(before, (0, 0, 1, 0))
-        before[:, ::64] = 0
+        before[:, :position:64] = 0  # of context rows
         embedded = target.model.embed_tokens(tokens[None, : position + 1])
         parts = (normed(embedded, "embedding"), normed(before, "hidden"))
         joined = torch.cat(parts[::-1] if family == "mimo" else parts, -1)

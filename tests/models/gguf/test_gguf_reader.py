@@ -17,8 +17,8 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf import gguf_tensor, header
 from adapters.checkpoint.gguf.few_bit_types import HOST_TYPES
 from adapters.checkpoint.gguf.header import ListField, read_header
-from adapters.checkpoint.gguf.types import PACKINGS, REFUSED
-from adapters.checkpoint.gguf.unpack_blocks import FLOATS, UNPACK
+from adapters.checkpoint.gguf.types import INTEGERS, PACKINGS, REFUSED
+from adapters.checkpoint.gguf.unpack_blocks import NUMBERS, UNPACK
 from gguf import GGMLQuantizationType as Kind
 
 ROWS = 37
@@ -71,7 +71,7 @@ def test_types_are_those_of_the_package() -> None:
         assert (packing.name, (packing.count, packing.size)) == (Kind(number).name, gguf.GGML_QUANT_SIZES[Kind(number)])
     assert {number: Kind(number).name for number in REFUSED} == dict(REFUSED)
     assert {*PACKINGS, *REFUSED} == set(Kind), "each is served or refused by name"
-    assert {packing.name for packing in PACKINGS.values()} == {*FLOATS, *UNPACK, *HOST_TYPES}
+    assert {packing.name for packing in (PACKINGS | INTEGERS).values()} == {*NUMBERS, *UNPACK, *HOST_TYPES}
 
 
 @pytest.mark.parametrize("piece", [1 << 18, 5000])  # of all at once, and in pieces that end within rows
@@ -85,7 +85,7 @@ def test_every_type_has_the_package_s_values(everything: Path, piece: int, monke
         ours = gguf_tensor.make_tensor(stored[name])
         assert ours.shape == wanted.shape == (ROWS, 512)
         found = ours.read(name)
-        assert found.dtype == ours.dtype == FLOATS.get(name, torch.float32)
+        assert found.dtype == ours.dtype == NUMBERS.get(name, torch.float32)
         assert torch.equal(found.float().view(torch.int32), wanted.view(torch.int32)), name
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             rounded = ours.with_dtype(dtype).read(name).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.drafts.mtp.draft import HeadBatch
+from adapters.models.drafts.chained_draft import ChainedBatch
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import LISTED, Batch, BlockBatch, StateBatch
 
@@ -17,7 +17,7 @@ def batch_of(kind: str) -> Batch:
     if kind == "plain":
         return Batch(BUCKET, CPU)
     if kind == "head":
-        return HeadBatch(BUCKET, CPU, slots_held=3)
+        return ChainedBatch(BUCKET, CPU, slots_held=3)
     return BlockBatch(BUCKET, CPU) if kind == "block" else StateBatch(BUCKET, CPU)
 
 

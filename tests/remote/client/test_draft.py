@@ -17,7 +17,8 @@ from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import chain
 from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.drafts.dflash.draft import DFlashDraft
-from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.models.drafts.dflash.weights import describe_taps
+from adapters.models.drafts.feature_projection import FeatureProjection
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.peer import Peer
@@ -83,7 +84,7 @@ def made(peer: Peer) -> RemoteDraft:
     peer.connect()
     asked = LoadDraft("F32", 0, SLOTS, CAPACITY, BUCKETS, NODES, 64, False, LIMIT, (1 << 20, 1 << 20))
     kernels = proven_draft(CONFIG, F32, CAPACITY).copy_for_shard()
-    projection = FeatureProjection(CONFIG, random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
+    projection = FeatureProjection(describe_taps(CONFIG), random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
     return RemoteDraft(peer, asked, CONFIG, DIGESTS, projection)
 
 

@@ -146,7 +146,7 @@ def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: i
     for nodes in (0, *TREES):
         shape = config_of()
         placed = DraftPlacement(**room)
-        drafted = build_draft_request(LARGE, shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
+        drafted = build_draft_request(shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
         assert decode_message(encode_message(drafted), LoadDraft) == drafted
     scored = build_scorer_request(context, fast=False)
     assert decode_message(encode_message(scored), LoadScorer) == scored

@@ -22,7 +22,7 @@ hidden state of row 99, and reads rows 0 to 99 of the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define, field
@@ -35,8 +35,9 @@ from adapters.models.decoder.shard import TargetHead
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.assistant.config import AssistantConfig
 from adapters.models.drafts.assistant.weights import LoadedAssistant, load_assistant
-from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
+from adapters.models.drafts.cached_draft import AnyHead, BlockRequest
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
+from adapters.models.drafts.sequential_draft import SequentialDraft
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
@@ -92,7 +93,7 @@ class AssistantBuffers:
     logits: Tensor | None = None
 
 
-class AssistantDraft(CachedDraft[LoadedAssistant]):
+class AssistantDraft(SequentialDraft[LoadedAssistant]):
     """An assistant as a draft. See `CachedDraft` for the methods. It needs the target's rows on its own device."""
 
     def __init__(
@@ -115,10 +116,6 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
     def config(self) -> AssistantConfig:
         return self._config
 
-    @property
-    def can_branch(self) -> bool:
-        return False
-
     # --- forwards ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
@@ -135,29 +132,8 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         padded = torch.nn.functional.pad(features, (0, 0, 0, step.bucket - len(features)))
         self.extend(step, tokens, {self.aux_layers[0]: padded})
 
-    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
-        """Run one forward for each proposal. Requests with the fewest proposals leave first."""
-        loaded = self._require_weights()
-        self._check_requests(requests)
-        order = sorted(range(len(requests)), key=lambda index: -requests[index].count)
-        asking = [requests[index] for index in order]
-        tokens = [request.token for request in asking]
-        for draft_step in range(asking[0].count):
-            asking = [request for request in asking if request.count > draft_step]
-            logits = self._run_draft_step(loaded, asking, tokens, chained=draft_step > 0)
-            parts = [logits[:0]] * len(requests)
-            for row, index in enumerate(order[: len(asking)]):
-                parts[index] = logits[row : row + 1]
-            picked = pick(parts)
-            tokens = [picked[index][0] for index in order[: len(asking)]]
-
-    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
-        """Return requests of two proposals each: the first continues from the target, the second from the assistant."""
-        for count in range(1, min(slots, rows // 2) + 1):
-            yield [BlockRequest(slot, 0, 1, 0, 2) for slot in range(count)]
-
     def _run_draft_step(
-        self, loaded: LoadedAssistant, asking: Sequence[BlockRequest], tokens: Sequence[int], *, chained: bool
+        self, loaded: LoadedAssistant, asking: Sequence[BlockRequest], tokens: Sequence[int], draft_step: int
     ) -> Tensor:
         segments = tuple(Segment(request.slot, max(0, request.position - 1), 1) for request in asking)
         step = Step(segments, next(bucket for bucket in self._buckets if bucket >= len(segments)))
@@ -165,7 +141,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
         with use_inference_mode(), use_device(self._device):
             if buffers.logits is None:
                 buffers.logits = torch.zeros(step.bucket, len(self._head.embedding), device=self._device)
-            self._prepare(buffers.batch, step, torch.tensor(tokens[: len(asking)]), chained=chained)
+            self._prepare(buffers.batch, step, torch.tensor(tokens[: len(asking)]), chained=draft_step > 0)
             self._kernels.launch("propose", buffers.batch, lambda: self._run_layers(loaded, buffers))
         return buffers.logits
 
@@ -218,7 +194,7 @@ class AssistantDraft(CachedDraft[LoadedAssistant]):
             found[rotary] = Rope(whole.cos[1:], whole.sin[1:])
         return found
 
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedAssistant:  # noqa: ARG002
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> LoadedAssistant:  # noqa: ARG002
         wide = WeightReader(weights, self._device, self._dtype, wide_norms=True)
         return load_assistant(wide, self._kernels, self._config)
 

@@ -19,13 +19,13 @@ from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_t
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
-from adapters.models.drafts.dflash.gguf_draft import find_gguf_draft, find_gguf_tensors, read_gguf_settings
+from adapters.models.drafts.dflash.gguf_draft import find_gguf_tensors, read_gguf_settings
+from adapters.models.drafts.gguf_files import find_gguf_draft
 from adapters.models.drafts.stored_tensors import StoredTensors
 
 MASK_EMBEDDING = "mask_embedding"
 # Parts of tensor names that other kinds of draft have. Without such a tensor a different model would run.
 _FOREIGN = {
-    "midlayer": "EAGLE",
     "domino": "Domino",
     "prefix_gru": "Domino",
     "attn_gate": "gated-attention",

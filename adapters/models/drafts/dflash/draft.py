@@ -274,7 +274,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     # --- weights and buffers ---
 
-    def _load_weights(self, read: WeightReader, weights: DraftWeights) -> LoadedDraft:
+    def _load_weights(self, read: WeightReader, weights: DraftWeights, head: TargetHead) -> LoadedDraft:  # noqa: ARG002
         return load_draft(read, weights, self._kernels, self._config)
 
     def _make_buffers(self) -> None:

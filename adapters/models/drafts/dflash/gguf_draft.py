@@ -8,23 +8,19 @@ settings below `dflash.`, and layers numbered as in config.json. Norms are store
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import describe_value
 from adapters.checkpoint.gguf.gguf_tensor import GgufTensor, make_tensor
-from adapters.checkpoint.gguf.header import is_gguf, read_header
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.checkpoint.text_files import read_text_files
+from adapters.models.drafts.gguf_files import count_gguf_tokens
 from adapters.models.gguf.architecture import ATTENTION, FRAME
 from adapters.models.gguf.gguf_dense import read_scaling
 
 MAINLINE = "dflash"
 SUFFIX = "dflash-draft"
-TOKENS = "tokenizer.ggml.tokens"
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Names in files, and the published ones. Where there are several, forms differ.
 _OUTSIDE = {
@@ -57,25 +53,6 @@ _WITHIN = {
         for mark in "_."
     },
 }
-
-
-def find_gguf_draft(path: Path) -> Path | None:
-    """Return the GGUF file that holds a draft: the path itself, or the only one of a folder without config.json.
-
-    Names that begin with `dflash-draft` are preferred. Raises CheckpointError if there are several.
-    """
-    if is_gguf(path):
-        return path
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{path}: no such file")
-    if not path.is_dir() or (path / "config.json").is_file():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    preferred = [file for file in files if file.name.startswith(SUFFIX)] or files
-    if len(preferred) > 1:
-        names = ", ".join(file.name for file in preferred[:4])
-        raise CheckpointError(f"{path}: several GGUF files ({names}); accepted: the path of one of them")
-    return preferred[0] if preferred else None
 
 
 def find_gguf_tensors(metadata: Metadata) -> dict[str, GgufTensor]:
@@ -118,7 +95,7 @@ def read_gguf_settings(metadata: Metadata) -> dict[str, Any]:
             "rope_theta": metadata.read_number("rope.freq_base"),
             **read_scaling(metadata, keeps_multiplier=False),
         },
-        "vocab_size": _count_tokens(metadata),
+        "vocab_size": count_gguf_tokens(metadata),
         "block_size": metadata.find_field(own + "block_size"),
         "mask_token_id": metadata.find_field(own + "mask_token_id")
         or metadata.header.fields.get("tokenizer.ggml.mask_token_id"),
@@ -135,49 +112,12 @@ def read_gguf_settings(metadata: Metadata) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def check_gguf_tokens(path: Path, target: Path) -> None:
-    """Raise CheckpointError if a GGUF draft has other tokens than its target. Other drafts have no tokens to compare.
-
-    Only ids that both have are compared, because vocabularies are filled up differently.
-    """
-    file = find_gguf_draft(path)
-    if file is None:
-        return
-    header = read_header(file)
-    if TOKENS not in header.fields:
-        return
-    known = _list_tokens(read_text_files(target).tokenizer)
-    for number, token in enumerate(header.read_texts(TOKENS)):
-        theirs = known.get(number, token)
-        if theirs != token:
-            raise CheckpointError(
-                f"{file}: token {number} is {describe_value(token)}, but the target has {describe_value(theirs)}: "
-                "a draft of another target"
-            )
-
-
-def _list_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
-    """Return the tokens of a tokenizer.json by id. Vocabularies that are lists, as few models have, are left out."""
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
-    added = tokenizer.get("added_tokens") or ()
-    found = {id_: token for token, id_ in vocabulary.items()} if isinstance(vocabulary, Mapping) else {}
-    return found | {token["id"]: token["content"] for token in added}
-
-
 def _check_architecture(metadata: Metadata) -> None:
     if metadata.architecture != MAINLINE and not metadata.architecture.endswith(SUFFIX):
         raise metadata.make_error(
             f"general.architecture {describe_value(metadata.architecture)} is no DFlash draft; "
             f"accepted: {MAINLINE!r}, {SUFFIX!r}, and names that end in it"
         )
-
-
-def _count_tokens(metadata: Metadata) -> int | None:
-    """Return the number of the draft's tokens, or None if the file does not say it."""
-    tokens = metadata.header.fields.get(TOKENS)
-    count = getattr(tokens, "count", None)
-    return count if metadata.find_field("vocab_size") is None else metadata.read_count("vocab_size")
 
 
 def _read_target_layers(metadata: Metadata) -> list[int] | None:

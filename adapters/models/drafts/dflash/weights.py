@@ -15,6 +15,7 @@ from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.convolution import Convolution, load_convolution
 from adapters.models.drafts.dflash.correction import Correction, load_correction
 from adapters.models.drafts.draft_parts import DraftWeights
+from adapters.models.drafts.feature_projection import TapFusion, TapShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
 
@@ -60,6 +61,16 @@ def load_draft(read: WeightReader, weights: DraftWeights, kernels: Kernels, conf
         layers=tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
         correction=load_correction(read, kernels, config.parts),
     )
+
+
+def describe_taps(config: DFlashConfig) -> TapShape:
+    """Return the shape of the first step, for a draft in another process than its target."""
+
+    def load(read: WeightReader, kernels: Kernels) -> TapFusion:
+        fc = kernels.pack(read("fc.weight"))
+        return TapFusion(fc, config.rms_norm_eps, out_norm=read("hidden_norm.weight"))
+
+    return TapShape(config.aux_layers, config.hidden_size, config.hidden_size, load)
 
 
 def list_draft_products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:

@@ -93,7 +93,7 @@ class HeadCheckpoint(StoredTensors):
     @classmethod
     def open(cls, target: Checkpoint) -> HeadCheckpoint:
         """Open the head of a checkpoint. Raises CheckpointError, one line, if it has none that can run."""
-        instead = "accepted: none, or the folder of a DFlash draft"
+        instead = "accepted: none, or the folder of a draft"
         if target.family.head_shape is None:
             kind = target.family.model_type
             raise CheckpointError(f"mtp: models of type {kind!r} have no prediction head of their own; {instead}")

@@ -11,8 +11,10 @@ import ctypes
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from weakref import ref
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -29,6 +31,8 @@ from adapters.models.kernels.cpu.native.native_decode import (
 from adapters.models.kernels.decode_pass import MOST_ROWS, DraftPass, RoundOutcome
 from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
+from adapters.models.kernels.sampling_interface import TokenMask
+from effects.ids import Tokens
 from effects.job import Sampling
 
 AHEAD = 64  # positions whose noise keys are computed together
@@ -73,6 +77,9 @@ class NativeRound:
     _late: HostAddresses | None = field(init=False, default=None)
     _stops: ctypes.Array[ctypes.c_int64] = field(init=False, factory=(ctypes.c_int64 * 0))
     _noise: NoiseKeys | None = field(init=False, default=None)
+    _given: ctypes.Array[ctypes.c_int64] = field(init=False)
+    _masks: Sequence[TokenMask] = field(init=False, default=())  # that the library reads in the next step
+    _masked: int = field(init=False, default=0)  # draws that have a mask
     _room: tuple[int, int, int] = field(init=False)  # slots; rows of one; the last position that a block fits behind
     _most: int = field(init=False, default=0)  # proposals
     _call: Callable[[], int] = field(init=False)
@@ -87,6 +94,8 @@ class NativeRound:
         self.of.target = ctypes.pointer(self.target.of)
         self.of.guesses = self.guesses
         self.of.draws = self.draws
+        self._given = (ctypes.c_int64 * rows)()
+        self.of.given = ctypes.addressof(self._given)
         rooms = [layers.room]
         last = layers.room[1]
         if draft is not None:
@@ -150,20 +159,35 @@ class NativeRound:
         self.of.stopping = len(stops)
         self.of.factors = factors_address()
         vocabulary = self.target.logits.shape[1]
+        self._masked = 0
         for draw in self.draws:
             _describe_draw(draw, sampling, vocabulary)
         for draw, guess in zip(self.guesses, guesses, strict=True):
             _describe_draw(draw, guess, vocabulary)
         self._noise = NoiseKeys(sampling.seed) if sampling.temperature else None
 
+    def give(self, copies: Tokens, masks: Sequence[TokenMask]) -> None:
+        if len(copies) >= self.target.rows or len(masks) not in {0, 1 + len(copies)}:
+            raise ValueError(f"{len(copies)} copies and {len(masks)} masks for a step of {self.target.rows} rows")
+        self.of.gifts = len(copies)
+        self._given[: len(copies)] = list(copies)
+        if not (masks or self._masked):
+            return
+        self._masks = [np.ascontiguousarray(mask) for mask in masks]
+        for draw, mask in zip_longest(self.draws[: max(len(masks), self._masked)], self._masks):
+            draw.mask = None if mask is None else mask.ctypes.data
+            draw.known = -1 if mask is None else mask.nbytes
+        self._masked = len(masks)
+
     def run(self, slot: int, position: int, first: int, token: int, count: int) -> RoundOutcome:
         slots, rows, last = self._room
         draft = self._draft()
         most = self._most
-        fits = 0 <= slot < slots and 0 <= first <= position <= last and position + count < rows
+        described = self.of
+        ahead = count or described.gifts
+        fits = 0 <= slot < slots and 0 <= first <= position <= last and position + ahead < rows
         if not fits or not min(1, most) <= count <= most or count >= self.target.rows:
             raise IndexError(f"{count} proposals from {position} on in slot {slot}, of {slots} slots of {rows} rows")
-        described = self.of
         described.keys = None if self._noise is None else self._noise.address_of(position + 1)
         described.slot = slot
         described.position = position

@@ -75,7 +75,8 @@ class RoundOf(ctypes.Structure):
         *((name, _POINTER) for name in ("factors", "keys", "stops")),
         ("stopping", _SIZE),
         *((name, _LONG) for name in ("mask", "slot", "position", "first", "token")),
-        *((name, _SIZE) for name in ("count", "proposed", "accepted", "kept")),
+        *(("count", _SIZE), ("given", _POINTER), ("gifts", _SIZE)),
+        *((name, _SIZE) for name in ("proposed", "accepted", "kept")),
         *(("followed", _NUMBER), ("tokens", _LONG * MOST_ROWS)),
     ]
 

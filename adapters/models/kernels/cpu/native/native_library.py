@@ -127,8 +127,6 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_round.argtypes = [pointer, number, number]
     code.rekindle_match_texts.argtypes = [pointer, size]
     code.rekindle_match_texts.restype = None
-    code.rekindle_copy_text.argtypes = [pointer, size, pointer]
-    code.rekindle_copy_text.restype = size
     level = code.rekindle_level()
     return NativeLibrary(code, level, choose_level(code, level)), ""
 

@@ -40,6 +40,8 @@ typedef struct {
     int64_t mask; // the token of a block's rows that are to be proposed
     int64_t slot, position, first, token; // the last token, to be at `position`; the draft's context begins at `first`
     long count;                           // to be proposed at most
+    const int64_t *given;                 // what is proposed where no draft is there
+    long gifts;
     // what is found
     long proposed, accepted, kept; // kept: tokens, and rows that stay
     int followed;                  // has the draft rows of what stays?
@@ -162,6 +164,8 @@ int rekindle_round(round_t *round, int threads, int level) {
     round->followed = 0;
     int failed = round->draft ? propose(round, fed, threads, level) : 0;
     if (failed) return failed;
+    for (; !round->draft && round->proposed < round->gifts; round->proposed++)
+        fed[1 + round->proposed] = round->given[round->proposed];
     fill(round->target->columns, round->target->rows, 1 + round->proposed, fed, MOST_FED, 0, round->slot, round->position);
     failed = forward(round, 1 + round->proposed, threads, level);
     if (!failed) failed = agree_to(round, fed, threads, level);

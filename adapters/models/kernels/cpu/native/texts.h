@@ -4,6 +4,7 @@
 #define PREFIX_TOKENS 3  // that a match has at least
 #define MOST_MATCHED 64  // tokens of a match that are counted
 #define MOST_PLACES 16   // that are looked at, the newest first
+#define MOST_COPIED 31   // tokens that follow a match
 
 // A place is the number of a token that others stand before. Places from PREFIX_TOKENS to `indexed` are in the chains.
 typedef struct {
@@ -16,8 +17,10 @@ typedef struct {
 typedef struct {
     text_t *own, *archive; // archive: not there, or tokens of other texts with negative ones between them
     // what is found
-    const text_t *source; // the text to copy from
+    const text_t *source;   // the text to copy from
     int64_t place, matched; // the token that is copied first, and the tokens before it that agree; 0: nothing is found
+    int64_t copies;         // tokens that follow
+    int32_t copied[MOST_COPIED];
 } match_t;
 
 static uint32_t hash_prefix(const int32_t *tokens, int64_t bits) {
@@ -74,28 +77,32 @@ static void search_text(const text_t *text, const int32_t *end, int64_t known, m
     match->matched = best;
 }
 
-void rekindle_match_texts(match_t *matches, long count) {
-    for (long i = 0; i < count; i++) {
-        match_t *const match = matches + i;
-        text_t *const own = match->own;
-        match->source = NULL;
-        match->place = match->matched = 0;
-        index_text(own);
-        search_text(own, own->tokens + own->count, own->count, match);
-        if (!match->archive || match->matched == MOST_MATCHED) continue;
-        index_text(match->archive);
-        search_text(match->archive, own->tokens + own->count, own->count, match);
+// The tokens that follow a match. A request's own text goes on with what is copied.
+static void copy_text(match_t *match) {
+    const text_t *const text = match->source;
+    int32_t *const copied = match->copied;
+    long count = 0;
+    for (; count < MOST_COPIED; count++) {
+        const int64_t place = match->place + count;
+        if (place >= text->count && text != match->own) break;
+        copied[count] = place < text->count ? text->tokens[place] : copied[place - text->count];
+        if (copied[count] < 0) break;
     }
+    match->copies = count;
 }
 
-// Copies up to `count` tokens that follow. A request's own text goes on with what is copied. Returns how many there are.
-long rekindle_copy_text(const match_t *match, long count, int32_t *copied) {
-    const text_t *const text = match->source;
-    for (long i = 0; text && i < count; i++) {
-        const int64_t place = match->place + i;
-        if (place >= text->count && text != match->own) return i;
-        copied[i] = place < text->count ? text->tokens[place] : copied[place - text->count];
-        if (copied[i] < 0) return i;
+void rekindle_match_texts(match_t *const *matches, long count) {
+    for (long i = 0; i < count; i++) {
+        match_t *const match = matches[i];
+        text_t *const own = match->own;
+        match->source = NULL;
+        match->place = match->matched = match->copies = 0;
+        index_text(own);
+        search_text(own, own->tokens + own->count, own->count, match);
+        if (match->archive && match->matched < MOST_MATCHED) {
+            index_text(match->archive);
+            search_text(match->archive, own->tokens + own->count, own->count, match);
+        }
+        if (match->source) copy_text(match);
     }
-    return text ? count : 0;
 }

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.text_matching import IndexedText
+from adapters.models.kernels.text_matching import MOST_COPIED, IndexedText
 from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for
@@ -25,9 +25,14 @@ class TextOf(ctypes.Structure):
     ]
 
 
-# `match_t`, as five numbers of 8 bytes.
-_OWN, _ARCHIVE, _, _, _MATCHED = range(5)
-_MATCH_BYTES = 40
+class MatchOf(ctypes.Structure):
+    """`match_t`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("own", "archive", "source")),
+        *((name, ctypes.c_int64) for name in ("place", "matched", "copies")),
+        ("copied", ctypes.c_int32 * MOST_COPIED),
+    ]
 
 
 @define(eq=False)
@@ -35,7 +40,9 @@ class NativeText:
     """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token."""
 
     described: TextOf = field(init=False, factory=TextOf)
-    address: int = field(init=False)
+    found: MatchOf = field(init=False, factory=MatchOf)
+    address: int = field(init=False)  # of `described`
+    match_address: int = field(init=False)  # of `found`
     _tokens: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _earlier: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
     _newest: NDArray[np.int32] = field(init=False, factory=lambda: np.zeros(0, np.int32))
@@ -44,9 +51,19 @@ class NativeText:
 
     def __attrs_post_init__(self) -> None:
         self.address = ctypes.addressof(self.described)
+        self.match_address = ctypes.addressof(self.found)
+        self.found.own = self.address
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def matched(self) -> int:
+        found: int = self.found.matched
+        return found
+
+    def copy(self, count: int) -> Tokens:
+        return tuple(self.found.copied[: min(count, self.found.copies)])
 
     @property
     def nbytes(self) -> int:
@@ -85,25 +102,6 @@ class NativeText:
 
 
 @frozen(eq=False)
-class NativeMatches:
-    """Implements `TextMatches`. matches: int64 `[texts, 5]`. texts: they are kept alive."""
-
-    code: ctypes.CDLL
-    matches: NDArray[np.int64]
-    texts: Sequence[tuple[IndexedText, IndexedText | None]]
-
-    @property
-    def lengths(self) -> list[int]:
-        found: list[int] = self.matches[:, _MATCHED].tolist()
-        return found
-
-    def copy(self, index: int, count: int) -> Tokens:
-        copied = (ctypes.c_int32 * count)()
-        address = self.matches.ctypes.data + index * _MATCH_BYTES
-        return tuple(copied[: self.code.rekindle_copy_text(address, count, copied)])
-
-
-@frozen(eq=False)
 class NativeTextMatcher:
     """Implements `TextMatcher`."""
 
@@ -112,9 +110,11 @@ class NativeTextMatcher:
     def make_text(self) -> NativeText:
         return NativeText()
 
-    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> NativeMatches:
-        matches = np.zeros((len(texts), 5), np.int64)
-        matches[:, _OWN] = [own.address for own, _ in texts]
-        matches[:, _ARCHIVE] = [0 if archive is None else archive.address for _, archive in texts]
-        self.compiled.code.rekindle_match_texts(matches.ctypes.data, len(texts))
-        return NativeMatches(self.compiled.code, matches, texts)
+    def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
+        addresses = (ctypes.c_void_p * len(texts))()
+        for index, (own, archive) in enumerate(texts):
+            assert isinstance(own, NativeText)
+            assert archive is None or isinstance(archive, NativeText)
+            own.found.archive = None if archive is None else archive.address
+            addresses[index] = own.match_address
+        self.compiled.code.rekindle_match_texts(addresses, len(texts))

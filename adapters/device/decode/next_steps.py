@@ -1,0 +1,64 @@
+"""The next step of a request in a launch that goes on, and whether the launch may take it without asking the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import evolve
+
+from adapters.device.slots.slots import SlotState
+from effects.all import EffectRequest, Outcome
+from effects.decode import Decoded, RunDecode
+
+
+def count_steps_left(effect: RunDecode, outcome: Decoded) -> int:
+    """Return `RunDecode.steps` of the step after this outcome; 0: the engine has to decide first."""
+    return effect.steps - (1 if effect.copying is None else len(outcome.tokens))
+
+
+def make_next_step(effect_request: EffectRequest, state: SlotState, steps: int) -> EffectRequest:
+    """Return the effect request for the next step of a request. steps: as in `RunDecode`, from that step on."""
+    effect = effect_request.effect
+    assert isinstance(effect, RunDecode), effect_request
+    following = evolve(
+        effect,
+        position=state.valid,
+        token=state.tokens[-1],
+        propose=limit_proposals(effect, steps),
+        checkpoint=False,
+        steps=steps,
+        pages=(),
+    )
+    return EffectRequest(effect_request.request, following)
+
+
+def limit_proposals(effect: RunDecode, steps: int) -> int:
+    """Return how many tokens a draft may propose in the next step. Where text may be copied, `steps` counts tokens."""
+    return effect.propose if effect.copying is None else min(effect.propose, steps - 1)
+
+
+def has_copying(effect_request: EffectRequest) -> bool:
+    """Is it a decode step of a launch that may copy text?"""
+    return isinstance(effect_request.effect, RunDecode) and effect_request.effect.copying is not None
+
+
+def count_proposing_step(
+    following: Sequence[EffectRequest | None], outcomes: Sequence[Outcome]
+) -> list[EffectRequest | None]:
+    """Return the next steps with one step with proposals less to take, if these outcomes are of such a step.
+
+    None: the engine has to decide first.
+    """
+    if not any(isinstance(outcome, Decoded) and outcome.proposed for outcome in outcomes):
+        return list(following)
+    return [None if one is None else with_fewer_proposing_steps(one) for one in following]
+
+
+def with_fewer_proposing_steps(following: EffectRequest) -> EffectRequest | None:
+    effect = following.effect
+    if not isinstance(effect, RunDecode) or effect.copying is None:
+        return following
+    if effect.copying.steps <= 1:
+        return None
+    fewer = evolve(effect.copying, steps=effect.copying.steps - 1)
+    return EffectRequest(following.request, evolve(effect, copying=fewer))

@@ -1,0 +1,51 @@
+"""The plan of a launch with proposals, and the knowledge of how well a request's proposals do.
+
+`states/speculation_control.py` and `states/suffix_control.py` make and update these values.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from effects.decode import Copying
+from states.launch_prices import UNIT, LaunchPrices
+
+NO_PRICES = LaunchPrices()
+
+
+@frozen
+class Plan:
+    """The proposals of the members of a step, and what they cost the step."""
+
+    proposals: tuple[int, ...] = ()
+    price: int = UNIT
+    plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
+    is_trial: bool = False  # it is not expected to pay
+    charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
+    price_doubted: bool = False  # the price is uncertain: more than it may be charged, if that is measured
+    self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
+    # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
+    reason: str = ""
+    steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
+    # What the members copy, as `states/suffix_control.py` has chosen; empty: nothing.
+    copying: tuple[Copying | None, ...] = ()
+    copy_prices: LaunchPrices = NO_PRICES  # of steps in which something is copied
+    copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
+
+
+NO_PLAN = Plan()
+
+
+@frozen
+class SpeculationControl:
+    """Knowledge of how often a draft is right, and the account of what it may cost: of one request."""
+
+    widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
+    gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
+    branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
+    seen: int = 0  # decode steps with proposals
+    account: int = 0  # thousandths of a plain step that may still be lost
+    plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
+    copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
+    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
+    matched: int = 0  # as in `Decoded`, of the last outcome
