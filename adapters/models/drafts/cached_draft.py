@@ -91,9 +91,9 @@ class CachedDraft(ABC, Generic[L]):
         self._ropes = self._make_ropes(count)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
-        layout = RowLayout(row_types(self._dtype), shape.head_dim, latent=self.keeps_latents)
+        row = RowLayout(row_types(self._dtype), shape.head_dim, latent=self.keeps_latents)
         self.rows = KvCache(
-            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, layout=layout
+            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, layout=row
         )
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
