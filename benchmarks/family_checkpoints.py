@@ -68,6 +68,9 @@ def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, 
     settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}
     settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if told.get(own)}
     settings |= {own: 64 for own in ("global_head_dim",) if told.get(own)}
+    # Wide enough for `--quantize` to round every matrix of an expert.
+    settings |= {own: 128 for own in ("moe_intermediate_size",) if told.get(own)}
+    settings |= {"intermediate_size": 128} if told.get("num_local_experts") else {}
     settings.setdefault("num_hidden_layers", 3)
     model = folder / name
     draft = folder / f"{name}-draft"

@@ -34,6 +34,8 @@ from adapters.models.decoder.family import Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
+EXPERTS = ".mlp.experts."
+"""A part of the names of all tensors of experts."""
 
 
 @frozen
@@ -41,7 +43,8 @@ class Checkpoint:
     """An opened, validated folder or GGUF file. `open` reads headers only; `read` reads one tensor.
 
     folder: the folder or the file. others: tensors that the model is served without, by their published names. Those of
-    a draft may be among them. on_read: called after each tensor that is read.
+    a draft may be among them. on_read: called after each tensor that is read. packs_experts: experts may be read
+    packed.
     """
 
     folder: Path
@@ -50,6 +53,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, StoredTensor] = {}
     on_read: Callable[[], object] = field(default=lambda: None, eq=False, repr=False)
+    packs_experts: bool = True
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
@@ -91,7 +95,7 @@ class Checkpoint:
         return tensor
 
     def find_layout(self, name: str) -> StepLayout | None:
-        return self.tensors[name].layout
+        return self.tensors[name].layout if self.packs_experts or EXPERTS not in name else None
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return one tensor that has a layout, packed."""
@@ -102,7 +106,7 @@ class Checkpoint:
     @property
     def layouts(self) -> Mapping[str, StepLayout]:
         """The layouts of all tensors that products can use packed."""
-        found = ((name, entry.layout) for name, entry in self.tensors.items())
+        found = ((name, self.find_layout(name)) for name in self.tensors)
         return {name: layout for name, layout in found if layout is not None}
 
     def with_hook(self, on_read: Callable[[], object]) -> Checkpoint:
@@ -133,6 +137,10 @@ class Checkpoint:
     def rounding_error(self) -> float | None:
         """The relative error of the weights that were rounded, by root mean square. It is known once they are read."""
         return measure_error(self.tensors)
+
+    def with_unpacked_experts(self) -> Checkpoint:
+        """Return this checkpoint with experts that are unpacked when they are read."""
+        return evolve(self, packs_experts=False)
 
     def with_quantisation(self, bits: int) -> Checkpoint:
         """Return this checkpoint with matrices that are rounded to this many bits when read. Raises CheckpointError."""

@@ -10,6 +10,7 @@ from attrs import evolve
 
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import RING, HostExperts
+from adapters.models.open_checkpoint import EXPERTS
 from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import WeightOptions
@@ -17,13 +18,11 @@ from engine.settings.user_error import UserError
 from states import experts
 from states.settings import Settings
 
-INNER = ".mlp.experts."
-
 
 def count_expert_weights(config: ModelConfig, layers: range | None = None) -> int:
     """Return how many weights the experts of these layers have together. Shared experts do not count."""
     shapes = config.tensors(layers)
-    return sum(math.prod(shape) for name, shape in shapes.items() if INNER in name and name.startswith("model."))
+    return sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS in name and name.startswith("model."))
 
 
 def choose_expert_bytes(

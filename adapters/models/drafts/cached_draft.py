@@ -92,9 +92,8 @@ class CachedDraft(ABC, Generic[L]):
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
         row = RowLayout(row_types(self._dtype), shape.head_dim, latent=self.keeps_latents)
-        self.rows = KvCache(
-            names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity, layout=row
-        )
+        device = self._device
+        self.rows = KvCache(names, size, dtype=self._dtype, device=device, capacity=placement.capacity, layout=row)
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
             partial(self._read_weights, weights), self._device

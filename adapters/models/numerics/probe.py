@@ -42,7 +42,7 @@ _MAX_BOUNDARIES = 16
 _NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
 PROBED_SLOTS = 3
 _FINGERPRINT_ROWS = 64
-_EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
+_EXPERTS = 3  # the arithmetic of experts, of which nothing that was kept of another is taken
 
 
 @frozen(kw_only=True)
