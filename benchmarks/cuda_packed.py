@@ -1,29 +1,35 @@
-"""An 8B-shaped model of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
+"""Models of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
 
-    python -m benchmarks.cuda_packed [--record] [--layers 36] [--chunk 1024] [--formats q4_k awq fp8 q8_0]
+    python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b] [--layers 36] [--chunk 1024]
+        [--formats q4_k awq fp8 q8_0]
 
 As `benchmarks.cuda_model` has it, of weights in bf16 first and then in each format: of Q4_K with a head in Q6_K, as
 files have it; of AWQ and FP8 with a head in bf16, as folders have it. A token's bytes are all weights but the
 embedding, with their scales, and keys and values; the limit is those over the best bandwidth of the run. `exact`: rows
-are the same bits at every bucket. Prefill: 8,192 tokens in chunks, the best of three.
+are the same bits at every bucket. Prefill: 8,192 tokens in chunks, the best of three. Of experts, a token's bytes are
+those of the experts that a row goes through.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
-from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import EXPERTS
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import (
     DEVICE,
@@ -37,8 +43,9 @@ from benchmarks.cuda_model import (
     seconds,
     wide_steps,
 )
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import print_table
+from engine.loading.packed_estimate import list_packed_tensors
 
 HEAD = "lm_head.weight"
 LAYERS: Mapping[str, StepLayout] = {
@@ -52,17 +59,39 @@ CONTEXT = 2048
 LONG = 8192
 
 
-def laid_out(config: Qwen3Config, name: str) -> dict[str, StepLayout]:
+def config_30b_a3b(layers: int, positions: int) -> DenseConfig:
+    shape = ExpertsShape(128, 8, 768, is_normalized=True)
+    return Qwen3MoeConfig(VOCABULARY, 2048, 6144, layers, 32, 4, 128, positions, 1e6, experts=shape)
+
+
+SHAPES: Mapping[str, Callable[[int, int], DenseConfig]] = {
+    "8b": config_8b,
+    "30b-a3b": config_30b_a3b,
+}
+
+
+def laid_out(config: DenseConfig, name: str) -> dict[str, StepLayout]:
     if name not in LAYERS:
         return {}
     found = {one: LAYERS[name] for one in config.tensors() if one.endswith("_proj.weight")}
     return found | ({HEAD: HEADS[name]} if name in HEADS else {})
 
 
+def count_idle_bytes(config: DenseConfig, layouts: Mapping[str, StepLayout]) -> int:
+    """Return the bytes of the experts that a row does not go through."""
+    if config.experts is None:
+        return 0
+    shapes = {name: shape for name, shape in config.tensors().items() if EXPERTS in name and len(shape) == 2}
+    kept = list_packed_tensors(shapes, layouts, DTYPE)
+    whole = sum(kept.get(name, math.prod(shape) * DTYPE.itemsize) for name, shape in shapes.items())
+    return whole - whole * config.experts.chosen // config.experts.count
+
+
 def measured(name: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
     buckets = (*(bucket for bucket in BUCKETS if bucket < args.chunk), args.chunk)
-    config = config_8b(args.layers, LONG + 1024)
-    weights = RandomWeights(config, 0, DEVICE, DTYPE, layouts=laid_out(config, name))
+    config = SHAPES[args.shape](args.layers, LONG + 1024)
+    layouts = laid_out(config, name)
+    weights = RandomWeights(config, 0, DEVICE, DTYPE, layouts=layouts)
     how: dict[str, Any] = {"slots": 1, "capacity": config.max_positions, "buckets": buckets}
     shard = DenseShard(config, weights, TritonKernels(DEVICE), ShardPlacement(device=DEVICE, dtype=DTYPE, **how))
     tokens = torch.randint(0, VOCABULARY, (LONG,), device=DEVICE)
@@ -70,7 +99,12 @@ def measured(name: str, args: argparse.Namespace, speed: float) -> dict[str, Any
         prefill(shard, tokens[: 2 * args.chunk], args.chunk)
     long = min(seconds(partial(prefill, shard, tokens, args.chunk)) for _ in range(3))
     embedding = config.vocab_size * config.hidden_size * DTYPE.itemsize
-    size = shard.memory()["weights"] - embedding + CONTEXT * config.kv_bytes_per_token(DTYPE)
+    size = (
+        shard.memory()["weights"]
+        - count_idle_bytes(config, layouts)
+        - embedding
+        + CONTEXT * config.kv_bytes_per_token(DTYPE)
+    )
     each = min(decode(shard, CONTEXT, 60, fetch=True) for _ in range(3))
     queued = min(decode(shard, CONTEXT, 60, fetch=False) for _ in range(3))
     found = {
@@ -100,7 +134,7 @@ def shown(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
     }
 
 
-def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
     found = list[Figure]()
     for what, column, goal in (
         ("decode, of the limit of its bytes", "of the limit", 70),
@@ -109,13 +143,15 @@ def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
         packed = [row for row in rows if row["weights"] != "bf16"]
         bound = Goal(at_least=goal)
         found += [
-            Figure("packed", f"8B shape, {what}", row["weights"], "%", 100 * row[column], goal=bound) for row in packed
+            Figure("packed", f"{name_shape(shape)}, {what}", row["weights"], "%", 100 * row[column], goal=bound)
+            for row in packed
         ]
     return found
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--formats", nargs="+", choices=LAYERS, default=[*LAYERS])
@@ -129,7 +165,7 @@ def main() -> None:
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {max(speeds.values()) / 1e12:.2f} TB/s"
     rows = [shown(name, one, plain) for name, one in found.items()]
     print_table(title, rows)
-    publish(args, "cuda_packed", {"bandwidth": speeds} | found, make_figures(rows))
+    publish(args, "cuda_packed", {"bandwidth": speeds} | found, make_figures(rows, args.shape))
 
 
 if __name__ == "__main__":

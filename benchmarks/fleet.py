@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -51,8 +51,9 @@ WORDS = ("cache", "prefix", "replica", "router", "token", "session", "tensor", "
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
+SHARED_FIGURES = ("outages", "written", "read_bytes", "damaged")
 BUSY_S = 20.0  # for a replica to have a request, while there are turns left
-SETTLE_S = 180.0  # for a replica to come back
+SETTLE_S = 900.0  # for a replica to come back, also on a machine with much other work
 
 
 @frozen
@@ -64,6 +65,32 @@ class FleetTurn:
     cached: int
 
 
+@define(eq=False)
+class SharedFigures:
+    """The figures of the shared tier, as each replica has shown them last. Those of replicas that have died count."""
+
+    last: dict[str, dict[str, int]] = field(factory=dict)
+
+    async def read(self, client: httpx.AsyncClient) -> None:
+        """Ask all replicas. One that does not answer keeps its earlier figures."""
+        for one in await list_replicas(client):
+            with suppress(httpx.HTTPError):
+                props = (await client.get("/props", params={"replica": one["id"]})).raise_for_status().json()
+                if figures := props["full_cache"].get("shared"):
+                    self.last[one["id"]] = {name: figures[name] for name in SHARED_FIGURES}
+
+    async def keep_reading(self, url: str) -> None:
+        """Ask every other second, until this is cancelled."""
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            while True:
+                with suppress(httpx.HTTPError):
+                    await self.read(client)
+                await anyio.sleep(2)
+
+    def sum_up(self) -> dict[str, int]:
+        return {name: sum(figures[name] for figures in self.last.values()) for name in SHARED_FIGURES}
+
+
 @define
 class Outcome:
     """What became of the requests in the fleet."""
@@ -73,7 +100,7 @@ class Outcome:
     cached: int = 0
     failures: list[str] = field(factory=list)  # without a token
     cut: int = 0  # streams that ended after a token: their replica was killed
-    shared: dict[str, int] = field(factory=dict)  # sums of the replicas that are there at the end
+    shared: SharedFigures = field(factory=SharedFigures)
 
 
 @define(eq=False)
@@ -296,19 +323,6 @@ async def kill_replica(client: httpx.AsyncClient, *, with_actor: bool) -> str:
     return str(victim["id"])
 
 
-async def read_shared_figures(url: str) -> dict[str, int]:
-    """Return what the replicas did with the shared tier, in sum; empty without one."""
-    names = ("outages", "written", "read_bytes", "damaged")
-    found = dict.fromkeys(names, 0)
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        for one in await list_replicas(client):
-            props = (await client.get("/props", params={"replica": one["id"]})).raise_for_status().json()
-            figures = props["full_cache"].get("shared")
-            for name in names if figures else ():
-                found[name] += figures[name]
-    return found
-
-
 def find_parent(pid: int) -> int:
     """Return the process that started another one."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -432,8 +446,11 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         update = [*words, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(disturb, url, update, store, given, gate)
+            tasks.start_soon(outcome.shared.keep_reading, url)
             await replay_sessions(url, recorded, given.pause, gate, outcome)
-            outcome.shared = await read_shared_figures(url)
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                await outcome.shared.read(client)
+            tasks.cancel_scope.cancel()
 
     with open_shared_store(given) as (store, more):
         words = [*several, *more]
@@ -447,7 +464,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
         "different": outcome.different,
         "restored_tokens": outcome.cached,
         "restored_by_single_server": wanted,
-        **{f"shared_{name}": count for name, count in outcome.shared.items()},
+        **{f"shared_{name}": count for name, count in outcome.shared.sum_up().items()},
     }
     print_table("turns in the fleet", [raw])
     print(*outcome.failures[:5], sep="\n")

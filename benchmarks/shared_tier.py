@@ -45,7 +45,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.open_store import SharedStore, open_shared
+from adapters.store.open_store import SharedStoreSettings, open_shared
 from adapters.store.shared.object_client import ObjectClient, open_client
 from adapters.store.shared.publisher import UPLOADS
 from adapters.store.shared.shared_tier import SharedTier
@@ -278,7 +278,7 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
 
 def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) -> SharedTier:
     """Open the tier with a client whose store gives this rate."""
-    tier = open_shared(layout, SharedStore(url), threading.RLock(), codec=codec)
+    tier = open_shared(layout, SharedStoreSettings(url), threading.RLock(), codec=codec)
     plain = tier.client
     tier.client = tier._publisher.client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
     return tier
@@ -351,14 +351,15 @@ def opened_store(kind: str) -> Iterator[str]:
 def make_figures(answers: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], store: str) -> list[Figure]:
     found = list[Figure]()
     for row in answers:
-        at = f"{store}, {row['jobs']} prompts"
-        subject = f"{row['model']}, restored on B from what A published"
+        at = f"{row['model']}, {store}, {row['jobs']} prompts"
+        subject = "restored on B from what A published"
         found.append(Figure("exactness", subject, at, "differ", row["differing"], goal=Goal(at_most=0)))
-    for row in rates:
-        for way, what in product(("moved", "tier"), ("write", "read")):
-            subject = f"shared tier, {row['store']}, codec {row['codec']}, {what}s, times the client alone"
-            ratio, at = row[f"{way}_{what}_ratio"], "bytes moved" if way == "moved" else "the whole tier"
-            found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
+    for way, what in product(("moved", "tier"), ("write", "read")):
+        moved = "bytes moved" if way == "moved" else "the whole tier"
+        subject = f"shared tier, {what}s, of the client's own speed: {moved}"
+        for row in rates:
+            at = f"{row['store']}, {row['codec']}"
+            found.append(Figure("restart", subject, at, "x", row[f"{way}_{what}_ratio"], goal=Goal(at_least=0.9)))
     return found
 
 

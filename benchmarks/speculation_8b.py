@@ -29,6 +29,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Kept, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest as Wanted
+from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
@@ -121,27 +122,41 @@ class Forced(Proposer):
 @define(eq=False)
 class Pair:
     shard: DenseShard
-    draft: DFlashDraft
+    draft: CachedDraft[Any]
     lane: DeviceLane
     executor: DeviceExecutor
-    drafting: Drafting[DFlashDraft]
+    drafting: Drafting[CachedDraft[Any]]
 
 
 def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, layers: int = LAYERS) -> Pair:
+    """Build the target with a DFlash draft."""
+    drafts = DFlashConfig(
+        4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
+    )
+    return build_pair(
+        lane, AUX_LAYERS, partial(DFlashDraft, drafts, DeviceDraft(drafts)), slots=slots, buckets=buckets, layers=layers
+    )
+
+
+def build_pair(
+    lane: DeviceLane,
+    aux_layers: Sequence[int],
+    build_draft: Callable[..., CachedDraft[Any]],
+    *,
+    slots: int = 1,
+    buckets: Sequence[int] = BUCKETS,
+    layers: int = LAYERS,
+) -> Pair:
+    """Build the target and a draft that reads these layers. build_draft: takes kernels, the head and the placement."""
     config = config_8b(layers, CAPACITY)
     shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": CAPACITY, "buckets": buckets}
     shard = DenseShard(
         config,
         RandomWeights(config, 1, DEVICE, DTYPE),
         TritonKernels(DEVICE),
-        ShardPlacement(aux_layers=AUX_LAYERS, **shape),
+        ShardPlacement(aux_layers=tuple(aux_layers), **shape),
     )
-    drafts = DFlashConfig(
-        4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
-    )
-    draft = DFlashDraft(
-        drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, DraftPlacement(**shape)
-    )
+    draft = build_draft(TritonKernels(DEVICE), Pipeline((shard,)).head, DraftPlacement(**shape))
     drafting = Drafting(draft, buckets)
     handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
     executor = DeviceExecutor(ExecutorParts(shard, buckets, lane=lane, handlers=handlers))
@@ -246,8 +261,11 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
     def verify() -> None:
         pair.shard.logits(step, pair.shard.forward(step, tokens).hidden).argmax(-1).tolist()
 
+    draft = pair.draft
+    assert isinstance(draft, DFlashDraft)
+
     def propose() -> None:
-        pair.draft.logits([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
+        draft.logits([Wanted(0, 0, CONTEXT, 1, BLOCK - 1)]).argmax(-1).tolist()
 
     aux_hidden_states = pair.shard.forward(step, tokens).aux_hidden_states
     work: dict[str, Callable[[], None]] = {

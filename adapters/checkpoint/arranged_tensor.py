@@ -10,23 +10,28 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.finite_check import check_finite
-from adapters.checkpoint.packed_matrix import PackedMatrix
+from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StepLayout, check_levels
 from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry
 
 # The numbers of four bits of MXFP4, by their code: a sign, two bits of exponent and one of mantissa.
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT = 127  # the stored exponent of a scale of 1
+NO_NUMBER = 255
 
 
 @frozen
 class ArrangedTensor:
-    """A tensor that `arrange` makes of stored tensors. No number is rounded."""
+    """A tensor that `arrange` makes of stored tensors. No number is rounded.
+
+    pack: makes the tensor of them in packed form, in MXFP4; None: they are not packed.
+    """
 
     parts: tuple[TensorEntry, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     arrange: Callable[[Sequence[Tensor]], Tensor]
     packing_name: str = ""
+    pack: Callable[[Sequence[Tensor]], PackedMatrix] | None = None
 
     @property
     def files(self) -> Mapping[Path, int]:
@@ -48,11 +53,17 @@ class ArrangedTensor:
         return found
 
     @property
-    def layout(self) -> None:
-        return None
+    def layout(self) -> StepLayout | None:
+        """The packed layout, if the tensor is a matrix of whole groups."""
+        fits = self.pack is not None and len(self.shape) == 2 and MXFP4.fits(self.shape[1])
+        return MXFP4 if fits else None
 
-    def read_packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:  # noqa: ARG002
-        raise AssertionError(f"{name} is not packed as products read it")
+    def read_packed(self, name: str, fetch: Fetch = TensorEntry.read) -> PackedMatrix:
+        """Return a tensor that has a layout, packed."""
+        assert self.pack is not None
+        found = self.pack([fetch(part, name) for part in self.parts]).map_tensors(Tensor.contiguous)
+        assert found.shape == self.shape, (name, found.shape, self.shape)
+        return check_levels(found, self.parts[0].file, name)
 
     def with_dtype(self, dtype: torch.dtype) -> ArrangedTensor:  # noqa: ARG002 - bfloat16 holds every number of MXFP4
         return self
@@ -67,3 +78,16 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
     exponents = scales.to(torch.int32).unsqueeze(-1) - EXPONENT
     return torch.ldexp(table[codes], exponents).to(torch.bfloat16).flatten(-2)
+
+
+def pack_mxfp4(blocks: Tensor, scales: Tensor) -> PackedMatrix:
+    """Return the matrix that `unpack_mxfp4` unpacks, in packed form."""
+    steps = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-3)
+    return PackedMatrix(MXFP4, steps, scale_mxfp4(scales))
+
+
+def scale_mxfp4(stored: Tensor) -> Tensor:
+    """Return the scales of steps that are twice the numbers, bfloat16. The stored exponent 255 stands for no number."""
+    exponents = stored.to(torch.int32) - EXPONENT - 1
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return scales.masked_fill(stored == NO_NUMBER, torch.nan).to(torch.bfloat16)

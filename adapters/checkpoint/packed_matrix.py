@@ -30,7 +30,14 @@ from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.weight_source import WeightSource
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES: Mapping[str, tuple[int, ...]] = {"uint4": tuple(range(16)), "int4": tuple(range(-8, 8)), "iq4": IQ4_VALUES}
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of MXFP4, so that they are whole. Its scales are halved in turn."""
+TABLES: Mapping[str, tuple[int, ...]] = {
+    "uint4": tuple(range(16)),
+    "int4": tuple(range(-8, 8)),
+    "iq4": IQ4_VALUES,
+    "e2m1": E2M1_VALUES,
+}
 """The values of steps of four bits, by the name of their table."""
 GROUPS = (128, 64, 32, 16)  # columns in a group: products go through steps in runs of at least 16
 
@@ -71,6 +78,9 @@ class StepLayout:
 
     def fits(self, columns: int) -> bool:
         return self.group in GROUPS and columns % self.span == 0
+
+
+MXFP4 = StepLayout("e2m1", 32, scale="bfloat16")
 
 
 @frozen(eq=False)

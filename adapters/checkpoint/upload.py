@@ -132,8 +132,7 @@ class Upload:
         return self._read_with_fallback(partial(entry.read, name), partial(self.source.read, name), entry)
 
     def find_layout(self, name: str) -> StepLayout | None:
-        entry = self.tensors.get(name)
-        return None if entry is None else entry.layout
+        return self.source.find_layout(name) if name in self.tensors else None
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return a tensor that has a layout, packed. Raises the same errors as `read`."""

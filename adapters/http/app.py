@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -25,13 +25,15 @@ from adapters.http.answer.reply import Reply
 from adapters.http.answer.server_status import collect_props, make_health
 from adapters.http.apis import openai_chat
 from adapters.http.apis.api import Api, TokenCounter
+from adapters.http.apis.openai_responses import PATH as RESPONSES
+from adapters.http.apis.openai_responses import make_responses_api
 from adapters.http.apis.openai_stored_responses import StoredResponses
 from adapters.http.apis.registry import COUNTERS, STATELESS, TEMPLATE, make_error_response
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.guard import Guard
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
-from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.histories import Histories
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.page import files
 from adapters.http.page.events import Listener, PropsWatch
@@ -40,7 +42,7 @@ from adapters.http.request import served_models as models
 from adapters.http.request.answer_grammar import compile_answer_grammar
 from adapters.http.request.compression import CompressionSessions
 from adapters.http.request.parsed_request import ApiClient, ParsedRequest
-from adapters.http.request.plan_jobs import JobPlanner
+from adapters.http.request.plan_jobs import JobPlanner, PlannedJob
 from adapters.http.request.render_prompt import render_text
 from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
 from adapters.http.wire.errors import (
@@ -72,22 +74,17 @@ def build_app(
     text: Text,
     options: EdgeOptions,
     metrics: Metrics,
-    responses: ResponseStore | None = None,
+    histories: Histories | None = None,
     *,
-    turns: TurnMemory | None = None,
-    frozen: FrozenMessages | None = None,
-    loader: HistoryLoader | None = None,
+    fleet_routes: Callable[[Edge], Sequence[Route]] = lambda _: (),
 ) -> Starlette:
     """Return the whole server as an ASGI application. Its lifespan ends what `text` started.
 
-    responses, turns: stored responses, and the tokens of answers; None: they end with the process.
-    frozen: what aged messages were frozen to; None: messages are not frozen. loader: reads these at
-    start; None: nothing is read.
+    histories: None for empty ones. fleet_routes: makes the routes that only a fleet around it uses.
     """
-    responses = ResponseStore() if responses is None else responses
-    turns = TurnMemory() if turns is None else turns
-    edge = Edge(door, text, options, metrics, responses, turns, frozen)
-    metrics.watch_turns(turns.count_figures)
+    kept = Histories() if histories is None else histories
+    edge = Edge(door, text, options, metrics, kept.responses, kept.turns, kept.frozen_messages)
+    metrics.watch_turns(kept.turns.count_figures)
     metrics.watch_listeners(lambda: edge.props_watch.listener_count)
 
     @asynccontextmanager
@@ -97,7 +94,7 @@ def build_app(
 
     routes = edge.make_routes()
     shown = sorted(f"{' or '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}" for route in routes)
-    routes += files.make_routes()
+    routes += [*files.make_routes(), *fleet_routes(edge)]
     paths = frozenset(route.path for route in routes)
 
     async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -111,7 +108,7 @@ def build_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=loader)],
+        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=kept.loader)],
         exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
         lifespan=lifespan,
     )
@@ -167,16 +164,30 @@ class Edge:
 
     # -- generating text
 
-    async def generate(self, api: Api[Any], request: Request) -> Reply:
+    def find_api(self, path: str, request: Request) -> Api[Any] | None:
+        """Return the API for generating text at a path, for the caller of a request; None if there is none."""
+        if path == RESPONSES:
+            return make_responses_api(self.stored_responses.find_folder(request))
+        return next((api for api in STATELESS if api.path == path), None)
+
+    async def parse_request(self, api: Api[D], request: Request) -> ParsedRequest[D]:
+        """Return what a request says. Raises ApiError."""
         async with self._read_if_accepting(request) as fields:
             with self.preparation_limit.admit(self._retry_after):
-                parsed = await api.read(fields, self.options, self.text, self._identify_caller(request))
+                return await api.read(fields, self.options, self.text, self._identify_caller(request))
+
+    def plan_jobs(self, parsed: ParsedRequest[Any], owner: str) -> tuple[PlannedJob, ...]:
+        """Return the jobs of a request. Only its caller finds what is kept of them. owner: a name for the caller's key.
+        Raises ApiError.
+        """
+        owned = evolve(parsed, controls=controls.separate_by_owner(parsed.controls, owner))
+        return JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages).plan_jobs(owned)
+
+    async def generate(self, api: Api[Any], request: Request) -> Reply:
         # The body takes no room in the budget any more while the request waits for a grammar.
-        parsed = await self._compile_grammar(parsed, request)
+        parsed = await self._compile_grammar(await self.parse_request(api, request), request)
         owner = request.scope.get(CALLER, "")
-        parsed = evolve(parsed, controls=controls.separate_by_owner(parsed.controls, owner))
-        planner = JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages)
-        planned_jobs = planner.plan_jobs(parsed)
+        planned_jobs = self.plan_jobs(parsed, owner)
         turn = parsed.pending_turn
         self.turn_memory.count_prompt(0 if turn is None else turn.remembered_tokens)
         return Reply(

@@ -29,10 +29,13 @@ from adapters.checkpoint.safetensors_folder import (
     scan_tensors,
 )
 from adapters.checkpoint.tekken import TEKKEN_FILE
-from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
+from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.family import Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
+EXPERTS = ".mlp.experts."
+"""A part of the names of all tensors of experts."""
 
 
 @frozen
@@ -40,7 +43,8 @@ class Checkpoint:
     """An opened, validated folder or GGUF file. `open` reads headers only; `read` reads one tensor.
 
     folder: the folder or the file. others: tensors that the model is served without, by their published names. Those of
-    a draft may be among them. on_read: called after each tensor that is read.
+    a draft may be among them. on_read: called after each tensor that is read. packs_experts: experts may be read
+    packed.
     """
 
     folder: Path
@@ -49,6 +53,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, StoredTensor] = {}
     on_read: Callable[[], object] = field(default=lambda: None, eq=False, repr=False)
+    packs_experts: bool = True
 
     @classmethod
     def open(cls, folder: Path | str) -> Checkpoint:
@@ -76,10 +81,10 @@ class Checkpoint:
         expected = config.tensors()
         tensors, others = _name_tensors(path, family, config, scanned)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
-        spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+        unneeded = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         others_left = tensors.keys() - expected.keys()
-        spare |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
-        used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
+        unneeded |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
+        used = {name: entry for name, entry in tensors.items() if name in expected or name not in unneeded}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
 
@@ -90,7 +95,7 @@ class Checkpoint:
         return tensor
 
     def find_layout(self, name: str) -> StepLayout | None:
-        return self.tensors[name].layout
+        return self.tensors[name].layout if self.packs_experts or EXPERTS not in name else None
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return one tensor that has a layout, packed."""
@@ -101,7 +106,7 @@ class Checkpoint:
     @property
     def layouts(self) -> Mapping[str, StepLayout]:
         """The layouts of all tensors that products can use packed."""
-        found = ((name, entry.layout) for name, entry in self.tensors.items())
+        found = ((name, self.find_layout(name)) for name in self.tensors)
         return {name: layout for name, layout in found if layout is not None}
 
     def with_hook(self, on_read: Callable[[], object]) -> Checkpoint:
@@ -132,6 +137,10 @@ class Checkpoint:
     def rounding_error(self) -> float | None:
         """The relative error of the weights that were rounded, by root mean square. It is known once they are read."""
         return measure_error(self.tensors)
+
+    def with_unpacked_experts(self) -> Checkpoint:
+        """Return this checkpoint with experts that are unpacked when they are read."""
+        return evolve(self, packs_experts=False)
 
     def with_quantisation(self, bits: int) -> Checkpoint:
         """Return this checkpoint with matrices that are rounded to this many bits when read. Raises CheckpointError."""

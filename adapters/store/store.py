@@ -160,6 +160,13 @@ class Store(Generic[D]):
             tier.submit(NotePrompt(recent, self.memory.wake_waiters))
         return shared, diverged
 
+    def count_restorable_tokens(self, prompt: Tokens, tier: Tier, salt: str = "") -> int:
+        """Return how many tokens of a prompt could be restored from one tier alone. Nothing is counted or leased."""
+        search = PrefixSearch(self.layout, (self._by_name[tier],))
+        path = search.hash_blocks(prompt[:-1], salt=salt)
+        with self.lock:
+            return search.find_continuable(path, 0, 0).length
+
     def get_lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
 

@@ -24,7 +24,6 @@ from states.routing.route_prices import round_rates
 from states.slots import Slot, find_row_salt
 from states.world import World
 
-DIGEST_PATH: Final = "/kv/digests"
 MOST_MESSAGE: Final = 4 << 20  # bytes of digests; a longer message is refused
 SMOOTHING = 8  # answers that the average time of an answer covers, about
 

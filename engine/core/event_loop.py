@@ -72,6 +72,14 @@ def failure_kind(error: BaseException) -> FailureKind:
     return "broken"
 
 
+@define(eq=False)
+class WorldWaiter:
+    """A task that waits until the world is as it wants it."""
+
+    is_met: Callable[[World], bool]
+    met: anyio.Event = field(factory=anyio.Event)
+
+
 @define
 class EventLoop:
     """Folds events into the world, one at a time, and dispatches what each asks for.
@@ -93,7 +101,7 @@ class EventLoop:
     _inbox: deque[Happened] = field(init=False, factory=deque[Happened])  # the first is being folded, while it runs
     _tasks: TaskGroup | None = field(init=False, default=None)
     _closing: anyio.Event = field(init=False, factory=anyio.Event)
-    _idle: anyio.Event | None = field(init=False, default=None)  # set when no request is left; None: no task waits
+    _waiters: list[WorldWaiter] = field(init=False, factory=list["WorldWaiter"])
     _bug: BaseException | None = field(init=False, default=None)
 
     def post(self, happened: Happened) -> None:
@@ -125,10 +133,18 @@ class EventLoop:
 
     async def wait_until_idle(self) -> None:
         """Wait until no request is live and no event waits to be folded."""
-        while self.world.requests or self._inbox:
-            if self._idle is None:
-                self._idle = anyio.Event()
-            await self._idle.wait()
+        await self.wait_until(lambda world: not world.requests)
+
+    async def wait_until(self, is_met: Callable[[World], bool]) -> None:
+        """Wait until the world is as wanted and no event waits to be folded. is_met: called after events, so quick."""
+        while self._inbox or not is_met(self.world):
+            waiter = WorldWaiter(is_met)
+            self._waiters.append(waiter)
+            try:
+                await waiter.met.wait()
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
 
     def _process_inbox(self, tasks: TaskGroup) -> None:
         try:
@@ -136,9 +152,9 @@ class EventLoop:
                 for out in self.fold(self._inbox[0]):
                     self.dispatch(out, tasks)
                 self._inbox.popleft()
-            if self._idle is not None and not self.world.requests:
-                self._idle.set()
-                self._idle = None
+            for waiter in [one for one in self._waiters if one.is_met(self.world)]:
+                self._waiters.remove(waiter)
+                waiter.met.set()
         finally:
             if self._inbox:  # it was not folded, or not handed out: a bug
                 self._bug = sys.exc_info()[1]

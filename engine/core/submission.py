@@ -209,6 +209,10 @@ class Submissions:
         await self.wait_until_empty()
         return not cut
 
+    async def wait_until_ended(self, request: RequestId) -> None:
+        """Wait until a request has ended in every respect: its stream is closed, and its rows have been kept."""
+        await self.event_loop.wait_until(lambda world: request not in world.requests)
+
     async def wait_until_empty(self) -> None:
         """Wait until no request is live. Then every stream is closed as well."""
         await self.event_loop.wait_until_idle()

@@ -43,11 +43,20 @@ def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"autoscaling_config": build_scaling(replicas.least, replicas.most, *delays)}
 
 
+def configure_router(arguments: Mapping[str, Any]) -> RequestRouterConfig:
+    """Return the router of requests to replicas. arguments: as `build_fleet` has them."""
+    return RequestRouterConfig(
+        request_router_class=ROUTER_PATH,
+        request_router_kwargs={"prefill_elsewhere": int(arguments.get("prefill_elsewhere", 0))},
+        request_routing_stats_period_s=STATS_PERIOD_S,
+    )
+
+
 def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
     """Return the application.
 
-    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range, `options` by
-    flat name, and `is_local` for one machine. Raises ValueError.
+    arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range,
+    `prefill_elsewhere` as `Policy` has it, `options` by flat name, and `is_local` for one machine. Raises ValueError.
     """
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))
@@ -64,9 +73,7 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=options.http.grace + 2 * LATE_S,
-        request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER_PATH, request_routing_stats_period_s=STATS_PERIOD_S
-        ),
+        request_router_config=configure_router(arguments),
     )
     ingresses = serve.deployment(
         serve.ingress()(IngressReplica),

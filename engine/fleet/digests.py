@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import httpx2
 
-from engine.core.block_digests import DIGEST_PATH, decode_digests
+from engine.core.block_digests import decode_digests
+from engine.core.fleet_paths import DIGEST_PATH
 from states.routing.digests import ReplicaDigest
 
 log = logging.getLogger("rekindle.fleet")

@@ -12,9 +12,11 @@ from cyclopts.validators import Number
 from engine.settings.config_file import list_words
 from engine.settings.option_types import FLEET, flag
 from engine.settings.options import Options, evolve_options, flat_values
+from engine.settings.user_error import UserError
 
 MOST_REPLICAS = 512
 DELAY_S = 86_400
+MOST_TOKENS = 1 << 22
 RANGE = re.compile(r"(\d{1,4})(?:\.\.(\d{1,4}))?")
 
 
@@ -61,6 +63,10 @@ class FleetOptions:
     downscale_delay: Annotated[float, flag(FLEET, validator=Number(gte=0, lte=DELAY_S))] = 600
     """Seconds for which fewer replicas must be enough before one is taken away. It finishes its requests first."""
 
+    prefill_elsewhere: Annotated[int, flag(FLEET, validator=Number(gte=0, lte=MOST_TOKENS))] = 0
+    """Prompts that lack at least so many tokens where they are answered may be read by an idle replica first, which
+    leaves their rows in the shared tier (--kv-shared-tier). 0: none are."""
+
     address: Annotated[str, flag(FLEET)] = ""
     """Address of a running Ray cluster, such as ray-head:6379, or auto for the one on this machine. The fleet is
     deployed there, and the command ends. By default a Ray of its own is started on this machine."""
@@ -106,9 +112,13 @@ def read_gpus(options: Options, *, has_gpu: bool) -> int:
 
 
 def list_arguments(options: Options, fleet: FleetOptions) -> dict[str, Any]:
-    """Return the arguments of the application, as a file for `serve deploy` has them."""
+    """Return the arguments of the application, as a file for `serve deploy` has them. Raises UserError."""
+    if fleet.prefill_elsewhere and not options.cache.kv_shared_tier:
+        raise UserError("--prefill-elsewhere needs a store that all replicas share: add --kv-shared-tier")
     replicas = ReplicaRange.parse(fleet.replicas)
-    if replicas.is_fixed:
-        return {"replicas": replicas.least, "options": collect_changed_values(options)}
-    delays = {"upscale_delay_s": fleet.upscale_delay, "downscale_delay_s": fleet.downscale_delay}
-    return {"replicas": str(replicas), **delays, "options": collect_changed_values(options)}
+    arguments: dict[str, Any] = {"replicas": replicas.least if replicas.is_fixed else str(replicas)}
+    if not replicas.is_fixed:
+        arguments |= {"upscale_delay_s": fleet.upscale_delay, "downscale_delay_s": fleet.downscale_delay}
+    if fleet.prefill_elsewhere:
+        arguments["prefill_elsewhere"] = fleet.prefill_elsewhere
+    return {**arguments, "options": collect_changed_values(options)}

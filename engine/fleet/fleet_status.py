@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, Response
 from adapters.metrics import Metrics
 from engine.fleet.held_answer import RawHeaders, ReplicaLost
 from engine.fleet.merge_metrics import merge_metrics
-from engine.fleet.relay import ReplicaClient
+from engine.fleet.relay import CREDENTIALS, ReplicaClient
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 
-CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"host", b"origin"})
+ASK_HEADERS = CREDENTIALS | {b"origin"}
 ASK_S = 5.0  # a replica that takes longer is shown as one that does not answer
 SHOWN = ("state", "queue", "slots_busy", "total_slots", "troubles", "totals", "model")
 INGRESS = "ingress"  # the value of the label for the ingress's own metrics
@@ -65,7 +65,7 @@ class FleetStatus:
 
     async def _ask_replicas(self, target: str, headers: RawHeaders) -> Mapping[str, tuple[int, RawHeaders, bytes]]:
         """Return each replica's answer to a GET. Status 0: it did not answer."""
-        kept = [(name, value) for name, value in headers if name in CREDENTIALS]
+        kept = [(name, value) for name, value in headers if name in ASK_HEADERS]
         replicas = await self.picker.list_replicas()
         answers: dict[str, tuple[int, RawHeaders, bytes]] = {one.id: (0, (), b"") for one in replicas}
 

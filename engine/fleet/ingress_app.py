@@ -31,16 +31,19 @@ from adapters.http.apis.registry import find_error_format
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.body_budget import BodyBudget
 from adapters.http.wire.error_format import ANTHROPIC
-from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable
+from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable, unknown_path
 from adapters.http.wire.read_body import read_bytes
+from adapters.http.wire.until_disconnect import run_until_disconnect
 from adapters.metrics import Metrics
+from engine.core.fleet_paths import FLEET_PREFIX
 from engine.fleet.fleet_status import FleetStatus
 from engine.fleet.held_answer import HeldAnswer, ReplicaLost
 from engine.fleet.key_finder import KeyFinder
-from engine.fleet.merge_metrics import make_repeat_counter
+from engine.fleet.merge_metrics import make_prefill_counter, make_repeat_counter
 from engine.fleet.prompt_keys import APIS
 from engine.fleet.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
-from engine.fleet.replica_picker import Replica, ReplicaPicker
+from engine.fleet.remote_prefill import RemotePrefills
+from engine.fleet.replica_picker import Replica, ReplicaChoice, ReplicaPicker
 from engine.fleet.response_holders import ResponseHolders
 
 log = logging.getLogger("rekindle.fleet")
@@ -64,17 +67,21 @@ class IngressApp:
     budget: BodyBudget = field(init=False)
     holders: ResponseHolders = field(init=False)
     status: FleetStatus = field(init=False)
+    prefills: RemotePrefills = field(init=False)
     _repeats: Counter = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.budget = BodyBudget(KEPT_BODIES * self.options.max_body, self.options.retry_after_s)
         self.holders = ResponseHolders(self.picker, self.relay)
         self.status = FleetStatus(self.picker, self.relay, self.metrics)
+        self.prefills = RemotePrefills(self.picker, self.relay, make_prefill_counter(self.metrics.registry))
         self._repeats = make_repeat_counter(self.metrics.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path = scope["path"]
+        if path.startswith(FLEET_PREFIX):
+            raise unknown_path(path, (await self.picker.find_any()).facts.paths)
         if (work := self._find_own_answer(path, request)) is not None:
             await (await work())(scope, receive, send)
             return
@@ -116,7 +123,7 @@ class IngressApp:
             return evolve(asked, pinned=holder)
         if request.method != "POST" or scope["path"] not in APIS:
             return asked
-        newest = self.picker.newest or await self.picker.choose(None)
+        newest = self.picker.newest or await self.picker.find_any()
         found = await self.finder.find_keys(asked.path, body, scope.get(CALLER, ""), newest.facts)
         return evolve(asked, route=found.route, read_later=found.read_later)
 
@@ -138,14 +145,18 @@ class IngressApp:
         avoid = frozenset[str]()
         wait_s = FIRST_WAIT_S
         while True:
-            replica = asked.pinned or await self.picker.choose(asked.route, avoid)
+            choice = ReplicaChoice(asked.pinned) if asked.pinned else await self.picker.choose(asked.route, avoid)
+            replica = choice.replica
+            is_first = not avoid
             if replica.id in avoid:  # there is no other
                 await anyio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             avoid |= {replica.id}
             try:
                 with self.picker.count_request(replica.id):
-                    await self.relay.send(asked, replica, answer)
+                    # Only once: what has failed for one replica would hold up the request again for the next one.
+                    reader = await self.prefills.read_elsewhere(asked, choice) if is_first else ""
+                    await self.relay.send(asked, replica, answer, reader)
             except ReplicaLost as error:
                 if not answer.has_token:  # after one, the cause may be a client that does not read
                     self.picker.shun(replica.id)
@@ -161,7 +172,8 @@ class IngressApp:
                     return
                 self._repeats.labels("stopping" if stops else "busy").inc()
             else:
-                scope[NOTE] = f" replica={replica.id} replicas_tried={len(avoid)}"
+                said = f" reader={reader}" if reader else ""
+                scope[NOTE] = f" replica={replica.id} replicas_tried={len(avoid)}{said}"
                 self.holders.note_answer(asked, answer, replica)
                 return
 
@@ -195,17 +207,3 @@ def find_pin(request: Request) -> str:
     return Headers(scope=request.scope).get(REPLICA_HEADER.decode(), "") or QueryParams(
         request.scope["query_string"]
     ).get("replica", "")
-
-
-async def run_until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Await the work, and cancel it when the client leaves. The body must have been read."""
-    async with anyio.create_task_group() as tasks:
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            tasks.cancel_scope.cancel()
-
-        tasks.start_soon(watch)
-        await work()
-        tasks.cancel_scope.cancel()

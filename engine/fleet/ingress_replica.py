@@ -65,7 +65,7 @@ class IngressGate:
         async with self._building:
             if self.guard is None:
                 await self.thread.run(self.text.check)
-                replica = await self.picker.choose(None)
+                replica = await self.picker.find_any()
                 paths = frozenset({*replica.facts.paths, *files.load_files(), FLEET})
                 self.guard = self._build_guard(paths)
             return self.guard

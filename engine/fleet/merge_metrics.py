@@ -12,8 +12,14 @@ SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 REPLICA = "replica"
 
 
+def make_prefill_counter(registry: CollectorRegistry) -> Counter:
+    """Return the metric of prompts that a router has had read by another replica than the one that answers."""
+    meaning = "Prompts that another replica was to read, by its id and by outcome; all but `read` were read locally"
+    return Counter("rekindle_fleet_remote_prefills", meaning, ["reader", "outcome"], registry=registry)
+
+
 def make_repeat_counter(registry: CollectorRegistry) -> Counter:
-    """Return the only metric of an ingress besides those of its HTTP server."""
+    """Return the metric of requests that were repeated."""
     meaning = "Requests of a fleet that were sent to another replica before their client had a token"
     return Counter("rekindle_fleet_repeats", meaning, ["reason"], registry=registry)
 

@@ -43,12 +43,13 @@ class PrefixRequestRouter(RequestRouter):
     Replicas that Serve does not offer, and a failure here, cost speed only: the other replicas follow in the answer.
     """
 
-    def initialize_state(self, trace_folder: str = "") -> None:
+    def initialize_state(self, trace_folder: str = "", prefill_elsewhere: int = 0) -> None:
         """Make the router. Called by Ray Serve once, with what `request_router_kwargs` has.
 
         trace_folder: where the router of each process writes its trace (`routing_trace.py`); "": nowhere.
+        prefill_elsewhere: as `Policy` has it.
         """
-        self.router: PrefixRouter | TracedRouter = PrefixRouter(Policy())
+        self.router: PrefixRouter | TracedRouter = PrefixRouter(Policy(prefill_elsewhere=prefill_elsewhere))
         if trace_folder:
             self.router = open_traced_router(Path(trace_folder), self.router)
         self.asked = 0
@@ -104,6 +105,8 @@ class PrefixRequestRouter(RequestRouter):
         # The caller counts its open requests itself, and tells them with the next one.
         self.router.advance(RequestEnded(self.asked))
         log.debug("request %d: %s", self.asked, decision)
+        if decision is not None and (on_decision := given.get("on_decision")) is not None:
+            on_decision(decision)
         return decision
 
 

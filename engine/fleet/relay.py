@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 from attrs import define, field, frozen
@@ -14,6 +14,8 @@ from engine.fleet.replica_picker import Replica
 from engine.fleet.route_keys import RouteKeys
 
 REPLICA_HEADER = b"x-rekindle-replica"
+READER_HEADER = b"x-rekindle-reader"  # the replica that has read the prompt for the one that answers
+CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"host"})  # headers with which a replica lets a caller in
 CONNECT_S = 5.0
 IDLE_S = 60.0  # less than the 75 s after which a replica closes an idle connection
 # Headers of one hop, and those that each hop writes itself.
@@ -76,16 +78,16 @@ class ReplicaClient:
             )
         return self._session
 
-    async def send(self, asked: AskedRequest, replica: Replica, answer: HeldAnswer) -> None:
-        """Send a request to a replica, and its answer to the client.
+    async def send(self, asked: AskedRequest, replica: Replica, answer: HeldAnswer, reader: str = "") -> None:
+        """Send a request to a replica, and its answer to the client. reader: the id of the replica that has read the
+        prompt for this one; "": none.
 
         Raises ReplicaLost if the replica went away. Raises ReplicaRefused if it takes no request now.
         """
-        kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in keep_request_headers(asked)]
         request = self.session.request(
             asked.method,
             URL(replica.facts.url + asked.target, encoded=True),
-            headers=kept,
+            headers=decode_headers(keep_request_headers(asked.headers)),
             data=asked.body or None,
             allow_redirects=False,
         )
@@ -95,6 +97,8 @@ class ReplicaClient:
             raise ReplicaLost(describe_error(error)) from error
         async with response:
             headers = keep_response_headers(response, replica)
+            if reader:
+                headers = [*headers, (READER_HEADER, reader.encode())]
             if response.status in REFUSALS:
                 body = b"".join([part async for part in read_parts(response)])
                 raise ReplicaRefused(replica.id, response.status, headers, body)
@@ -105,10 +109,20 @@ class ReplicaClient:
 
     async def get(self, facts: ReplicaFacts, target: str, headers: RawHeaders) -> tuple[int, RawHeaders, bytes]:
         """Return status, headers and body of a GET. Raises ReplicaLost."""
-        kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
         try:
-            async with self.session.get(URL(facts.url + target, encoded=True), headers=kept) as response:
+            async with self.session.get(
+                URL(facts.url + target, encoded=True), headers=decode_headers(headers)
+            ) as response:
                 return response.status, response.raw_headers, await response.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ReplicaLost(describe_error(error)) from error
+
+    async def post(self, facts: ReplicaFacts, target: str, headers: RawHeaders, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the answer to a POST. headers: as a client has sent them. Raises ReplicaLost."""
+        kept = decode_headers(keep_request_headers(headers))
+        try:
+            async with self.session.post(URL(facts.url + target, encoded=True), headers=kept, data=body) as response:
+                return response.status, await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ReplicaLost(describe_error(error)) from error
 
@@ -127,9 +141,14 @@ async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         raise ReplicaLost(describe_error(error)) from error
 
 
-def keep_request_headers(asked: AskedRequest) -> Sequence[tuple[bytes, bytes]]:
+def keep_request_headers(headers: RawHeaders) -> RawHeaders:
     """Return the headers that a replica gets: those of the client, without those of its connection."""
-    return [(name, value) for name, value in asked.headers if name not in REQUEST_HEADERS]
+    return [(name, value) for name, value in headers if name not in REQUEST_HEADERS]
+
+
+def decode_headers(headers: RawHeaders) -> list[tuple[str, str]]:
+    """Return headers as the HTTP client takes them."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
 
 def keep_response_headers(response: aiohttp.ClientResponse, replica: Replica) -> RawHeaders:

@@ -20,6 +20,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.route_keys import RouteKeys
+from states.routing.choose_replica import RemotePrefill, RouteDecision
 
 log = logging.getLogger("rekindle.fleet")
 DRAWS = 16  # choices that are made to find a replica besides those to avoid, with a router that ignores these
@@ -37,6 +38,14 @@ class Replica:
     facts: ReplicaFacts
 
 
+@frozen
+class ReplicaChoice:
+    """The replica that gets a request. prefill: where another replica reads the prompt first."""
+
+    replica: Replica
+    prefill: RemotePrefill | None = None
+
+
 @define(eq=False)
 class ReplicaPicker:
     """Picks replicas. handle: a handle of the replicas' deployment."""
@@ -48,8 +57,12 @@ class ReplicaPicker:
     _shunned: dict[str, float] = field(factory=dict, init=False)  # until when, on the monotonic clock
     _listed: tuple[float, tuple[Replica, ...]] = field(default=(0.0, ()), init=False)
 
-    async def choose(self, route: RouteKeys | None, avoid: frozenset[str] = frozenset()) -> Replica:
-        """Return the replica that the router chooses. Waits while there is none.
+    async def find_any(self) -> Replica:
+        """Return any replica. Waits while there is none."""
+        return (await self.choose(None)).replica
+
+    async def choose(self, route: RouteKeys | None, avoid: frozenset[str] = frozenset()) -> ReplicaChoice:
+        """Return what the router chooses. Waits while there is no replica.
 
         avoid: replicas that have failed this request. One of them is returned only if the router finds no other.
         """
@@ -58,17 +71,23 @@ class ReplicaPicker:
         unwanted = avoid | self._shunned.keys()
         for _ in range(DRAWS):
             found = await self._draw(route, frozenset(unwanted))
-            if found.id not in unwanted:
+            if found.replica.id not in unwanted:
                 break
         return found
 
-    async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> Replica:
+    async def _draw(self, route: RouteKeys | None, avoid: frozenset[str]) -> ReplicaChoice:
         """Return the router's choice. Waits while there is no replica, and while none can be started."""
         while True:
-            choice = self.handle.choose_replica(route=route, in_flight=self.in_flight, avoid=avoid, _reserve=False)
+            decisions = list[RouteDecision]()
+            choice = self.handle.choose_replica(
+                route=route, in_flight=self.in_flight, avoid=avoid, on_decision=decisions.append, _reserve=False
+            )
             try:
                 async with choice as selection:
-                    return self._remember(selection.replica_id, selection.replica_metadata)
+                    replica = self._remember(selection.replica_id, selection.replica_metadata)
+                    # Serve may take another replica than the router has put first.
+                    followed = decisions and decisions[-1].replica == replica.id
+                    return ReplicaChoice(replica, decisions[-1].prefill if followed else None)
             except DeploymentUnavailableError:
                 await anyio.sleep(LISTED_S)
 

@@ -14,13 +14,12 @@ from attrs import define, field
 
 from adapters.http.apis.openai_responses import PATH
 from engine.fleet.held_answer import HeldAnswer, RawHeaders, ReplicaLost
-from engine.fleet.relay import AskedRequest, ReplicaClient
+from engine.fleet.relay import CREDENTIALS, AskedRequest, ReplicaClient
 from engine.fleet.replica_picker import Replica, ReplicaPicker
 
 MOST_REMEMBERED = 1 << 16  # responses: 20 MB at most
 NAMED = re.compile(rb'"(?:previous_response_id|item_reference)"')
 RESPONSE_ID = re.compile(rb"resp_[0-9a-f]{24}")
-CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"host"})
 
 
 @define(eq=False)

@@ -4,6 +4,7 @@
 * `in_flight`: a mapping from the id of a replica to the requests of this ingress that the replica is answering. Serve
   cannot count them, because answers do not pass through Serve's own calls.
 * `avoid`: the ids of replicas that have failed this request, or that could not be reached just now.
+* `on_decision`: a function that the router calls with its `RouteDecision`, in the same process and event loop.
 
 The id of a replica is `RunningReplica.replica_id.unique_id`.
 """

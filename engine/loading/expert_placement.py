@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from attrs import evolve
 
-from adapters.models.decoder.expert_products import EXPERTS
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import RING, HostExperts
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.open_checkpoint import EXPERTS
 from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import WeightOptions
@@ -40,8 +40,7 @@ def choose_expert_bytes(
     """Return the bytes of the device for experts. 0: host memory keeps no experts. Raises UserError.
 
     It is what was asked for, or half of `left`, and no more than all experts take, without those that the host
-    computes. left: bytes of the device that
-    nothing else takes.
+    computes. left: bytes of the device that nothing else takes.
     """
     if weights.device_expert_bytes is None:
         return 0

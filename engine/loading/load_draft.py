@@ -116,7 +116,7 @@ def build_own_kernels(
         target = config.products(placement.buckets, capacity=capacity, dtype=dtype, threads=threads)
         own = found.products(target, capacity=capacity, vocab=config.vocab_size)
         head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
-        listed = evolve(own, weights=(*own.weights, head))
+        listed = evolve(own, weights=tuple(dict.fromkeys((*own.weights, head))))
         key = build_proof_key(listed, kernels, placement.device, (str(dtype), "apart"))
         proven = kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)

@@ -24,6 +24,7 @@ from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.load_request import build_layers_request
 from adapters.store.slab_memory import Buffer, SlabMemory
 from engine.loading.device_survey import Placement, free_memory
+from engine.loading.packed_estimate import log_unpacked_weights
 from engine.loading.prove_numerics import ProvenKernels
 
 
@@ -77,6 +78,7 @@ def stage_weights(
     of the free memory stay free, since proofs need memory too. If a CPU has layers, uploads wait, because its proof may
     change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
     """
+    log_unpacked_weights(checkpoint, dtype, plan)
     own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
     taken = list[Buffer]()  # the buffers of the uploads
 

@@ -311,7 +311,12 @@ def load_with_peers(
 
 
 def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
+    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`.
+
+    Experts in host memory are unpacked, because all of them must have one form there.
+    """
+    if weights.device_expert_bytes is not None:
+        checkpoint = checkpoint.with_unpacked_experts()
     if weights.quantized_bits:
         checkpoint = checkpoint.with_quantisation(weights.quantized_bits)
     return checkpoint.with_dtype(dtype)

@@ -33,8 +33,10 @@ from engine.loading.find_draft import FoundDraft
 from engine.loading.load_draft import plan_draft_placement
 from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
 from engine.loading.packed_estimate import (
+    EMBEDDING,
     count_packed_products,
     estimate_cpu_experts,
+    leave_out_experts,
     list_host_products,
     list_packed_tensors,
 )
@@ -44,7 +46,6 @@ from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
-EMBEDDING = "model.embed_tokens.weight"
 # The bytes of a GPU that stay free at least; a tenth of its memory if that is more. Its context, graphs and short-lived
 # buffers of kernels need them.
 SPARE = 1 << 30
@@ -131,6 +132,8 @@ def estimate_needs(
     peer: the process that has the draft, if another one does. layouts: of tensors that may stay packed in products.
     proven: which products a CPU computes from packed weights; None: as it is expected.
     """
+    if options.weights.device_expert_bytes is not None:
+        layouts = leave_out_experts(layouts)
     hosted = estimate_expert_bytes(options, config, dtype, plan, layouts)
     table = (
         math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize if hosts_embedding(config, dtype, plan, layouts) else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,9 +18,12 @@ from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.kernels.factory import explain_missing_library
 from adapters.models.kernels.packed_formats import PANEL, has_packed_kernel
 from adapters.models.kernels.product_list import ProductPlan, Products, Weight
-from engine.loading.device_survey import (
-    host_memory,
-)
+from adapters.models.open_checkpoint import EXPERTS, Checkpoint
+from engine.loading.device_survey import Placement, host_memory
+from engine.settings.formatting import format_bytes
+
+log = logging.getLogger("rekindle")
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def list_host_products(config: ModelConfig, dtype: torch.dtype) -> Products:
@@ -89,15 +94,34 @@ def keeps_packed(config: ModelConfig, dtype: torch.dtype) -> bool:
     return not explain_missing_library() and not (tiles and list_host_products(config, dtype).unpacked)
 
 
+def leave_out_experts(layouts: Mapping[str, StepLayout]) -> dict[str, StepLayout]:
+    """Return the layouts of all tensors but those of experts, which are unpacked for host memory."""
+    return {name: layout for name, layout in layouts.items() if EXPERTS not in name}
+
+
+def log_unpacked_weights(checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement]) -> None:
+    """Say which packed formats GPUs unpack because they have no products for them, with their bytes then."""
+    if all(one.compute_device.type != "cuda" for one in plan):
+        return
+    shapes = {name: shape for name, shape in checkpoint.config.tensors().items() if name != EMBEDDING}
+    kept = list_packed_tensors(shapes, checkpoint.layouts, dtype)
+    taken = Counter[str]()
+    for name, shape in shapes.items():
+        form = checkpoint.tensors[name].packing_name if name in checkpoint.tensors else ""
+        if form and name not in kept:
+            taken[form] += math.prod(shape) * dtype.itemsize
+    if taken:
+        found = ", ".join(f"{form} ({format_bytes(size)})" for form, size in taken.most_common())
+        log.info("a GPU has no products for these packed weights, so they are unpacked: %s", found)
+
+
 def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of the tensors that a GPU keeps packed. Experts do not stay packed; gates only if their partner
-    does.
-    """
+    """Return the bytes of the tensors that a GPU keeps packed. Gates stay packed only if their partner does."""
     found = dict[str, int]()
     for name, shape in shapes.items():
         layout = layouts.get(name)
         both = [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
         alike = {layouts.get(one) for one in both} == {layout}
-        if layout is not None and alike and ".experts." not in name and has_packed_kernel(layout, shape[1], dtype):
+        if layout is not None and alike and has_packed_kernel(layout, shape[1], dtype):
             found[name] = math.ceil(math.prod(shape) * layout.bits / 8)
     return found

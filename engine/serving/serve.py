@@ -28,9 +28,9 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.sampling.grammar_mask import Match
 from adapters.http.apis.registry import make_error_response
 from adapters.http.app import build_app
-from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.histories import Histories
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.persistent_lru import PersistentLru
 from adapters.http.history.response_store import ResponseStore
@@ -38,7 +38,6 @@ from adapters.http.page import files
 from adapters.http.wire.errors import unavailable
 from adapters.http.wire.server import RunningServer, serve_app
 from adapters.watched_thread import WatchedThread
-from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
@@ -48,7 +47,8 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
-from engine.serving.digest_route import make_digest_route
+from engine.serving.build_edge_options import build_edge_options
+from engine.serving.fleet_routes import make_fleet_routes
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.live_figures import LiveFigures
@@ -190,13 +190,8 @@ async def serve_model(
     try:
         target = with_grammars(target, text.grammars.match)
         recorder = build_recorder(options, target)
-        archive = ResponseStore()
-        memory = TurnMemory()
-        frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
-        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
-        if frozen is not None:
-            histories[FROZEN] = frozen
-        recall = HistoryLoader(histories, disk_folder(options.cache))
+        histories, loader = make_histories(options, target)
+        frozen = histories.frozen_messages
         watch = ShardWatch(target.peers, target.lane)
         async with run_engine(
             target.settings,
@@ -214,29 +209,38 @@ async def serve_model(
             running.metrics.watch_shards(
                 partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
-            about = edge_options(options, target, text.sampling)
-            app = build_app(
-                running.submissions, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
-            )
-            app.router.routes.append(make_digest_route(running, target))
-            gate.app = app
+            about = build_edge_options(options, target, text.sampling)
+            routes = make_fleet_routes(running.submissions, target)
+            gate.app = build_app(running.submissions, text, about, running.metrics, histories, fleet_routes=routes)
             watch.start()
             steps.finish()
             freeze_collected()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as background:
-                background.start_soon(recall.run)
+                background.start_soon(loader.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
             deadline = anyio.current_time() + options.http.grace
             clean = await drain_requests(running, serving, options.http.grace)
         watch.close()
-        for history in histories.values():
+        for history in loader.stores.values():
             await history.close(deadline)
         await text.aclose()
         return clean
     finally:
         await target.close()
+
+
+def make_histories(options: Options, target: LoadedModel) -> tuple[Histories, HistoryLoader]:
+    """Return the memories of a server, and what reads them at its start."""
+    responses = ResponseStore()
+    turns = TurnMemory()
+    frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
+    kept: dict[str, PersistentLru] = {RESPONSES: responses, TURNS: turns}
+    if frozen is not None:
+        kept[FROZEN] = frozen
+    loader = HistoryLoader(kept, disk_folder(options.cache))
+    return Histories(responses, turns, frozen, loader), loader
 
 
 async def drain_requests(running: Engine, serving: RunningServer, grace_s: float) -> bool:
@@ -314,36 +318,3 @@ def build_recorder(options: Options, target: LoadedModel) -> Recorder | None:
     except OSError as error:
         raise UserError(f"--trace {options.diagnostics.trace}: {error.strerror or error}") from error
     return recorder
-
-
-def edge_options(options: Options, target: LoadedModel, sampling: Sampling) -> EdgeOptions:
-    """Return the options of the HTTP edge."""
-    return EdgeOptions(
-        model_id=target.model_id,
-        max_ctx=target.settings.max_context,
-        vocab=target.checkpoint.config.vocab_size,
-        api_keys=options.http.api_key,
-        aliases=options.model.alias,
-        any_model=options.model.any_model,
-        allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
-        allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
-        numerics=target.numerics_facts,
-        model_info=target.model_info,
-        sampling=sampling,
-        scope=target.scope,
-        disk=target.has_disk,
-        compression=CompressionDefaults(
-            options.compression.prefill_compression,
-            options.compression.prefill_threshold,
-            round(options.compression.prefill_keep_ratio * 1000),
-            options.compression.keep_ratio_curve,
-            target.settings.scorer_max_tokens,
-            freeze=target.freezes,
-        ),
-        stabilize=options.http.stabilize,
-        created=int(time.time()),
-        version=__version__,
-        max_body=options.http.max_body << 20,
-        max_jobs=target.settings.slots + options.http.max_queue,
-        request_timeout_s=options.http.request_timeout,
-    )

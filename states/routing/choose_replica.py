@@ -33,7 +33,6 @@ from attrs import evolve, field, frozen
 
 from states.routing.digests import LoadReport
 from states.routing.fleet_view import NOTHING, FleetView, KnownReplica, ReplicaGroup, list_numbers
-from states.routing.route_prices import SHARED_TIER
 
 Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "home_slower", "only_one", "new_session"]
 
@@ -48,14 +47,15 @@ EXCLUDED = 1 << 100  # ranks last
 class Policy:
     """The settings of a router.
 
-    excess, spare: a replica with `limit` open requests gets no more: limit = excess % of the average + spare.
+    excess, extra_requests: a replica with `limit` open requests gets no more: limit = excess % of the average +
+    extra_requests.
     work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
     replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
     none does.
     """
 
     excess: int = 125
-    spare: int = 3
+    extra_requests: int = 4
     work_weight: int = 5
     neighbour_ns: int = 500_000_000
     prefill_elsewhere: int = 0
@@ -105,11 +105,25 @@ class ReplicaLoads:
 
 
 @frozen
+class RemotePrefill:
+    """Another replica reads the prompt first and leaves its rows in the shared tier (`remote_prefill.py`).
+
+    replica: that reads. held: tokens that the answering replica has without it. read_ns: until the rows are in the
+    shared tier. load_ns: after that, until the answering replica has loaded them.
+    """
+
+    replica: str
+    held: int
+    read_ns: int
+    load_ns: int
+
+
+@frozen
 class RouteDecision:
     """The replica that gets a request, and why.
 
     held: tokens by tier (device, host, disk, shared), as far as it and those before it have everything.
-    prefill_on: the replica that reads the prompt first and leaves its rows in the shared tier; "": none.
+    prefill: where another replica reads the prompt first.
     """
 
     replica: str
@@ -120,7 +134,12 @@ class RouteDecision:
     requests: int  # open requests there before this one
     limit: int  # open requests from which on a replica was left out
     home: str = ""
-    prefill_on: str = ""
+    prefill: RemotePrefill | None = None
+
+    @property
+    def work_ns(self) -> int:
+        """The time that the replica itself works until the prompt is there."""
+        return self.ready_ns if self.prefill is None else self.prefill.load_ns
 
 
 @frozen
@@ -148,7 +167,7 @@ class Fleet:
     def limit(self) -> int:
         """The open requests with which a replica gets no more: above the average, this one included."""
         policy = self.policy
-        return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.spare
+        return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.extra_requests
 
 
 def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) -> RouteDecision | None:
@@ -176,14 +195,13 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) ->
                 stay = candidate
     if best is None:
         # All that are left after those to be avoided are at the limit.
-        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, spare=1 << 30)), query, home)
+        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, extra_requests=1 << 30)), query, home)
     chosen = best
     reason = explain_choice(best, at_home, stay, count)
     if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):
         chosen = stay
         reason = "home"
-    decision = describe_choice(fleet, chosen, reason, query, "" if home is None else home.replica)
-    return choose_prefill_elsewhere(fleet, query, decision) if fleet.policy.prefill_elsewhere else decision
+    return describe_choice(fleet, chosen, reason, query, "" if home is None else home.replica)
 
 
 def count_home_blocks(replica: KnownReplica, home: SessionHome, keys: Sequence[bytes]) -> int:
@@ -294,33 +312,3 @@ def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: Rout
     return RouteDecision(
         replica.name, reason, held, chosen.wait_ns, chosen.ready_ns, chosen.requests, fleet.limit, home
     )
-
-
-# --- prefill elsewhere ---
-
-
-def choose_prefill_elsewhere(fleet: Fleet, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
-    """Let an idle replica read a long prompt, if that and loading its rows from the shared tier costs less time.
-
-    Where the chosen replica reads it, each of its open requests is delayed, too, so the time counts once for each of
-    them. The idle one delays none. Writing the rows is taken to be as slow as loading them.
-    """
-    loads = fleet.loads
-    target = fleet.view.replicas[decision.replica]
-    held = max(decision.held)
-    missing = query.tokens - held
-    per_token = target.prices.loads.get(SHARED_TIER, 0)
-    if missing < fleet.policy.prefill_elsewhere or not per_token:
-        return decision
-    idle = [
-        one
-        for one in fleet.view.replicas.values()
-        if one is not target and not loads.requests[one.number] and loads.free_at[one.number] <= fleet.now_ns
-    ]
-    if not idle:
-        return decision
-    reader = idle[query.number % len(idle)]
-    elsewhere = reader.prices.estimate_prefill_time(held, query.tokens) + 2 * missing * per_token
-    if elsewhere >= decision.wait_ns + decision.ready_ns * (1 + decision.requests):
-        return decision
-    return evolve(decision, prefill_on=reader.name, ready_ns=max(0, elsewhere - decision.wait_ns))

@@ -22,6 +22,7 @@ from states.routing.choose_replica import (
 )
 from states.routing.digests import ReplicaDigest
 from states.routing.fleet_view import FleetView
+from states.routing.remote_prefill import add_remote_prefill
 
 SCANNED_KEYS = 256  # last keys of a prompt among which the end of an earlier prompt is looked for
 MOST_HOMES = 1 << 16  # conversations that are remembered; the one that was silent longest is forgotten first
@@ -59,11 +60,22 @@ class RequestArrived:
 
 
 @frozen
-class RequestEnded:
+class PrefillEnded:
+    """The replica that read the prompt of this request for another one has ended, in whatever way."""
+
     number: int
 
 
-RouterEvent: TypeAlias = ReplicaAdded | ReplicaRemoved | DigestArrived | RequestsCounted | RequestArrived | RequestEnded
+@frozen
+class RequestEnded:
+    """The request has ended, and so has everything that was done for it."""
+
+    number: int
+
+
+RouterEvent: TypeAlias = (
+    ReplicaAdded | ReplicaRemoved | DigestArrived | RequestsCounted | RequestArrived | PrefillEnded | RequestEnded
+)
 
 
 @define(eq=False)
@@ -78,14 +90,18 @@ class PrefixRouter:
     _sessions: list[int] = field(factory=list[int])
     _ends: dict[bytes, str] = field(factory=dict[bytes, str])  # last key of a prompt -> its conversation
     _open: dict[int, str] = field(factory=dict[int, str])  # request -> its replica
+    _readers: dict[int, str] = field(factory=dict[int, str])  # request -> the replica that reads its prompt first
 
     def advance(self, event: RouterEvent) -> RouteDecision | None:
         """Take in an event. Return the decision about a request; None: there is no replica, or it was another event."""
         match event:
             case RequestArrived(query, now_ns):
                 return self._route(query, now_ns)
+            case PrefillEnded(number):
+                self._count_off(self._readers.pop(number, ""))
             case RequestEnded(number):
-                self._end_request(number)
+                self._count_off(self._readers.pop(number, ""))
+                self._count_off(self._open.pop(number, ""))
             case DigestArrived(name, digest, now_ns):
                 self._apply_digest(name, digest, now_ns)
             case RequestsCounted(counts):
@@ -126,10 +142,23 @@ class PrefixRouter:
         if not query.session and query.keys:
             query = evolve(query, session=self._name_conversation(query.keys))
         home = self.homes.get(query.session) if query.session else None
-        decision = choose_replica(Fleet(self.view, loads, now_ns, self.policy), query, home)
-        if decision is not None:
-            self._note_decision(query, decision, home, now_ns)
+        fleet = Fleet(self.view, loads, now_ns, self.policy)
+        decision = choose_replica(fleet, query, home)
+        if decision is None:
+            return None
+        if self.policy.prefill_elsewhere:
+            decision = add_remote_prefill(fleet, query, decision)
+        if decision.prefill is not None:
+            self._readers[query.number] = decision.prefill.replica
+            self._add_work(decision.prefill.replica, now_ns, decision.prefill.read_ns)
+        self._note_decision(query, decision, home, now_ns)
         return decision
+
+    def _add_work(self, name: str, now_ns: int, work_ns: int) -> None:
+        """Count an open request of a replica, and the time that its prompt takes there."""
+        number = self.view.replicas[name].number
+        self._requests[number] += 1
+        self._free_at[number] = max(self._free_at[number], now_ns) + work_ns
 
     def _name_conversation(self, keys: Sequence[bytes]) -> str:
         """Return a name for the conversation of a prompt without one: that of an earlier prompt that it continues."""
@@ -145,9 +174,7 @@ class PrefixRouter:
 
     def _note_decision(self, query: RouteQuery, decision: RouteDecision, home: SessionHome | None, now_ns: int) -> None:
         replica = self.view.replicas[decision.replica]
-        number = replica.number
-        self._requests[number] += 1
-        self._free_at[number] = max(self._free_at[number], now_ns) + decision.ready_ns
+        self._add_work(replica.name, now_ns, decision.work_ns)
         self._open[query.number] = replica.name
         if not query.session:
             return
@@ -168,8 +195,9 @@ class PrefixRouter:
         if replica is not None:
             self._sessions[replica.number] = max(0, self._sessions[replica.number] + change)
 
-    def _end_request(self, number: int) -> None:
-        replica = self.view.replicas.get(self._open.pop(number, ""))
+    def _count_off(self, name: str) -> None:
+        """Count an open request less, if there is a replica of this name."""
+        replica = self.view.replicas.get(name)
         if replica is not None:
             self._requests[replica.number] = max(0, self._requests[replica.number] - 1)
 

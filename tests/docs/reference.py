@@ -29,7 +29,7 @@ from benchmarks.report import wrap_prose
 from effects.job import Report
 from effects.ports import Closed
 from engine.commands import app
-from engine.fleet.merge_metrics import make_repeat_counter
+from engine.fleet.merge_metrics import make_prefill_counter, make_repeat_counter
 from tests.text import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
@@ -172,6 +172,7 @@ def every_metric() -> Metrics:
     metrics.set_gauges(0, 0, 1)
     metrics.count_response("/v1/models", 200)
     make_repeat_counter(metrics.registry).labels("lost").inc()
+    make_prefill_counter(metrics.registry).labels("a", "read").inc()
     return metrics
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ import anyio
 import httpx
 import pytest
 from attrs import define, evolve
+from starlette.routing import Route
 
-from adapters.http.app import build_app
+from adapters.http.app import Edge, build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.histories import Histories
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
@@ -76,6 +78,7 @@ async def served(
     turns: Path | None = None,
     frozen: FrozenMessages | None = None,
     recall: HistoryLoader | None = None,
+    fleet_routes: Callable[[Edge], Sequence[Route]] = lambda _: (),
     **options: Any,
 ) -> AsyncIterator[Site]:
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
@@ -95,7 +98,8 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive, turns=memory, frozen=frozen, loader=recall)
+        histories = Histories(archive, memory, frozen, recall)
+        app = build_app(fake, text, edge, metrics, histories, fleet_routes=fleet_routes)
 
         limits = ServerLimits(**{"grace_s": 2} | (server or {}))
 

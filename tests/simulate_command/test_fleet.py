@@ -21,7 +21,7 @@ from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulation_options import ROUTER_NAMES
 from engine.tools.simulation.tally import InfiniteCache, compute_quantile
 from engine.tools.simulation.virtual_clock import Clock
-from states.routing.choose_replica import RouteDecision
+from states.routing.choose_replica import RemotePrefill, RouteDecision
 from states.routing.other_routers import LeastQueue
 from states.routing.prefix_router import RouterEvent
 from states.settings import Settings
@@ -157,7 +157,8 @@ class NextReads(LeastQueue):
         decision = super().advance(event)
         if decision is None:
             return None
-        return evolve(decision, prefill_on=str((int(decision.replica) + 1) % len(self.requests)))
+        reader = str((int(decision.replica) + 1) % len(self.requests))
+        return evolve(decision, prefill=RemotePrefill(reader, 0, 0, 0))
 
 
 def test_a_prompt_that_is_read_elsewhere_comes_by_way_of_the_shared_tier():

@@ -1,7 +1,6 @@
 """The GGUF types of few bits that products do not multiply packed. They are unpacked on the host while they are loaded.
 
-The `gguf` package unpacks them, which is optional (extra `gguf`). Only MXFP4, in which gpt-oss is published, needs no
-package.
+The `gguf` package unpacks them, which is optional (extra `gguf`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.arranged_tensor import EXPONENT, FOUR_BITS
 from adapters.checkpoint.checkpoint_error import CheckpointError
 
 HOST_TYPES = frozenset(
@@ -27,7 +25,6 @@ HOST_TYPES = frozenset(
         "IQ2_S",
         "IQ3_XXS",
         "IQ3_S",
-        "MXFP4",
     )
 )
 
@@ -35,10 +32,8 @@ HOST_TYPES = frozenset(
 def unpack_few_bits(name: str, blocks: Tensor) -> Tensor:
     """Return the weights of blocks of bytes on the host, `[blocks, size]`: float32 `[blocks, count]`.
 
-    name: of the type. Raises CheckpointError where the package is needed and not installed.
+    name: of the type. Raises CheckpointError where the package is not installed.
     """
-    if name == "MXFP4":
-        return unpack_mxfp4_blocks(blocks)
     try:
         from gguf import GGMLQuantizationType  # noqa: PLC0415 - an optional package, which takes half a second
         from gguf.quants import dequantize  # noqa: PLC0415
@@ -49,13 +44,3 @@ def unpack_few_bits(name: str, blocks: Tensor) -> Tensor:
     with np.errstate(all="ignore"):  # what is no number is refused by the caller
         found = dequantize(blocks.numpy(), GGMLQuantizationType[name])
     return torch.from_numpy(np.ascontiguousarray(found, dtype=np.float32)).view(len(blocks), -1)
-
-
-def unpack_mxfp4_blocks(blocks: Tensor) -> Tensor:
-    """Return the weights of blocks of MXFP4: the scale, and 16 bytes, each with a number of either half of the block.
-
-    Every number is exact, since it has one bit of mantissa. A zero has no sign, as the package has it.
-    """
-    codes = torch.cat((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), 1).int()
-    exponents = blocks[:, :1].int() - EXPONENT
-    return torch.ldexp(torch.tensor(FOUR_BITS)[codes], exponents).add_(0.0)

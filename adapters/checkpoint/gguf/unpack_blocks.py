@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
+from adapters.checkpoint.arranged_tensor import scale_mxfp4
+from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StepLayout
 
 K_SCALED = StepLayout("int8", 32, per=8, inner=True, least="own")
 LAYOUTS: Mapping[str, StepLayout] = {
@@ -22,6 +23,7 @@ LAYOUTS: Mapping[str, StepLayout] = {
     "Q6_K": StepLayout("int8", 16, per=16, inner=True),
     "IQ4_NL": StepLayout("iq4", 32),
     "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
+    "MXFP4": MXFP4,
 }
 
 
@@ -96,6 +98,11 @@ def unpack_iq4_xs(blocks: Tensor) -> PackedMatrix:
     return PackedMatrix(LAYOUTS["IQ4_XS"], split_nibbles(blocks[:, 8:], 16), view_float16(blocks[:, :2]), scale)
 
 
+def unpack_mxfp4(blocks: Tensor) -> PackedMatrix:
+    """Unpack the exponent of a scale, and 16 bytes, each with a number of either half of the block."""
+    return PackedMatrix(LAYOUTS["MXFP4"], split_nibbles(blocks[:, 1:], 16), scale_mxfp4(blocks[:, :1]))
+
+
 UNPACK: Mapping[str, Callable[[Tensor], PackedMatrix]] = {
     "Q8_0": unpack_q8_0,
     "Q4_0": unpack_q4_0,
@@ -104,6 +111,7 @@ UNPACK: Mapping[str, Callable[[Tensor], PackedMatrix]] = {
     "Q6_K": unpack_q6_k,
     "IQ4_NL": unpack_iq4_nl,
     "IQ4_XS": unpack_iq4_xs,
+    "MXFP4": unpack_mxfp4,
 }
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 """The types that are not packed."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from adapters.checkpoint.arranged_tensor import ArrangedTensor, unpack_mxfp4
+from adapters.checkpoint.arranged_tensor import ArrangedTensor, pack_mxfp4, unpack_mxfp4
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.quantised.quantisation_config import (
     NAME,
@@ -95,7 +95,12 @@ def fold_mxfp4(folder: Path, scanned: Mapping[str, TensorEntry]) -> dict[str, St
         shape = (*blocks.shape[:2], 2 * MXFP4_BYTES * blocks.shape[2])
         del found[name], found[f"{module}_scales"]
         found[module] = ArrangedTensor(
-            (blocks, scales), shape, torch.bfloat16, lambda parts: unpack_mxfp4(*parts), "mxfp4"
+            (blocks, scales),
+            shape,
+            torch.bfloat16,
+            lambda parts: unpack_mxfp4(*parts),
+            "mxfp4",
+            lambda parts: pack_mxfp4(*parts),
         )
     return found
 

@@ -115,7 +115,12 @@ def separate_by_owner(controls: Controls, owner: str) -> Controls:
     """Return the controls with a salt of the API key's own, so every key has prefixes of its own. owner: a name for the
     key; empty without keys.
     """
-    return evolve(controls, salt=digest_salt(f"{owner} {controls.salt}")) if owner else controls
+    return evolve(controls, salt=separate_salt(controls.salt, owner))
+
+
+def separate_salt(salt: str, owner: str) -> str:
+    """Return the salt of an API key's own. owner: a name for the key; empty without keys."""
+    return digest_salt(f"{owner} {salt}") if owner else salt
 
 
 def read_max_tokens(fields: Fields, names: ApiFieldNames) -> int | None:

@@ -30,7 +30,7 @@ from adapters.models.decoder.layer_index import LayerIndex, RopeTables
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer
 from adapters.models.decoder.shard import FindCaches, PositionalStates, ShardSpec
-from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.tree_attention import TreeGroups
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.step_batch import Batch
@@ -69,7 +69,7 @@ class LayerRunner:
         self,
         launch: Callable[[str, Callable[[], Tensor | None]], Tensor | None],
         buffers: Buffers,
-        tree: TreeAttention | None = None,
+        tree: TreeGroups | None = None,
         *,
         early: bool = False,
     ) -> None:
@@ -95,7 +95,7 @@ class LayerRunner:
         return self.layers[number - self.spec.layers.start]
 
     def _run_until_feed(
-        self, buffers: Buffers, tree: TreeAttention | None, skipped: Container[int], *, before: int | None, cut: int
+        self, buffers: Buffers, tree: TreeGroups | None, skipped: Container[int], *, before: int | None, cut: int
     ) -> Tensor:
         """Run the layers behind the cut `before` up to what the experts of layer `cut` read, which is returned."""
         delta = self._run_span(buffers, tree, skipped, before=before, stop=cut)
@@ -104,7 +104,7 @@ class LayerRunner:
         return begin_feed(self.kernels, self._layer(cut).frame, buffers.hidden, mixed)
 
     def _run_to_end(
-        self, buffers: Buffers, tree: TreeAttention | None, skipped: Container[int], *, before: int | None, early: bool
+        self, buffers: Buffers, tree: TreeGroups | None, skipped: Container[int], *, before: int | None, early: bool
     ) -> None:
         """Run the layers behind the cut `before`."""
         delta = self._run_span(buffers, tree, skipped, before=before, stop=self.spec.layers.stop, early=early)
@@ -114,7 +114,7 @@ class LayerRunner:
     def _run_span(
         self,
         buffers: Buffers,
-        tree: TreeAttention | None,
+        tree: TreeGroups | None,
         skipped: Container[int],
         *,
         before: int | None,
@@ -158,7 +158,7 @@ class LayerRunner:
             buffers.row_inputs = self.row_inputs.compute(self.kernels, buffers.batch.tokens, residual)
 
     def run_layer(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
+        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeGroups | None, *, stops: bool
     ) -> Tensor | None:
         """Run one layer, operation by operation. stops: as `early` in `run`."""
         kernels = self.kernels
@@ -175,7 +175,7 @@ class LayerRunner:
         return None
 
     def _mix(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
+        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeGroups | None, *, stops: bool
     ) -> Tensor | None:
         """Run a layer up to what attention or the recurrence returns. None if it stops."""
         kernels = self.kernels
@@ -190,7 +190,7 @@ class LayerRunner:
             assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[index], batch)
         elif tree is not None:
-            attended = tree.attend(index, select_heads(kernels, layer, own), layer.prep, layer.rule)
+            attended = tree.attend(layer, self.layout.find_owner(number), select_heads(kernels, layer, own))
             mixed = finish_attention(kernels, layer, attended, own)
         else:
             found = self._attend(number, layer, own, batch, stops=stops)

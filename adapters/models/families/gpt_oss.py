@@ -1,16 +1,16 @@
 """gpt-oss: every other layer has a window, attention has sinks, and all products have biases.
 
 Published experts are in MXFP4, all of a layer in one tensor. Rows of gates and rows of what they let through alternate.
-They are unpacked exactly, to bfloat16, when they are read. Checkpoints that are not quantised have such a tensor
-transposed.
+They stay packed where kernels multiply them so. Otherwise they are unpacked exactly, to bfloat16, when they are read.
+Checkpoints that are not quantised have such a tensor transposed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from attrs import evolve, field, frozen
 from torch import Tensor
@@ -28,6 +28,8 @@ from adapters.models.decoder.layered_config import FULL, SLIDING, LayeredConfig,
 from adapters.models.decoder.rope import Rotary, parse_rope
 from adapters.models.kernels.activations import ALPHA, CLAMPED, LIMIT
 from adapters.models.kernels.experts_interface import BiasedExpertsShape
+
+T = TypeVar("T")
 
 HEAD_DIM = 64  # the default of transformers, for files without head_dim
 WINDOW = 128  # likewise
@@ -104,7 +106,13 @@ def _select(entry: StoredTensor, number: int, rows: slice, *, is_bias: bool) -> 
     if isinstance(entry, ArrangedTensor):  # MXFP4, with the rows of all experts in its parts
         count = len(range(entry.shape[1])[rows])
         parts = tuple(part.select(number) for part in entry.parts)
-        return evolve(entry, parts=parts, shape=(count, entry.shape[2]), arrange=partial(_unpack, entry.arrange, rows))
+        return evolve(
+            entry,
+            parts=parts,
+            shape=(count, entry.shape[2]),
+            arrange=partial(_take_rows, entry.arrange, rows),
+            pack=None if entry.pack is None else partial(_take_rows, entry.pack, rows),
+        )
     assert isinstance(entry, TensorEntry)
     own = entry.select(number)
     if is_bias:
@@ -113,8 +121,9 @@ def _select(entry: StoredTensor, number: int, rows: slice, *, is_bias: bool) -> 
     return ArrangedTensor((own,), shape, own.dtype, partial(_transpose, rows))
 
 
-def _unpack(unpack: Any, rows: slice, parts: Sequence[Tensor]) -> Tensor:
-    return unpack([part[rows] for part in parts])
+def _take_rows(make: Callable[[Sequence[Tensor]], T], rows: slice, parts: Sequence[Tensor]) -> T:
+    """Make some rows of a matrix from the rows of its parts."""
+    return make([part[rows] for part in parts])
 
 
 def _take(rows: slice, parts: Sequence[Tensor]) -> Tensor:

@@ -21,6 +21,11 @@ class CudaCapability:
         return self.major == 9
 
     @property
+    def takes_plain_pointers(self) -> bool:
+        """True if products read weights by pointers, because the device has no bulk copies by descriptors."""
+        return 0 < self.major < 9
+
+    @property
     def overlaps_launches(self) -> bool:
         """True if a kernel may start while the one before it drains (programmatic dependent launch)."""
         return self.major >= 9

@@ -20,6 +20,7 @@ def has_packed_kernel(layout: StepLayout, columns: int, dtype: torch.dtype) -> b
     """Return whether there are kernels for such weights. dtype: what is computed in; tensor cores want 16 bits."""
     return (
         dtype.itemsize == 2
+        and (dtype == torch.bfloat16 or layout.steps != "e2m1")
         and layout.fits(columns)
         and (layout.scale == "float16" or layout.least != "own")
         and (layout.span >= block_columns(layout) or (layout.scale != "float32" and layout.steps != "e4m3"))

@@ -42,7 +42,7 @@ from adapters.models.numerics.probe_result import (
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
 
-_EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
+_EXPERTS = 3  # the arithmetic of experts, of which nothing that was kept of another is taken
 
 
 @frozen(kw_only=True)

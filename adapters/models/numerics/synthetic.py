@@ -121,7 +121,7 @@ def random_matrix(
         return PackedMatrix(layout, drawn.to(torch.float8_e4m3fn).view(torch.uint8), draw_scales(step))
     if layout.steps in TABLES:
         steps = draw_integers(0, 16, columns, torch.uint8)
-        step = step / (70 if layout.steps == "iq4" else 4.6)
+        step = step / {"iq4": 70, "e2m1": 5.9}.get(layout.steps, 4.6)
     elif layout.least == "own":
         steps = draw_integers(0, 32, columns)
         step = step / 9

@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from attrs import define, field
 
@@ -28,6 +28,14 @@ from adapters.store.tier import WriteRun
 
 UPLOADS = 4  # objects that are written at once
 ENCODERS = max(1, min(UPLOADS, (os.cpu_count() or 1) // 4))  # the other cores serve requests
+
+
+@define(eq=False)
+class WriteWatch:
+    """Jobs for which a caller waits. left: the numbers of those that are neither written nor given up."""
+
+    left: set[int]
+    done: Future[None] = field(factory=Future[None])
 
 
 @define(eq=False)
@@ -47,7 +55,10 @@ class Publisher:
     counts: Counter[str]
     queued_bytes: int = 0  # rows that are not encoded yet
     uploading_bytes: int = 0  # files that are not written yet
-    _queue: deque[WriteRun] = field(factory=deque[WriteRun])
+    _queue: deque[tuple[int, WriteRun]] = field(factory=deque["tuple[int, WriteRun]"])  # with the number of the job
+    _last_job: int = 0
+    _open_jobs: set[int] = field(factory=set[int])  # queued, being encoded or being written
+    _watches: list[WriteWatch] = field(factory=list[WriteWatch])
     _encoder: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(ENCODERS, "shared-encoder"))
 
     @property
@@ -67,18 +78,45 @@ class Publisher:
                 self.counts[f"dropped_{reason}"] += 1
                 return False
             self.queued_bytes += job.size
-            self._queue.append(job)
+            self._last_job += 1
+            self._open_jobs.add(self._last_job)
+            self._queue.append((self._last_job, job))
         return True
+
+    def watch_writes(self) -> Future[None]:
+        """Return a future that is done when all jobs that are open now have been written or given up."""
+        with self.lock:
+            watch = WriteWatch(set(self._open_jobs))
+            if watch.left:
+                self._watches.append(watch)
+            else:
+                watch.done.set_result(None)
+        return watch.done
+
+    def _count_off(self, number: int) -> None:
+        """Note that a job is over, and finish the watches that waited for it last."""
+        with self.lock:
+            self._open_jobs.discard(number)
+            for watch in self._watches:
+                watch.left.discard(number)
+            finished = [watch for watch in self._watches if not watch.left]
+            self._watches = [watch for watch in self._watches if watch.left]
+        for watch in finished:
+            if watch.done.set_running_or_notify_cancel():
+                watch.done.set_result(None)
 
     async def empty_queue(self) -> None:
         """Write what is queued. Several tasks may do so at once."""
         while self._queue:
-            job = self._queue.popleft()
-            parts = await self._encode(job)
-            run = job.run
-            del job  # its rows are free
-            if parts:
-                await self._upload(run, parts)
+            number, job = self._queue.popleft()
+            try:
+                parts = await self._encode(job)
+                run = job.run
+                del job  # its rows are free
+                if parts:
+                    await self._upload(run, parts)
+            finally:
+                self._count_off(number)
 
     async def _encode(self, job: WriteRun) -> list[bytes]:
         """Return the file of a job, and count the job off. The file is empty if it is not to be written."""
@@ -127,10 +165,11 @@ class Publisher:
         """Finish all jobs without writing them: the tier's thread has ended."""
         with self.lock:
             while self._queue:
-                job = self._queue.popleft()
+                number, job = self._queue.popleft()
                 self.counts["write_errors"] += 1
                 self.queued_bytes -= job.size
                 job.finish()
+                self._count_off(number)
 
     def close(self) -> None:
         self._encoder.shutdown()

@@ -6,8 +6,8 @@ runs at the same time. The store may be slow or gone at any moment.
 How it works. A run is one object, with the name and the content of a file of the disk tier (`object_names.py`). A
 thread with an event loop of its own does everything that no request waits for:
 
-* It *refreshes* every few seconds: it lists the store, reads the beginnings of new objects into an index
-  (`catalogue.py`), and takes part in garbage collection (`garbage_policy.py`).
+* It *refreshes* every few seconds, and when it is asked to (`refresher.py`): it lists the store, reads the beginnings
+  of new objects into an index (`catalogue.py`), and takes part in garbage collection (`garbage_policy.py`).
 * It *publishes*: it encodes runs that snapshots bring, and writes them (`publisher.py`).
 
 Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
@@ -28,9 +28,9 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -45,11 +45,12 @@ from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.garbage_collector import GarbageCollector
-from adapters.store.shared.object_client import ObjectClient, ObjectFacts, StoreUnreachable, StoreUnusable
+from adapters.store.shared.object_client import ObjectClient, StoreUnreachable, StoreUnusable
 from adapters.store.shared.object_names import name_entry, name_sample
 from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import UPLOADS, Publisher
+from adapters.store.shared.refresher import Refresher
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
 from adapters.watched_thread import WatchedThread
@@ -58,8 +59,6 @@ from effects.ids import Tier
 log = logging.getLogger("rekindle.store")
 
 MAX_RESTARTS = 16
-HEADS_AT_ONCE = 16  # beginnings of objects that are read at the same time
-MAX_HEADS = 4096  # beginnings that one refresh reads; the next refresh follows at once where there are more
 COUNTED = (
     "written", "already_there", "collected", "damaged", "other_format", "outages", "write_errors", "read_errors",
     "dropped_outage", "dropped_queue_full", "dropped_no_room", "written_bytes", "read_bytes",
@@ -87,9 +86,7 @@ class SharedTier:
     _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
-    # False if the last listing had more new objects than one refresh reads: then the next refresh follows at once. But
-    # if many reads failed, it is True, because asking a store in trouble again at once would not help.
-    _needs_no_immediate_refresh: bool = False
+    _refresher: Refresher = field(init=False)
     _loop: asyncio.AbstractEventLoop | None = None
     _wake: asyncio.Event = field(factory=asyncio.Event)  # jobs have come, or the tier closes
     _closing: bool = False
@@ -112,6 +109,15 @@ class SharedTier:
         )
         self._collector = GarbageCollector(
             self.client, self.catalogue, self.server, self.limits, self.clock, self.counts
+        )
+        self._refresher = Refresher(
+            self.client,
+            self.catalogue,
+            self._collector,
+            self.availability,
+            self.layout.block_size,
+            self.clock,
+            self.counts,
         )
         self.thread = WatchedThread(
             "shared-store", lambda: asyncio.run(self._serve()), died=self._give_up, restarts=MAX_RESTARTS
@@ -161,7 +167,7 @@ class SharedTier:
     @property
     def is_listed(self) -> bool:
         """Say whether everything that was in the store at the start is in the index."""
-        return self._needs_no_immediate_refresh
+        return self._refresher.is_listed
 
     @property
     def trouble(self) -> str:
@@ -196,6 +202,14 @@ class SharedTier:
         if taken:
             self._wake_thread()
         return taken
+
+    def request_refresh(self) -> Future[bool]:
+        """List the store at once. The result says whether what others have published before this call is found now."""
+        return self._refresher.request()
+
+    def watch_writes(self) -> Future[None]:
+        """Return a future that is done when all runs that are queued now have been written or given up."""
+        return self._publisher.watch_writes()
 
     async def read(
         self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = lambda _: None
@@ -285,7 +299,7 @@ class SharedTier:
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
-            refreshing = tasks.create_task(self._keep_refreshing())
+            refreshing = tasks.create_task(self._refresher.keep_refreshing())
             uploads = set[asyncio.Task[None]]()
             self._start_uploads(tasks, uploads)
             while not self._closing:
@@ -302,45 +316,6 @@ class SharedTier:
             task = tasks.create_task(self._publisher.empty_queue())
             running.add(task)
             task.add_done_callback(running.discard)
-
-    async def _keep_refreshing(self) -> None:
-        while True:
-            began_s = self.clock()
-            await self._refresh()
-            pause_s = self.availability.choose_pause(self.clock() - began_s)
-            await asyncio.sleep(pause_s if self._needs_no_immediate_refresh or self.trouble else 0)
-
-    async def _refresh(self) -> None:
-        """Bring the index up to date, and take part in garbage collection. A failure takes the tier away."""
-        try:
-            if self.trouble:
-                await self._collector.write_report()  # before anything is listed: this server is there again
-            await self._collector.read_marks()
-            await self._read_listing()
-            await self._collector.write_report()
-            self.availability.accept_refresh()
-            await self._collector.collect()
-        except StoreUnreachable as error:
-            self.availability.report_failure(f"listing failed: {error}")
-
-    async def _read_listing(self) -> None:
-        """List the runs, and read the beginnings of new ones. Those that cannot be read are tried again next time."""
-        self.catalogue.begin_listing()
-        new = self.catalogue.take_listing(await self.client.list_objects(self.catalogue.root.hex()))
-        waiting = deque(new[:MAX_HEADS])
-        failed = list[ObjectFacts]()
-
-        async def read_heads() -> None:
-            while waiting and len(failed) < HEADS_AT_ONCE:
-                facts = waiting.popleft()
-                try:
-                    await self.catalogue.read_head(self.client, facts, self.layout.block_size)
-                except StoreUnreachable:  # of one object, while others are listed: no outage
-                    self.counts["read_errors"] += 1
-                    failed.append(facts)
-
-        await asyncio.gather(*(read_heads() for _ in range(min(HEADS_AT_ONCE, len(waiting)))))
-        self._needs_no_immediate_refresh = len(new) <= MAX_HEADS or len(failed) >= HEADS_AT_ONCE
 
     def _give_up(self) -> None:
         """Find nothing and accept no more jobs: the thread has failed too often."""

@@ -26,6 +26,7 @@ from engine.fleet.prompt_keys import PromptReader
 from engine.fleet.reading_thread import ReadingThread
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.replica_picker import ReplicaPicker
+from states.routing.choose_replica import RemotePrefill, RouteDecision
 from tests.http.conftest import Site, served
 from tests.text import small
 
@@ -36,9 +37,13 @@ NOBODY = "http://127.0.0.1:1"
 
 @define(eq=False)
 class FakeHandle:
-    """A handle of a deployment. It chooses the first replica that need not be avoided. told: by its callers."""
+    """A handle of a deployment. It chooses the first replica that need not be avoided. told: by its callers.
+
+    prefill: as the decisions of its router have it.
+    """
 
     replicas: dict[str, ReplicaFacts]
+    prefill: RemotePrefill | None = None
     told: list[dict[str, Any]] = field(factory=list)
 
     @asynccontextmanager
@@ -47,6 +52,8 @@ class FakeHandle:
         while not self.replicas:  # noqa: ASYNC110 - tests change them
             await anyio.sleep(0.01)
         name = next((one for one in self.replicas if one not in told["avoid"]), next(iter(self.replicas)))
+        held = (0, 0, 0, 0)
+        told["on_decision"](RouteDecision(name, "new_session", held, 0, 0, 0, 0, prefill=self.prefill))
         yield SimpleNamespace(replica_id=name, replica_metadata=self.replicas[name].to_metadata())
 
     def broadcast(self, method: str) -> SimpleNamespace:

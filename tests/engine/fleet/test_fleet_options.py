@@ -10,8 +10,14 @@ from ray.serve.config import AutoscalingConfig
 
 from adapters.store.files.private_folder import PrivateFolder
 from engine.__main__ import main
-from engine.fleet.application import choose_scaling
-from engine.fleet.fleet_options import FleetOptions, build_replica_words, collect_changed_values, read_gpus
+from engine.fleet.application import choose_scaling, configure_router
+from engine.fleet.fleet_options import (
+    FleetOptions,
+    build_replica_words,
+    collect_changed_values,
+    list_arguments,
+    read_gpus,
+)
 from engine.fleet.replica_folder import claim_folder
 from engine.fleet.serve_file import write_serve_file
 from engine.fleet.server_process import build_environment
@@ -66,6 +72,17 @@ def test_each_replica_writes_a_trace_of_its_own() -> None:
     options = build_options(trace=Path("/traces/day.jsonl"))
     words = build_replica_words(options, "10.0.0.7", None, "abc")
     assert "--trace=/traces/day-abc.jsonl" in words
+
+
+def test_reading_prompts_elsewhere_needs_a_shared_tier_and_reaches_the_router() -> None:
+    fleet = FleetOptions(prefill_elsewhere=8192)
+    with pytest.raises(UserError, match="--kv-shared-tier"):
+        list_arguments(build_options(), fleet)
+    options = build_options(kv_shared_tier="s3://bucket/x")
+    arguments = list_arguments(options, fleet)
+    assert arguments["prefill_elsewhere"] == 8192
+    assert "prefill_elsewhere" not in list_arguments(options, FleetOptions())
+    assert configure_router(arguments).request_router_kwargs == {"prefill_elsewhere": 8192}
 
 
 def test_a_key_never_stands_in_the_file() -> None:

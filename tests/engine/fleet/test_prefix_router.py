@@ -19,6 +19,7 @@ from engine.fleet.prefix_router import PrefixRequestRouter, build_query
 from engine.fleet.route_keys import RouteKeys
 from engine.fleet.routing_trace import TracedRouter, replay_trace
 from states.rates import Rates
+from states.routing.choose_replica import RouteDecision
 from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 
 KEYS = tuple(f"key {number:2}".encode().ljust(16) for number in range(8))
@@ -28,12 +29,12 @@ RATES = Rates((1_000_000,), {"host": 1000})
 class OfflineRouter(PrefixRequestRouter):
     """The router without the parts of Ray Serve that need a cluster."""
 
-    def __init__(self, **how: str) -> None:
+    def __init__(self, **how: Any) -> None:
         self.initialize_state(**how)
 
 
-def replica(name: str, blocks: int = 0, number: int = 1) -> Any:
-    digest = ReplicaDigest(1, number, True, (TierChange("host", frozenset(KEYS[:blocks])),), LoadReport(0, 2, 0, RATES))
+def replica(name: str, blocks: int = 0, number: int = 1, rates: Rates = RATES) -> Any:
+    digest = ReplicaDigest(1, number, True, (TierChange("host", frozenset(KEYS[:blocks])),), LoadReport(0, 2, 0, rates))
     stats = {STATS_KEY: encode_digests([digest])}
     return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
@@ -113,3 +114,16 @@ async def test_a_router_writes_a_trace_where_that_is_asked_for(tmp_path: Path):
     assert replay_trace(trace) == 1
     assert isinstance(router.router, TracedRouter)
     router.router.file.close()
+
+
+@pytest.mark.parametrize(("threshold", "reader"), [(0, ""), (100, "b")])
+async def test_the_caller_hears_the_decision_and_who_reads_the_prompt(threshold: int, reader: str):
+    router = OfflineRouter(prefill_elsewhere=threshold)
+    shared = Rates((1_000_000,), {"host": 1000, "shared": 1000})
+    replicas = [replica("a", 2, rates=shared), replica("b", rates=shared)]
+    decisions: list[RouteDecision] = []
+    pending = request(route=route(), in_flight={"a": 2}, on_decision=decisions.append)
+    assert await names(router, replicas, pending) == [["a"], ["b"]]
+    (decision,) = decisions
+    assert decision.replica == "a"
+    assert ("" if decision.prefill is None else decision.prefill.replica) == reader

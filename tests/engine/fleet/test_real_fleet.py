@@ -22,6 +22,8 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
 
+SMALL = ("--slots", "2", "--threads", "1")
+
 
 def find_free_port() -> int:
     with socket.socket() as probe:
@@ -31,24 +33,25 @@ def find_free_port() -> int:
 
 @contextmanager
 def run_fleet(folder: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a fleet of demos with two slots each. Yields its address and its process."""
-    words = ["fleet", "demo", "--slots", "2", "--threads", "1", "--port", str(find_free_port()), *more]
-    words += ["--kv-cache-dir", str(folder)]
+    """Run a fleet of demos. Yields its address and its process."""
+    words = ["fleet", "demo", "--port", str(find_free_port()), "--kv-cache-dir", str(folder), *more]
     command = [sys.executable, "-P", "-m", "engine", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready.startswith("ready  "), ready
-        yield ready.split()[1], process
-        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert ready.startswith("ready  "), ready
+            yield ready.split()[1], process
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of a fleet of two replicas, and its process."""
-    with run_fleet(tmp_path_factory.mktemp("kv")) as running:
+    with run_fleet(tmp_path_factory.mktemp("kv"), *SMALL) as running:
         yield running
 
 
@@ -92,7 +95,7 @@ def wait_for_replicas(url: str, count: int) -> None:
 
 def test_a_range_of_replicas_follows_the_load_and_each_writes_its_trace(tmp_path: Path) -> None:
     delays = ("--replicas", "1..2", "--upscale-delay", "1", "--downscale-delay", "2")
-    with run_fleet(tmp_path / "kv", *delays, "--trace", str(tmp_path / "day.jsonl")) as (url, _):
+    with run_fleet(tmp_path / "kv", *SMALL, *delays, "--trace", str(tmp_path / "day.jsonl")) as (url, _):
         assert len(list_replicas(url)) == 1
         is_enough = threading.Event()
 

@@ -13,6 +13,8 @@ import torch
 from adapters import demo
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
 from engine.loading.device_survey import Placement, plan_placement
@@ -25,6 +27,7 @@ from engine.loading.memory_estimate import (
     measure_available,
 )
 from engine.loading.memory_fit import Fit
+from engine.loading.packed_estimate import leave_out_experts, log_unpacked_weights
 from engine.settings.options import Options, build_options
 from tests.models.checkpoints import save_qwen3
 
@@ -163,3 +166,35 @@ def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
     assert estimate_weights(config, bf16, gpu, range(1, 2), layouts) == pytest.approx(
         estimate_weights(config, bf16, gpu, range(1, 2), {**layouts, "model.embed_tokens.weight": other}) + head
     )
+
+
+def test_packed_experts_take_their_own_room_of_a_gpu_but_not_in_host_memory() -> None:
+    shape = ExpertsShape(8, 2, 256, is_normalized=True)
+    config = Qwen3MoeConfig(1000, 512, 1280, 2, 8, 2, 64, 2048, 1e6, experts=shape)
+    four = StepLayout("uint4", 128, least="scale")
+    shapes = config.tensors()
+    layouts = {name: four for name in shapes if ".experts." in name}
+    numbers = sum(math.prod(shapes[name]) for name in layouts)
+    plain, packed = (
+        estimate_weights(config, torch.bfloat16, torch.device("cuda"), range(2), own) for own in ({}, layouts)
+    )
+    assert packed == pytest.approx(plain - numbers * (2 - four.bits / 8))
+    assert leave_out_experts({**layouts, "lm_head.weight": four}) == {"lm_head.weight": four}
+
+
+def test_packed_weights_that_a_gpu_unpacks_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = Qwen3Config(1000, 512, 1280, 1, 8, 2, 64, 2048, 1e6)
+    four = StepLayout("uint4", 128, least="scale")
+    matrices = [name for name in config.tensors() if name.endswith("_proj.weight")]
+    forms = {name: "Q3_K" if "down_proj" in name else "awq" for name in matrices}
+    checkpoint = SimpleNamespace(
+        config=config,
+        layouts={name: four for name in matrices if forms[name] == "awq"},
+        tensors={name: SimpleNamespace(packing_name=form) for name, form in forms.items()},
+    )
+    plan = [Placement(range(1), torch.device("cuda"))]
+    with caplog.at_level(logging.INFO):
+        log_unpacked_weights(checkpoint, torch.bfloat16, [Placement(range(1), CPU)])  # type: ignore[arg-type]
+        assert not caplog.records
+        log_unpacked_weights(checkpoint, torch.bfloat16, plan)  # type: ignore[arg-type]
+    assert "so they are unpacked: Q3_K (1.2 MiB)" in caplog.text

@@ -7,13 +7,16 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
-from adapters.models.drafts.eagle3.weights import describe_taps
+from adapters.models.drafts.eagle3.weights import describe_taps, list_eagle3_products
 from adapters.models.drafts.feature_projection import FeatureProjection
+from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import TARGET
 from tests.models.eagle3_drafts import (
+    CAPACITY,
     KINDS,
     PLAIN,
     SimpleKernels,
@@ -147,6 +150,16 @@ def test_features_that_were_projected_elsewhere_give_the_same_bits(tokens, kind)
     ours, theirs = (proposed(draft, ask(tokens, LENGTH)) for draft in (here, there))
     assert ours.tokens == theirs.tokens
     assert all(map(same_bits, ours.logits[0], theirs.logits[0]))
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_all_products_of_a_draft_are_listed(kind):
+    """A head of the target's shape is listed as well: the target's kernels have packed the target's head only."""
+    config = KINDS[kind]
+    target = TARGET.products(BUCKETS, capacity=CAPACITY, dtype=torch.float32, threads=1)
+    listed = list_eagle3_products(config, target, capacity=CAPACITY, vocab=TARGET.vocab_size).weights
+    assert (Weight(config.vocab, config.hidden_size) in listed) == (config.vocab > 0)
+    assert Weight((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, 2 * config.hidden_size) in listed
 
 
 def test_an_embedding_that_is_the_targets_is_not_kept_twice(tokens):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.arranged_tensor import FOUR_BITS, unpack_mxfp4
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.packed_matrix import MXFP4
 from adapters.models.decoder.family import family_of
 from adapters.models.kernels.activations import CLAMPED, apply_gate
 from adapters.models.open_checkpoint import Checkpoint
@@ -51,6 +52,11 @@ def test_experts_in_mxfp4_are_the_model_that_they_stand_for(tmp_path):
     torch.testing.assert_close(advance(shard_of(tmp_path), tokens, [64]), expected, rtol=1e-5, atol=2e-4)
     opened = Checkpoint.open(tmp_path)
     assert "mxfp4" in opened.packing_names
+    packed = [name for name, layout in opened.layouts.items() if layout == MXFP4]
+    assert len(packed) == sum(".experts." in name and name.endswith("weight") for name in opened.tensors)
+    for name in packed[:4]:
+        assert torch.equal(opened.read_packed(name).unpack(torch.bfloat16), opened.read(name)), name
+    assert not any(".experts." in name for name in opened.with_unpacked_experts().layouts)
     stacked = plain["model.layers.1.mlp.experts.gate_up_proj"]
     up = opened.tensors["model.layers.1.mlp.experts.4.up_proj.weight"].with_dtype(torch.float32)
     assert torch.equal(up.read("up").float(), stacked[4].T[1::2]), "every number is exact"

@@ -6,7 +6,10 @@ import torch
 from attrs import evolve
 
 from adapters.models.kernels.activations import CLAMPED, GELU, SILU
+from adapters.models.kernels.cuda.device_traits import INTERPRETER, DeviceTraits
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.tiles import H200_SHARED
+from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.experts_interface import BiasedExpertsShape, Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
@@ -30,8 +33,15 @@ def make_expert(kernels: TritonKernels, activation: str, number: int) -> GatedWe
 
 
 def check_experts() -> None:
-    """Every activation, with biases and scales, and a router that reads other rows."""
-    kernels = TritonKernels(CPU)
+    """Every activation, with biases and scales, and a router that reads other rows. Weights are read by descriptors and
+    by pointers.
+    """
+    ampere = DeviceTraits(CudaCapability(8, 0), 4, H200_SHARED)
+    for traits in (INTERPRETER, ampere):
+        check_activations(TritonKernels(CPU, pdl=False, traits=traits))
+
+
+def check_activations(kernels: TritonKernels) -> None:
     batch = Batch(BUCKET, CPU)
     batch.load(Step((Segment(0, 0, ROWS),), BUCKET), None)
     x, deciding = random(BUCKET, HIDDEN, seed=1) * 4, random(BUCKET, HIDDEN, seed=2) * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels.attention_rule import AttentionRule
 from adapters.models.kernels.cuda_capability import NO_CAPABILITY, CudaCapability, read_capability
 from adapters.models.kernels.delta_interface import DeltaShape
@@ -46,6 +46,7 @@ LAYOUTS = {
     "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
     "AWQ": StepLayout("uint4", 128, least="scale"),
     "FP8": FP8,
+    "MXFP4": MXFP4,
 }
 BF16 = torch.bfloat16
 HEADS = (64, 128, 256, 512)
@@ -69,9 +70,14 @@ BODIES = {
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
     "attention of blocks": compiled.attend_block(128, 16),
+    "attention of blocks over latents": compiled.attend_block(576, 4, 128, 512),
     "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),
     "recurrent layers in float32": compiled.advance_states(DeltaShape(2, 4, 128, 128), torch.float32, 4, 1024),
     "experts": compiled.run_experts(EXPERTS, BF16, 4, 64, 1024),
+    **{
+        f"experts in {name}": compiled.run_experts(EXPERTS, BF16, 4, 64, 128, 1024, layout=LAYOUTS[name])
+        for name in LAYOUTS
+    },
     "experts by sigmoids in float32": compiled.run_experts(
         SigmoidExpertsShape(8, 2, 256, is_normalized=True), torch.float32, 4, 64, 1024
     ),

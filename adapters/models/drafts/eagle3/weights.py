@@ -75,10 +75,11 @@ def describe_taps(config: Eagle3Config) -> TapShape:
     return TapShape(config.aux_layers, config.target_hidden_size, config.hidden_size, partial(load_fusion, config))
 
 
-def list_eagle3_products(config: Eagle3Config, target: Products, *, capacity: int, vocab: int) -> Products:
+def list_eagle3_products(config: Eagle3Config, target: Products, *, capacity: int, vocab: int) -> Products:  # noqa: ARG001
     """Return the products that CPU kernels compute for a draft, in steps of the target's sizes.
 
-    capacity: context rows of a slot. vocab: tokens of the target, whose head is proven with it.
+    capacity: context rows of a slot. The draft's own head is listed even if it has the shape of the target's head,
+    which other kernels have packed.
     """
     hidden = config.hidden_size
     projection, *others = layer_products(config)
@@ -89,5 +90,5 @@ def list_eagle3_products(config: Eagle3Config, target: Products, *, capacity: in
         Weight(2 * config.num_kv_heads * config.head_dim, 2 * hidden),
         *([Weight(config.vocab, hidden, most=HEAD_ROWS)] if config.vocab else []),
     )
-    own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, config.target_hidden_size)))
+    own = tuple(dict.fromkeys(weights))
     return evolve(target, weights=own, heads=list_chained_heads(config, config.block, capacity), deltas=())

@@ -8,6 +8,7 @@ bring the others. Tiles are free, as everywhere: no tile cuts a sum.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.packed import find_only_part
+from adapters.models.kernels.cuda.packed_groups import (
+    PackedGroupTile,
+    PairTiles,
+    choose_packed_group_tile,
+    multiply_packed_groups,
+)
 from adapters.models.kernels.experts_interface import (
     BiasedExpertsShape,
     ChosenExperts,
@@ -75,23 +83,16 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
 
-@frozen
-class PairTiles:
-    """The assignment of pairs to experts, on the device, for the experts of one turn."""
-
-    pairs: Tensor
-    tiles: Tensor
-    total: Tensor
-
-
 @define(eq=False)
 class CudaExperts:
     """Layers of experts on one device. shared: bytes of shared memory that a program may have. pdl: see
-    `launch_options`.
+    `launch_options`. plain: see `CudaProducts`.
     """
 
+    processors: int
     shared: int
     pdl: bool | None
+    plain: bool
 
     def run_experts(
         self,
@@ -113,15 +114,22 @@ class CudaExperts:
         if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
             logits = logits.float().add_(experts.correction)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
-        numbers = chosen.clamp(max=shape.count - 1).long()  # padded rows have any expert: nothing reads their pairs
+        # Padded rows have any expert: nothing reads their pairs. While kernels are only compiled, nothing was chosen,
+        # and `chosen` has any numbers.
+        numbers = chosen.clamp(0, shape.count - 1).long()
         if experts.scales is not None:
             shares[:, : shape.chosen].mul_(experts.scales[numbers])
-        tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
+        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count, x.dtype)
+        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count, x.dtype)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for slots_by_expert in self._fetch_experts(experts, chosen):
-            dealt = self._deal_pairs(chosen, slots_by_expert, tile, shape.count)
-            inner = self._run_gates(x, weights, dealt, tile, numbers)
-            self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
+            dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
+            inner = self._run_gates(x, weights, dealt, gate_tile, numbers)
+            if down_tile.pairs == gate_tile.pairs:
+                dealt = evolve(dealt, is_early=True)
+            else:
+                dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
+            self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
         if weights.down_bias is not None:
             made.add_(weights.down_bias[numbers.flatten()])
         own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
@@ -145,18 +153,48 @@ class CudaExperts:
         )
         return out
 
+    def choose_tile(self, weight: Any, pairs: int, count: int, dtype: torch.dtype) -> GroupTile | PackedGroupTile:
+        """Choose the tile of a product with the weights of all experts, packed or not."""
+        part = find_only_part(weight)
+        if part is None:
+            return choose_group_tile(pairs, count, dtype, self.shared)
+        return choose_packed_group_tile(pairs, count, part)
+
+    def multiply_pairs(
+        self,
+        x: Tensor,
+        weight: Any,
+        out: Tensor,
+        dealt: PairTiles,
+        tile: GroupTile | PackedGroupTile,
+        share: int = 1,
+    ) -> None:
+        """Multiply the pairs of each expert with its weight, packed or not. share: see `_multiply_groups`."""
+        if isinstance(tile, GroupTile):
+            self._multiply_groups(x, weight.weight, out, dealt, tile, share)
+            return
+        part = find_only_part(weight)
+        assert part is not None
+        multiply_packed_groups(x, part, out, dealt, tile, share=share, processors=self.processors, pdl=self.pdl)
+
     def _run_gates(
-        self, x: Tensor, weights: GatedWeights, dealt: PairTiles, tile: GroupTile, numbers: Tensor
+        self,
+        x: Tensor,
+        weights: GatedWeights,
+        dealt: PairTiles,
+        tile: GroupTile | PackedGroupTile,
+        numbers: Tensor,
     ) -> Tensor:
         """Return what the gates let through, `[pairs, I]`. numbers: the experts of each row.
 
         Only SiLU is part of the product. For another activation, every number is rounded where it is if experts are
         computed one by one, so the bits are the same.
         """
-        columns = weights.gate_up.weight.shape[1]
+        part = find_only_part(weights.gate_up)
+        columns = weights.gate_up.weight.shape[1] if part is None else part.outputs
         is_silu = weights.activation == SILU
         both = x.new_empty(numbers.numel(), columns // 2 if is_silu else columns)
-        self._multiply_groups(x, weights.gate_up.weight, both, dealt, tile, share=numbers.shape[1])
+        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=numbers.shape[1])
         if is_silu:
             return both
         if weights.gate_up_bias is not None:
@@ -169,7 +207,7 @@ class CudaExperts:
         chosen = torch.arange(heads, dtype=torch.int32, device=x.device).repeat(rows, 1)
         tile = choose_group_tile(rows * heads, heads, x.dtype, self.shared)
         out = x.new_empty(rows, heads, weight.shape[1])
-        dealt = self._deal_pairs(chosen, None, tile, heads)
+        dealt = self.deal_pairs(chosen, None, tile.pairs, heads)
         self._multiply_groups(x.contiguous().view(-1, depth), weight, out.view(rows * heads, -1), dealt, tile)
         return out
 
@@ -235,12 +273,13 @@ class CudaExperts:
             slots_by_expert = [turn.get(number, -1) for number in range(count)]
             yield torch.tensor(slots_by_expert, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal_pairs(self, chosen: Tensor, slots_by_expert: Tensor | None, tile: GroupTile, count: int) -> PairTiles:
+    def deal_pairs(self, chosen: Tensor, slots_by_expert: Tensor | None, height: int, count: int) -> PairTiles:
+        """Collect the pairs of each expert in tiles of up to `height`. slots_by_expert: see `_fetch_experts`."""
         pairs = chosen.numel()
         some = min(pairs, count)  # experts with pairs: each may have a tile that is not full
         dealt = PairTiles(
             torch.empty_like(chosen.view(-1)),
-            chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
+            chosen.new_empty((pairs + some * (height - 1)) // height, 4),
             chosen.new_empty(1),
         )
         launch(
@@ -255,7 +294,7 @@ class CudaExperts:
             COUNT=count,
             EXPERTS=triton.next_power_of_2(count),
             IN_SLOTS=slots_by_expert is not None,
-            TILE=tile.pairs,
+            TILE=height,
             BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
             **launch_options(4, self.pdl),
         )
@@ -268,18 +307,19 @@ class CudaExperts:
         has its own.
         """
         _, columns, depth = weight.shape
-        descriptor = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
+        source = weight if self.plain else TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
         launch(
             programs.multiply_groups,
             (len(dealt.tiles) * triton.cdiv(columns, tile.columns),),
             x,
-            descriptor,
+            source,
             out,
             dealt.pairs,
             dealt.tiles,
             dealt.total,
             columns,
             depth,
+            weight.stride(0),
             SHARE=share,
             BLOCK_M=tile.pairs,
             BLOCK_N=tile.columns,
@@ -288,5 +328,6 @@ class CudaExperts:
             TALL=tile.has_tall_weights,
             GATED=out.shape[1] * 2 == columns,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            PLAIN=self.plain,
             **launch_options(tile.warps, self.pdl),
         )

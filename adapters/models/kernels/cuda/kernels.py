@@ -27,7 +27,7 @@ from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
-from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped
+from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.expert_sums import run_experts
 from adapters.models.kernels.experts_interface import ChosenExperts, EveryExpert, Experts, GatedWeights, StackedExperts
@@ -70,7 +70,7 @@ class TritonKernels:
     name = "triton-2"
     kv_tile = KV_TILE
     is_paged = True
-    packs_experts = False  # the products of all of a layer's are one launch
+    packs_experts = True
     delta: CudaDelta = field(init=False)
 
     @traits.default
@@ -85,9 +85,9 @@ class TritonKernels:
         self.delta = CudaDelta(self.device, self.pdl, can.has_hopper_kernels)
         own = (traits.processors, traits.shared, self.pdl)
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
-        self.products = CudaProducts(*own, can.has_hopper_kernels)
+        self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
         self._packing = CudaPacking(self.device, *own, can.converts_e4m3)
-        self.grouped_experts = CudaExperts(traits.shared, self.pdl)
+        self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:
@@ -136,13 +136,20 @@ class TritonKernels:
         return self.linear(x, packed)
 
     def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:
-        """Copy one expert after the other, so that no more than one is in memory twice."""
+        """Copy one expert after the other, so that no more than one is in memory twice.
+
+        Experts that are packed in several ways are not stacked. Each of their products is a launch of its own.
+        """
         rest = iter(experts)
         first = next(rest)
         if not can_be_grouped(first):
             return (first, *rest)
+        form = describe_form(first)
         stack = map_tensors(first, lambda part: part.new_empty(count, *part.shape))
         for number, weights in enumerate(chain((first,), rest)):
+            if describe_form(weights) != form:
+                stacked = StackedExperts(stack)
+                return (*(stacked[before] for before in range(number)), weights, *rest)
             for target, source in zip(list_tensors(stack), list_tensors(weights), strict=True):
                 target[number].copy_(source)
         return StackedExperts(stack)
@@ -263,9 +270,9 @@ class TritonKernels:
         return self._attention.attend(q, k_cache, v_cache, batch, rule)
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int = 0
     ) -> Tensor:
-        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask, latent)
 
     def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None

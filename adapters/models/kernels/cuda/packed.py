@@ -36,7 +36,9 @@ _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
 _ROOMY = 200 << 10  # bytes of shared memory
-_LARGEST = 2.0**7  # scale of E4M3; without those instructions scales are stored 2 ** 120 times as great
+# The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
+# times as great on devices without instructions for it.
+_LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0}
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -44,7 +46,10 @@ _HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 @frozen(eq=False)
 class CudaPackedMatrix:
-    """A packed matrix as `triton/packed.py` reads it. columns: of x; the words may have zeros behind them."""
+    """A packed matrix as `triton/packed.py` reads it, or those of all experts of a layer, one behind the other.
+
+    columns: of x; the words may have zeros behind them.
+    """
 
     layout: StepLayout
     outputs: int
@@ -58,7 +63,7 @@ class CudaPackedMatrix:
 
     @property
     def blocks(self) -> int:
-        return self.words.shape[1]
+        return self.words.shape[-2]
 
     @property
     def pieces(self) -> int:
@@ -95,6 +100,12 @@ class CudaStack:
     parts: tuple[Any, ...]
     widths: tuple[int, ...]
     gated: bool = False
+
+
+def find_only_part(weight: Any) -> CudaPackedMatrix | None:
+    """Return the packed matrix that a weight consists of; None for other weights."""
+    part = weight.parts[0] if isinstance(weight, CudaStack) and len(weight.parts) == 1 else None
+    return part if isinstance(part, CudaPackedMatrix) else None
 
 
 class Multiply(Protocol):
@@ -181,9 +192,11 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
     (rows, columns) = matrix.shape
     scale = matrix.scale
     converts = layout.steps == "e4m3" and converts_e4m3
+    if layout.steps in _LARGEST and float(scale.abs().max()) > _LARGEST[layout.steps]:
+        return None
+    if layout.steps == "e2m1":
+        scale = scale * 2.0**127
     if layout.steps == "e4m3":
-        if float(scale.abs().max()) > _LARGEST:
-            return None
         layout = evolve(layout, scale="float32")
         scale = scale.float() * (1.0 if converts else 2.0**120)
     block = block_columns(layout)
@@ -209,7 +222,8 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     """Arrange steps `[rows, K]` as int32 words `[rows / 8, K / block, 128]`, filled up with zeros.
 
     Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
-    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In E2M1 the
+    first number of each pair is in the lower half of a word, and the second one in the upper half.
     """
     block = block_columns(layout)
     (rows, columns) = steps.shape
@@ -219,7 +233,10 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     each = block // 16
     lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
     lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
-    if each == 8:
+    if layout.steps == "e2m1":
+        pairs = lanes.view(*lanes.shape[:-1], 2, 2, 2)  # bytes of each half of a word, numbers of a byte, halves
+        lanes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).transpose(-2, -1).flatten(-2)
+    elif each == 8:
         lanes = lanes[..., 0::2] | lanes[..., 1::2] << 4
     return lanes.contiguous().view(torch.int32).squeeze(-1)
 

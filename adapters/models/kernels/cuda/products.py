@@ -22,12 +22,16 @@ from adapters.models.kernels.triton_launch import launch
 
 @define
 class CudaProducts:
-    """Products of one device. hopper: its compute capability is 9.0. Its other kernels give the same bits."""
+    """Products of one device. hopper: its compute capability is 9.0. Its other kernels give the same bits.
+
+    plain: kernels get pointers in place of descriptors; see `linear.load_tile`.
+    """
 
     processors: int
     shared: int
     pdl: bool | None
     hopper: bool
+    plain: bool
 
     def multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None:
         """Write x @ w.T to out. piece: columns of which the sum is one chain, whatever the number of rows; 0: all."""
@@ -52,11 +56,11 @@ class CudaProducts:
         (count, depth) = x.shape
         columns = cut.columns
         tile = cut.tile
-        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
+        x_desc = x.contiguous() if self.plain else TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_desc = w if self.plain else TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
-        options = launch_options(tile.warps, self.pdl) | {"GATED": gated, "PRECISION": precision}
+        options = launch_options(tile.warps, self.pdl) | {"GATED": gated, "PRECISION": precision, "PLAIN": self.plain}
         sizes = (count, columns, depth, out.stride(0))
         if count <= NARROW and not piece:
             grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))

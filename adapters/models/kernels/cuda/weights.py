@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 from attrs import frozen
 from torch import Tensor
 
+from adapters.models.kernels.cuda.packed import find_only_part
 from adapters.models.kernels.experts_interface import GatedWeights
+from adapters.models.kernels.offload import list_tensors
 
 
 @frozen
@@ -18,4 +23,15 @@ class CudaWeight:
 
 def can_be_grouped(weights: GatedWeights) -> bool:
     """Return whether products of many such experts can be one launch."""
-    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+    return all(map(_is_one_matrix, (weights.gate_up, weights.down)))
+
+
+def describe_form(weights: GatedWeights) -> tuple[Hashable, ...]:
+    """Return the form of an expert's weights. Those of one form can be stacked."""
+    parts = [find_only_part(weight) for weight in (weights.gate_up, weights.down)]
+    shapes = [(one.dtype, one.shape) for one in list_tensors(weights)]
+    return (*(None if part is None else part.block_form for part in parts), *shapes)
+
+
+def _is_one_matrix(weight: Any) -> bool:
+    return isinstance(weight, CudaWeight) or find_only_part(weight) is not None

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.linear import silu_times
+from adapters.models.kernels.triton.linear import load_tile, silu_times
 
 # Below every key of a choice.
 TAKEN = tl.constexpr(-(1 << 62))
@@ -133,7 +133,7 @@ def deal(
 
 
 @triton.jit
-def multiply_groups(
+def multiply_groups(  # noqa: PLR0912 - branches of constants
     x_ptr,
     w_desc,
     out_ptr,
@@ -142,6 +142,7 @@ def multiply_groups(
     total_ptr,
     columns,
     depth,
+    apart,
     SHARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,12 +151,14 @@ def multiply_groups(
     TALL: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute out[pair] = x[pair // SHARE] @ w[slot].T for the tiles that `deal` left. w: `[slots, columns,
     depth]`.
 
-    A program has one tile of pairs and BLOCK_N columns. TALL: there are few pairs, and the weights are the tall
+    A program has one tile of pairs and BLOCK_N columns. apart: numbers from one slot to the next. PLAIN: see
+    `linear.load_tile`. TALL: there are few pairs, and the weights are the tall
     operand. Rows past the tile's pairs are computed from some row and stored nowhere.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -174,7 +177,10 @@ def multiply_groups(
         x_at = x_ptr + (pair // SHARE).to(tl.int64)[:, None] * depth + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M) if TALL else (BLOCK_M, BLOCK_N), tl.float32)
         for k0 in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            w = w_desc.load([slot, n0, k0]).reshape(BLOCK_N, BLOCK_K)
+            if PLAIN:
+                w = load_tile(w_desc + slot.to(tl.int64) * apart, n0, k0, columns, depth, BLOCK_N, BLOCK_K, PLAIN)
+            else:
+                w = w_desc.load([slot, n0, k0]).reshape(BLOCK_N, BLOCK_K)
             x = tl.load(x_at + k0, (k0 + k < depth)[None, :], 0.0)
             if TALL:
                 acc = tl.dot(w, x.T, acc, input_precision=PRECISION)

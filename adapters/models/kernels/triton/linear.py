@@ -23,6 +23,22 @@ def silu_times(gate, up, dtype: tl.constexpr):
     return (silu * up).to(dtype)
 
 
+@triton.jit
+def load_tile(source, row, k, rows, depth, ROWS: tl.constexpr, WIDTH: tl.constexpr, PLAIN: tl.constexpr):
+    """Load a tile of a matrix `[rows, depth]` from (row, k) on, with zeros behind its ends.
+
+    source: a descriptor, or if PLAIN the pointer to the matrix. Devices without bulk copies take pointers: there the
+    compiler makes short loads of a descriptor, which it cannot request ahead.
+    """
+    if PLAIN:
+        r = row + tl.arange(0, ROWS)
+        c = k + tl.arange(0, WIDTH)
+        inside = (r < rows)[:, None] & (c < depth)[None, :]
+        return tl.load(source + r.to(tl.int64)[:, None] * depth + c[None, :], inside, 0.0)
+    else:  # noqa: RET505 - one of the two is compiled
+        return source.load([row, k])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear_narrow(
     w_desc,
@@ -38,13 +54,15 @@ def linear_narrow(
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for few rows. Reading w once is the limit, so the weights are the tall
     operand.
 
-    stride: from one row of out to the next. One program owns BLOCK_N weight rows over the whole depth. All programs
-    stream their weights at the same time.
+    stride: from one row of out to the next. PLAIN: see `load_tile`.
+
+    One program owns BLOCK_N weight rows over the whole depth. All programs stream their weights at the same time.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     n0 = tl.program_id(0) * BLOCK_N
@@ -53,8 +71,8 @@ def linear_narrow(
         gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        w = w_desc.load([n0, k])
-        x = x_desc.load([m0, k])
+        w = load_tile(w_desc, n0, k, columns, depth, BLOCK_N, BLOCK_K, PLAIN)
+        x = load_tile(x_desc, m0, k, rows, depth, BLOCK_M, BLOCK_K, PLAIN)
         acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
     if PDL:
         gdc_launch_dependents()
@@ -90,6 +108,7 @@ def linear_wide(
     IN_PIECES: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute out[rows, columns] = x @ w.T for many rows. Arithmetic is the limit; groups of row tiles share weights
@@ -112,14 +131,14 @@ def linear_wide(
         for first in range(0, depth, piece):
             part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in tl.range(first, tl.minimum(first + piece, depth), BLOCK_K, num_stages=STAGES):
-                x = x_desc.load([m0, k])
-                w = w_desc.load([n0, k])
+                x = load_tile(x_desc, m0, k, rows, depth, BLOCK_M, BLOCK_K, PLAIN)
+                w = load_tile(w_desc, n0, k, columns, depth, BLOCK_N, BLOCK_K, PLAIN)
                 part = tl.dot(x, w.T, part, input_precision=PRECISION)
             acc += part
     else:
         for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            x = x_desc.load([m0, k])
-            w = w_desc.load([n0, k])
+            x = load_tile(x_desc, m0, k, rows, depth, BLOCK_M, BLOCK_K, PLAIN)
+            w = load_tile(w_desc, n0, k, columns, depth, BLOCK_N, BLOCK_K, PLAIN)
             acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
     if PDL:
         gdc_launch_dependents()

@@ -17,17 +17,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from adapters.models.kernels.triton.linear import silu_times
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
-_silu_times = gluon.jit(silu_times.fn)
+apply_silu = gluon.jit(silu_times.fn)
 
 
 @gluon.jit
 def _load_held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
     """Load for each row the number that holds a block's groups; S selects the first or second 16 of each 32 columns."""
     if GROUP >= BLOCK:
-        return gl.load(ptr + ((n // 8) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + n % 8)
+        return gl.load(ptr + ((n >> 3) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + (n & 7))
     if GROUP * 4 >= BLOCK:
-        return gl.load(ptr + ((n // 8) * blocks + block) * 8 + n % 8)
-    return gl.load(ptr + ((n // 8) * (blocks * 2) + block * 2 + S) * 8 + n % 8)
+        return gl.load(ptr + ((n >> 3) * blocks + block) * 8 + (n & 7))
+    return gl.load(ptr + ((n >> 3) * (blocks * 2) + block * 2 + S) * 8 + (n & 7))
 
 
 @gluon.jit
@@ -47,12 +47,12 @@ def _levels(matrix, n, block, S: gl.constexpr, blocks, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _load(matrix, coordinates, block, blocks, FORM: gl.constexpr):
+def load_block(matrix, coordinates, block, blocks, FORM: gl.constexpr):
     """Load a block of some rows in packed form. matrix: pointers to its words, scales, inner scales, minima, and
     scales of those.
     """
     n, t, c = coordinates
-    words = gl.load(matrix[0] + ((n // 8) * blocks + block) * 128 + (n % 8) * 16 + t * 4 + c)
+    words = gl.load(matrix[0] + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
     first = _levels(matrix, n, block, 0, blocks, FORM)
     second = first
     if FORM.group * 4 < FORM.block:
@@ -61,7 +61,7 @@ def _load(matrix, coordinates, block, blocks, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _locate_piece(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
+def locate_piece(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
     """Return rows, lanes of a row, and words; no row lies behind the last one."""
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LANES)))
@@ -73,7 +73,7 @@ def _locate_piece(n0, stop, ROWS: gl.constexpr, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr):
+def load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr):
     """Load the columns of every piece's block number `step`, as the right side of a product.
 
     at: the index of each row's piece, the number of columns before the piece, and those within a block. They are added
@@ -91,7 +91,7 @@ def _load_x(x_ptr, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexp
 
 
 @gluon.jit
-def _split_pairs(pairs, dtype: gl.constexpr, RIGHT: gl.constexpr):
+def split_pairs(pairs, dtype: gl.constexpr, RIGHT: gl.constexpr):
     """Return the columns of pairs `[pieces, pairs, rows of x]` one below the other."""
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
@@ -101,7 +101,7 @@ def _split_pairs(pairs, dtype: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_x(x_ptr, ring, at, step, each, depth, BLOCK: gl.constexpr):
+def fetch_x(x_ptr, ring, at, step, each, depth, BLOCK: gl.constexpr):
     """Copy the columns of every piece's block number `step` to shared memory; zeros where there are none."""
     m, inside, before, k = at
     STAGES: gl.constexpr = ring.shape[0]
@@ -113,23 +113,23 @@ def _fetch_x(x_ptr, ring, at, step, each, depth, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr, RIGHT: gl.constexpr):
+def next_x(x, x_ptr, ring, at, step, each, depth, EVEN: gl.constexpr, BLOCK: gl.constexpr, RIGHT: gl.constexpr):
     """Return block number `step` of x as the right side of a product, and request a later one.
 
     x: block number `step` in registers, where rows are few. ring: shared memory for some blocks, where they are more.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     if ring is None:
-        right = _split_pairs(x, dtype, RIGHT)
+        right = split_pairs(x, dtype, RIGHT)
         following = step + 1
         if EVEN:
             following = gl.minimum(following, each - 1)
-        x = _load_x(x_ptr, at, following, each, depth, EVEN, BLOCK)
+        x = load_x(x_ptr, at, following, each, depth, EVEN, BLOCK)
     else:
         STAGES: gl.constexpr = ring.shape[0]
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
-        _fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
+        fetch_x(x_ptr, ring, at, step + STAGES - 1, each, depth, BLOCK)
         right = ring.index(step % STAGES).permute((0, 2, 1)).load(RIGHT)
     return right, x
 
@@ -200,12 +200,12 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-    coordinates = _locate_piece(n0, columns, BLOCK_N, LANES)
+    coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
     PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
     first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
     held = ()
     for ahead in gl.static_range(AHEAD):
-        held = held + (_load(matrix, coordinates, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
+        held = held + (load_block(matrix, coordinates, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
     STAGED: gl.constexpr = BLOCK_M > 8
     STAGES: gl.constexpr = 3
     ring = None
@@ -233,29 +233,29 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     if STAGED:
         for stage in gl.static_range(STAGES - 1):
-            _fetch_x(x_ptr, ring, at, stage, each, depth, BLOCK)
+            fetch_x(x_ptr, ring, at, stage, each, depth, BLOCK)
     else:
-        x = _load_x(x_ptr, at, 0, each, depth, EVEN, BLOCK)
+        x = load_x(x_ptr, at, 0, each, depth, EVEN, BLOCK)
     for step in range(0, each - AHEAD, AHEAD):
         coming = ()
         for ahead in gl.static_range(AHEAD):
-            right, x = _next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
+            right, x = next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
             w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
             block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
-            coming = coming + (_load(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+            coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
             acc = mma_v2(w, right, acc)
         held = coming
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
-        right, x = _next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
+        right, x = next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
         w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
     if STAGED:
         async_copy.wait_group(0)
-    total = _add_pieces(acc, num_warps)
+    total = add_pieces(acc, num_warps)
     if GATED:
         gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
-        out = _silu_times(gate, up, dtype)
+        out = apply_silu(gate, up, dtype)
         n0 = n0 // 2
         columns = columns // 2
     else:
@@ -266,7 +266,7 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
 
 
 @gluon.jit
-def _add_pieces(acc, num_warps: gl.constexpr):
+def add_pieces(acc, num_warps: gl.constexpr):
     """Add up the sums `[pieces, rows of w, rows of x]` of the warps, in order."""
     COUNT: gl.constexpr = acc.shape[0]
     HEIGHT: gl.constexpr = acc.shape[1]
@@ -306,8 +306,8 @@ def unpack(
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [num_warps, 1], [1, 0])
     n0 = gl.program_id(0) * BLOCK_N
     block = gl.program_id(1)
-    coordinates = _locate_piece(first + n0, stop, BLOCK_N, LANES)
-    packed = _load((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), coordinates, block, blocks, FORM)
+    coordinates = locate_piece(first + n0, stop, BLOCK_N, LANES)
+    packed = load_block((words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr), coordinates, block, blocks, FORM)
     found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()

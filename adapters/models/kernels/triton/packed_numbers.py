@@ -4,6 +4,9 @@ Words lie as the registers of the tensor cores need their numbers, so nothing mo
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
 of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
 side by side, block after block, and so do their levels, so that one load brings whole lines.
+
+Words of E2M1 (MXFP4) are an exception: both numbers of a pair are moved to bfloat16 by one instruction, so they lie 16
+bits apart.
 """
 
 from __future__ import annotations
@@ -184,6 +187,35 @@ def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _scale_e2m1(held, c):
+    """Return the scale of each word in both halves of a number."""
+    return ((held >> (c * 16).to(held.dtype)).to(gl.int32) & 0xFFFF) * 0x10001
+
+
+@gluon.jit
+def _four_e2m1(word, AT: gl.constexpr, scale):
+    """Return a word's numbers of 16 columns in bfloat16, as `_four` does."""
+    return gl.join(_pair_e2m1(word, AT // 2, scale), _pair_e2m1(word, AT // 2 + 1, scale))
+
+
+@gluon.jit
+def _pair_e2m1(word, AT: gl.constexpr, scale):
+    """Return pair AT of a word: a sign, two bits of exponent and one of mantissa become those of bfloat16.
+
+    That is 2 ** -127 of twice the number, also where it is subnormal. Scales are stored 2 ** 127 times as great.
+    """
+    UP: gl.constexpr = 6 - 4 * AT
+    size = word << UP if UP > 0 else word >> -UP
+    bits = ((word << (12 - 4 * AT)) & -0x7FFF8000) | (size & 0x01C001C0)
+    pair = gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, scale, 0], dtype=gl.int32, is_pure=True, pack=1
+    )
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
 def _convert_e4m3(word):
     """Return the numbers that the four bytes of a word stand for in E4M3, float32."""
     return gl.inline_asm_elementwise(
@@ -215,11 +247,15 @@ def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     """
     words, first, second = packed
     n, _, c = coordinates
-    power = find_power(n)
-    found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
-    if FORM.block == 128:
-        found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
-        found = found.permute((0, 1, 3, 6, 5, 2, 4))
+    if FORM.steps == "e2m1":
+        scale = _scale_e2m1(first[0], c)
+        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
     else:
-        found = found.permute((0, 1, 3, 5, 2, 4))
+        power = find_power(n)
+        found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
+        if FORM.block == 128:
+            found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
+            found = found.permute((0, 1, 3, 6, 5, 2, 4))
+        else:
+            found = found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)

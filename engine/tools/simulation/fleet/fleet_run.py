@@ -31,7 +31,14 @@ from states.routing.other_routers import (
     RoundRobin,
     Router,
 )
-from states.routing.prefix_router import DigestArrived, PrefixRouter, ReplicaAdded, RequestArrived, RequestEnded
+from states.routing.prefix_router import (
+    DigestArrived,
+    PrefillEnded,
+    PrefixRouter,
+    ReplicaAdded,
+    RequestArrived,
+    RequestEnded,
+)
 from states.settings import Settings
 
 DIGEST_NS = 2_000_000_000
@@ -155,12 +162,17 @@ class FleetRun:
             answered()
 
         routed.on_closed = close_request
-        if decision.prefill_on:
+
+        def go_on() -> None:
+            self.router.advance(PrefillEnded(number))
+            self._submit(target, routed)
+
+        if decision.prefill is not None:
             self._counts["read_elsewhere"] += 1
             prompt = evolve(path, keys=path.keys[:usable], stops=path.stops[:usable])
             reading = RoutedRequest(prompt, self.clock.now, reads_only=True)
-            reading.on_closed = partial(self._submit, target, routed)
-            self._submit(self.replicas[int(decision.prefill_on)], reading)
+            reading.on_closed = go_on
+            self._submit(self.replicas[int(decision.prefill.replica)], reading)
         else:
             self._submit(target, routed)
 

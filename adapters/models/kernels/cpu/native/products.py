@@ -64,7 +64,7 @@ class PackedForm(ctypes.Structure):
 KINDS = {"int8": 0, "e4m3": 2}
 SCALES = {"float32": 0, "bfloat16": 1, "float16": 2}
 LEASTS = {"": 0, "scale": 1, "own": 2}
-FIXED = {"int8": (4, 128), "uint4": (5, 0), "int4": (5, 8), "iq4": (6, 128)}
+FIXED = {"int8": (4, 128), "uint4": (5, 0), "int4": (5, 8), "iq4": (6, 128), "e2m1": (6, 128)}
 """For rows in fixed point: the kind, and by how much steps are raised, so that none is negative."""
 
 

@@ -1,0 +1,240 @@
+"""Products of experts whose weights stay packed: each pair of a row and an expert with that expert's packed weight.
+
+A tile has some pairs of one expert, as `experts.deal` leaves them. Sums are those of `packed`: columns are cut into
+pieces at fixed places, a piece is one chain over ascending k in steps of 16, and pieces are added in order. So neither
+the number of an expert's pairs nor the kernel that multiplies them can change an element's bits.
+
+* `multiply_few` is for up to eight pairs in a tile. The pieces of a sum are side by side, in one warp each.
+* `multiply_many` is for more pairs. A warp has all pieces of its sums, one after the other, so that rows of x that
+  come to shared memory are used by all warps.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.packed import (
+    add_pieces,
+    apply_silu,
+    fetch_x,
+    lanes_of,
+    load_block,
+    load_x,
+    locate_piece,
+    next_x,
+    split_pairs,
+)
+from adapters.models.kernels.triton.packed_numbers import weights_of
+
+
+@gluon.jit
+def _matrix_of(pointers, apart, slot):
+    """Return the pointers to the weight of one expert. apart: from one expert to the next, in elements."""
+    at = slot.to(gl.int64)
+    words, scale, inner, least, own = pointers
+    by_words, by_scale, by_inner, by_least, by_own = apart
+    return (
+        words + at * by_words,
+        scale + at * by_scale,
+        inner + at * by_inner,
+        least + at * by_least,
+        own + at * by_own,
+    )
+
+
+@gluon.jit
+def _store(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constexpr):
+    """Store the sums `[rows of w, pairs]` of `count` pairs, each at its number. n0: the first row of w."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        gate, up = gl.split(total.reshape((total.shape[0] // 2, 2, total.shape[1])).permute((0, 2, 1)))
+        out = apply_silu(gate, up, dtype)
+        n0 = n0 // 2
+        columns = columns // 2
+    else:
+        out = total.to(dtype)
+    n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
+    m = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))[None, :]
+    pair = gl.load(pairs_ptr + gl.minimum(m, count - 1)).to(gl.int64)
+    gl.store(out_ptr + pair * columns + n, out, mask=(m < count) & (n < columns))
+
+
+@gluon.jit(do_not_specialize=["blocks", "each", "rounds"])
+def multiply_few(
+    words_ptr,
+    scale_ptr,
+    inner_ptr,
+    least_ptr,
+    own_ptr,
+    x_ptr,
+    out_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    total_ptr,
+    words_apart,
+    scale_apart,
+    inner_apart,
+    least_apart,
+    own_apart,
+    columns,
+    depth,
+    blocks,
+    each,
+    rounds,
+    SHARE: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EVEN: gl.constexpr,
+    FORM: gl.constexpr,
+    GATED: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of up to eight pairs.
+
+    blocks: of a row of w. each: blocks of a piece, a multiple of AHEAD. A program has one tile of pairs, and `rounds`
+    times BLOCK_N rows of the expert's weight, one BLOCK_N after the other. Each warp has the packed words of AHEAD
+    blocks in registers or on their way there, also those of the next round.
+
+    EARLY: tiles were made before the kernel before this one started. Only then are weights requested while that kernel
+    still runs.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    BLOCK: gl.constexpr = FORM.block
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    HALVES: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
+    LANES: gl.constexpr = lanes_of(PIECES, num_warps, BLOCK_N)
+    PIECE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LANES)))
+    across = gl.cdiv(columns, BLOCK_N * rounds)
+    tile = gl.program_id(0) // across
+    n0 = gl.program_id(0) % across * (BLOCK_N * rounds)
+    if PDL and not EARLY:
+        gdc_wait()
+    if tile < gl.load(total_ptr):
+        slot = gl.load(tiles_ptr + tile * 4)
+        pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
+        count = gl.load(tiles_ptr + tile * 4 + 2)
+        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
+        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
+        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
+        held = ()
+        for ahead in gl.static_range(AHEAD):
+            block = gl.minimum(first + ahead, blocks - 1)
+            held = held + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+        if PDL:
+            gdc_launch_dependents()
+            if EARLY:
+                gdc_wait()
+        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
+        k = gl.arange(0, BLOCK // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
+        before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
+        before = before * (each * (BLOCK // 2))
+        row = gl.load(pairs_ptr + gl.minimum(m, count - 1)) // SHARE
+        at = (row * (depth // 2) + before, before, k)
+        for turn in range(gl.minimum(rounds, gl.cdiv(columns - n0, BLOCK_N))):
+            acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+            for step in range(0, each, AHEAD):
+                coming = ()
+                for ahead in gl.static_range(AHEAD):
+                    x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
+                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                    after = step + (ahead + AHEAD)
+                    wraps = after >= each  # the block belongs to the next round, whose rows may not exist
+                    coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
+                    block = gl.minimum(first + gl.where(wraps, after - each, after), blocks - 1)
+                    coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
+                    acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
+                held = coming
+            _store(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
+
+
+@gluon.jit(do_not_specialize=["blocks", "each"])
+def multiply_many(
+    words_ptr,
+    scale_ptr,
+    inner_ptr,
+    least_ptr,
+    own_ptr,
+    x_ptr,
+    out_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    total_ptr,
+    words_apart,
+    scale_apart,
+    inner_apart,
+    least_apart,
+    own_apart,
+    columns,
+    depth,
+    blocks,
+    each,
+    SHARE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    FORM: gl.constexpr,
+    GATED: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out[pair] = x[pair // SHARE] @ w[slot].T for tiles of BLOCK_M pairs.
+
+    A program has one tile of pairs and BLOCK_N rows of the expert's weight. Blocks of x are in a ring of shared memory.
+    blocks, each, EARLY: as in `multiply_few`.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    BLOCK: gl.constexpr = FORM.block
+    STAGES: gl.constexpr = 3
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    LANES: gl.constexpr = lanes_of(1, num_warps, BLOCK_N)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // BLOCK, BLOCK // 8], [1, num_warps, 1], [2, 1, 0])
+    BANKS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    across = gl.cdiv(columns, BLOCK_N)
+    tile = gl.program_id(0) // across
+    n0 = gl.program_id(0) % across * BLOCK_N
+    if PDL and not EARLY:
+        gdc_wait()
+    if tile < gl.load(total_ptr):
+        slot = gl.load(tiles_ptr + tile * 4)
+        pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
+        count = gl.load(tiles_ptr + tile * 4 + 2)
+        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
+        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
+        held = load_block(matrix, coordinates, 0, blocks, FORM)
+        if PDL:
+            gdc_launch_dependents()
+            if EARLY:
+                gdc_wait()
+        ring = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, BLOCK], BANKS)
+        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
+        k = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
+        before = gl.arange(0, 1, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]  # no columns
+        row = gl.load(pairs_ptr + gl.minimum(m, count - 1)) // SHARE
+        at = (row, m < count, before, k)
+        for stage in gl.static_range(STAGES - 1):
+            fetch_x(x_ptr, ring, at, stage, blocks, depth, BLOCK)
+        total = gl.zeros([1, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+        for start in range(0, blocks, each):
+            acc = gl.zeros([1, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
+            for step in range(start, gl.minimum(start + each, blocks)):
+                coming = load_block(matrix, coordinates, gl.minimum(step + 1, blocks - 1), blocks, FORM)
+                right, _ = next_x(step, x_ptr, ring, at, step, blocks, depth, False, BLOCK, RIGHT)
+                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                acc = mma_v2(w, right, acc)
+                held = coming
+            total = total + acc
+        async_copy.wait_group(0)
+        _store(add_pieces(total, num_warps), out_ptr, pairs_ptr, n0, count, columns, GATED)
