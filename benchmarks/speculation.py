@@ -51,7 +51,7 @@ from engine.loading.load_target import LoadedModel
 from engine.serving.serve import freeze_collected
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
-from states import launch_prices
+from states import step_prices
 from states.rates import Rates
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
@@ -255,7 +255,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
-                width = launch_prices.round_up_to_bucket(1 + target.settings.max_proposals)
+                width = step_prices.round_up_to_bucket(1 + target.settings.max_proposals)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, width, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:

@@ -19,7 +19,7 @@ ENGINE = RequestId(0)  # of an effect that belongs to no request; requests are c
 PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their position in memory changes no bits
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
-ModelName: TypeAlias = Literal["target", "draft", "drafter"]
+ModelName: TypeAlias = Literal["target", "draft", "scorer"]
 # Where rows were found: `none`, `device` (a slot), or the name of one of the store's tiers (`host`, `disk`).
 Tier: TypeAlias = str
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost", "dead_end"]

@@ -69,9 +69,10 @@ class Report:
     """The result of a request: the `rekindle` object of a response, without the times."""
 
     prompt_tokens: int
-    restored_tokens: int = 0  # prompt tokens that were not computed again
+    # Prompt tokens that were not computed: the slot had their rows, or they were loaded. The HTTP answer has this name.
+    restored_tokens: int = 0
     tier: str = "none"  # that most of these came from
-    miss: str = ""  # why no (more) tokens were restored; empty when nothing was missed
+    miss: str = ""  # why none, or no more, were found; empty when nothing was missed
     completion_tokens: int = 0
     decode_steps: int = 0
     proposed: int = 0
@@ -80,7 +81,7 @@ class Report:
     compression: Compressed | None = None  # what was left out of the prompt, or why nothing was; None: not asked for
     cache: Selection = field(factory=Selection)  # what is kept of it for later
     prompt_logprobs: tuple[Logprob, ...] = ()  # of each token of the prompt but the first, when they were asked for
-    followed_tokens: int = 0  # restored tokens that another request computed while this one waited for them
+    followed_tokens: int = 0  # of `restored_tokens`, those that another request computed while this one waited for them
     follow_wait_ns: int = 0  # the time of that waiting, as estimated when it began; 0: no time was measured
     follow_compute_ns: int = 0  # the time to compute these tokens instead, as estimated then
 

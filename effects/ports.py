@@ -147,8 +147,8 @@ class RequestStatus:
     stages_ms: Mapping[Stage, float]  # milliseconds in each stage so far, in the order in which they began
     prompt_tokens: int
     done: int  # prompt tokens that are in place
-    restored_tokens: int  # prompt tokens that were not computed
-    tier: Tier  # that most of the restored tokens came from
+    restored_tokens: int  # as in `Report`: prompt tokens that were not computed
+    tier: Tier  # that most of these came from
     completion_tokens: int = 0
     decode_steps: int = 0
     follows: RequestId | None = None  # the request whose rows it waits for, to go on from them

@@ -31,7 +31,9 @@ Finish: TypeAlias = Literal[
 
 @frozen
 class ReportProgress:
-    """Report that `done` of `total` prompt tokens are in place, and `cached` of them restored.
+    """Report that `done` of `total` prompt tokens are in place, and that `cached` of them were not computed.
+
+    Their rows were in the slot already, or were loaded from host memory or disk.
 
     The first report says that the request is accepted.
     """

@@ -1,7 +1,7 @@
 """Transitions of LoadingScorer, Compressing and UnloadingScorer: a prompt is shortened by the prompt scorer (PFlash).
 
 The scorer is loaded, scores the prompt piece by piece, picks the tokens that are kept, and is given back. A failure on
-the way serves the prompt as it is, if it fits the context. In traces and options the scorer is called `drafter`.
+the way serves the prompt as it is, if it fits the context. In options the scorer is called `drafter`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def give_up_compression(state: Compressing, event: DeviceFailed, context: Decisi
 
 
 def release_prompt_scorer(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReleaseScorer:
-    return Transition(UnloadingScorer(slot_lease, prompt), unload_model(context.settings, "drafter"))
+    return Transition(UnloadingScorer(slot_lease, prompt), unload_model(context.settings, "scorer"))
 
 
 def serve_released_prompt(
@@ -145,14 +145,14 @@ def cancel_while_releasing(
 ) -> Transition[Parking, CloseStream]:
     """Close the stream. The effect that gives the scorer back is in flight already."""
     closing = CloseStream(FINISH[event.reason], make_report(context, state), event.reason)
-    return Transition(Parking(RequestRemainder(state.slot_lease, state.prompt, leased_model="drafter")), closing)
+    return Transition(Parking(RequestRemainder(state.slot_lease, state.prompt, leased_model="scorer")), closing)
 
 
 def recover_while_releasing(
     state: UnloadingScorer, _: SlotEmptied, context: DecisionContext
 ) -> Transition[Yielding] | Transition[Parking, CloseStream]:
     """Wait for a slot again once the scorer is given back, or fail if the rows were lost before."""
-    left = forget_all_rows(RequestRemainder(state.slot_lease, state.prompt, leased_model="drafter"))
+    left = forget_all_rows(RequestRemainder(state.slot_lease, state.prompt, leased_model="scorer"))
     if state.prompt.heard_tokens is not None:
         return Transition(Parking(left), CloseStream("lost", make_report(context, state), LOST_TWICE))
     return Transition(Yielding(evolve(left, prompt=evolve(left.prompt, heard_tokens=()))))

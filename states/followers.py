@@ -166,7 +166,7 @@ def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
     return state.slot_lease.valid_rows < follow.awaited_rows
 
 
-def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
+def mark_ended_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
     """Mark the follows whose leaders have the rows, or are leaders no longer. These requests may be admitted."""
     ended = {
         request: evolve(follow, ended=True)

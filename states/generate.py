@@ -103,7 +103,7 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
         tokens = tokens[: stops[0] + 1]
     count = len(tokens)
     lease = state.slot_lease
-    slot_lease = SlotLease(lease.slot, lease.valid_rows + count, lease.restored_rows, lease.tier)
+    slot_lease = SlotLease(lease.slot, lease.valid_rows + count, lease.reused_rows, lease.tier)
     answer = Generated(
         before.tokens + tokens,
         before.decode_steps + event.steps,

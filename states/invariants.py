@@ -62,7 +62,7 @@ def check_slots(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
     for request, left in held.items():
         lease = left.slot_lease
         assert world.slots.slots[lease.slot].holder == request, "a request works in a slot that is not its own"
-        assert 0 <= lease.restored_rows <= lease.valid_rows <= len(left.prompt.tokens) + len(left.answer), left
+        assert 0 <= lease.reused_rows <= lease.valid_rows <= len(left.prompt.tokens) + len(left.answer), left
         assert len(left.answer) <= left.prompt.job.max_tokens, "more tokens than asked for"
         assert left.prompt.shared_tokens <= len(left.prompt.job.prompt), "more is shared than there is"
         check_cache(world.requests[request], world.settings)

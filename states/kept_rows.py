@@ -64,5 +64,5 @@ def continue_lease(settings: Settings, slot_lease: SlotLease, held: Tokens, toke
     if settings.stateful:
         valid_rows = slot_lease.valid_rows if slot_lease.valid_rows <= rows else 0
     tier = slot_lease.tier if valid_rows else "none"
-    restored_rows = min(slot_lease.restored_rows, valid_rows)
-    return SlotLease(slot_lease.slot, valid_rows, restored_rows, tier, rows - valid_rows)
+    reused_rows = min(slot_lease.reused_rows, valid_rows)
+    return SlotLease(slot_lease.slot, valid_rows, reused_rows, tier, rows - valid_rows)

@@ -39,9 +39,9 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
 from states.events import EffectOutcome
-from states.launch_prices import UNIT
 from states.settings import Settings
 from states.speculation_plan import NO_PLAN, Plan
+from states.step_prices import UNIT
 
 
 @frozen
@@ -50,8 +50,8 @@ class Lane:
 
     waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
     running: tuple[EffectRequest, ...] = ()  # members of the launch whose last outcome has not come
-    last_was_decode: bool = False  # the last launch was a batch of decode steps
-    member_count: int = 0  # effects that the last launch began with, and those that have joined it
+    last_was_decode: bool = False  # the last launch was a batch of decode steps (mixed ones too)
+    member_count: int = 0  # members of the last launch when it began, or when an effect last joined it
     proposing_steps: int = 0  # decode steps since the last one in which no request proposed anything
     plan: Plan = NO_PLAN  # of the last launch
     runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
@@ -74,7 +74,7 @@ def choose_lane(settings: Settings, effect: Effect) -> LaneId:
     match effect:
         case RunPrefill(start=start, stop=stop, logprobs=-1) if 0 < settings.prompt_lane_min_rows < stop - start:
             return PROMPTS
-        case CompressPrompt() | LoadModel("drafter") | UnloadModel("drafter"):
+        case CompressPrompt() | LoadModel("scorer") | UnloadModel("scorer"):
             return settings.scorer_lane
         case _:
             return MAIN
@@ -93,8 +93,8 @@ def remove_abandoned(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
 def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) -> Lane:
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
-    ends_together: there is a draft, and the first member that ends stops the launch for all. So it no longer runs
-    unattended. The same holds where something may be copied.
+    ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
+    unattended. A launch in which something may be copied ends in the same way, whatever `ends_together` says.
     """
     further_steps = 0
     if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):

@@ -6,7 +6,8 @@ go through one forward. These aims contradict each other, and a running launch c
 Idea. `choose_launch` is called when a lane is free. It applies these rules in order:
 
 1. An effect that needs no work (a model that is loaded already) is answered at once.
-2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`.
+2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows in
+   `lane.can_join`, so a rule about the batch belongs there, too.
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
    (`choose_mixed_chunk`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
@@ -36,22 +37,22 @@ from effects.all import EffectRequest, Launch
 from effects.decode import Copying, RunDecode
 from effects.ids import RequestId
 from effects.prefill import RunPrefill
-from states import launch_prices, residency, speculation_control, suffix_control
+from states import residency, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
 from states.lane import Lane, can_launch, remove_answered, start_launch
-from states.launch_prices import Shape
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Prefilling, Restoring, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.speculation_plan import Plan, SpeculationControl
+from states.step_prices import Shape
 
 LaneChoice: TypeAlias = Launch | EffectOutcome | None
 
-# Decode launches with proposals between two plain ones, so that the time of a plain launch stays known. It is also the
-# most steps that a launch with a draft takes unattended.
-PLAIN_LAUNCH_INTERVAL = 64
+# Decode steps with proposals between two plain ones, so that the time of a plain step stays known. It is also the most
+# steps that a launch with a draft takes unattended.
+PLAIN_STEP_INTERVAL = 64
 UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
 # Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
@@ -143,7 +144,7 @@ def choose_mixed_chunk(
     effect = other.effect
     if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.keeps_state_first or effect.logprobs >= 0:
         return None
-    least = launch_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
+    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
     is_wider = prompt_count > 1 and not settings.commits_per_segment
     forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
@@ -165,8 +166,8 @@ def choose_turn_rows(
     effect = other.effect
     if not (decode_steps and settings.latency_target_ns and settings.keep_decoded and isinstance(effect, RunPrefill)):
         return rows
-    shape = get_launch_shape(decode_steps)
-    step_ns = launch_prices.find_plain_time(rates.decode, shape.span, shape.members)
+    shape = get_step_shape(decode_steps)
+    step_ns = step_prices.find_plain_time(rates.decode, shape.span, shape.members)
     least = max(settings.block_size, settings.chunk // TURN_PARTS)
     while rows >= 2 * least and (
         step_ns + estimate_prefill_time(rates, effect.start, effect.start + rows) > settings.latency_target_ns
@@ -178,7 +179,7 @@ def choose_turn_rows(
 def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
     """Start a launch of decode steps whose last member is a prompt's chunk.
 
-    Nothing is proposed in it, but its time is not that of a plain launch. So `proposing_steps` stays as it was.
+    Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
     plan = Plan((0,) * (len(batch) - 1))
     return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
@@ -241,7 +242,7 @@ def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings
         max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
     ]
     if settings.max_proposals:
-        return [min(plan.steps, PLAIN_LAUNCH_INTERVAL, *limits)] * len(limits)
+        return [min(plan.steps, PLAIN_STEP_INTERVAL, *limits)] * len(limits)
     return [min(plan.steps, limit) for limit in limits]
 
 
@@ -270,38 +271,45 @@ def plan_proposals(
 ) -> Plan:
     """Plan how many tokens each decode step proposes.
 
-    proposing_steps: steps since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain step is
-    measured again, and already after one where the known time of a plain launch looks too long to be true.
+    A step is one forward. A launch is what the lane carries out without asking the core, and may take many steps. All
+    of them propose what the plan says, and `Plan.steps` limits their number.
+
+    A draft proposes in every step, so its steps are limited to those that are left until a plain one is due. A plan of
+    copies alone keeps its own limit, which is 64 steps (`REVIEW_STEPS`) or none. Its steps without a match are plain
+    ones and are measured in between, and `Copying.steps` limits those that copy to 16.
+
+    proposing_steps: steps since the last plain one. After PLAIN_STEP_INTERVAL of them a plain step is measured again,
+    and already after one where the known time of a plain step looks too long to be true.
     """
     controls = [find_control(requests, one) for one in decode_steps]
     effects = get_decode_effects(decode_steps)
     has_draft = not draft_is_lost and any(control is not None and control.widths for control in controls)
     copies = any(control is not None and control.copy_widths for control in controls)
-    reason = "draft_lost" if draft_is_lost and any(controls) else ""
+    reason = "draft_lost" if draft_is_lost and any(one is not None for one in controls) else ""
     plan = Plan((0,) * len(controls), reason=reason, steps=UNLIMITED_STEPS)
     if not (has_draft or copies):
         return plan  # no member can propose: no price matters
-    shape = get_launch_shape(decode_steps)
+    shape = get_step_shape(decode_steps)
     if has_draft:
         drafting = [
             (effect.propose if control is not None and control.widths else 0, control)
             for effect, control in zip(effects, controls, strict=True)
         ]
-        prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
-        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
+        prices = step_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
+        plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and prices.plain_suspect)
         plan = speculation_control.plan_launch(drafting, prices, rates, 0 if plain_is_due else row_limit)
     if copies:
         times = suffix_control.merge_copy_times(rates)
-        prices = launch_prices.estimate_prices(times, shape.span, shape.members, row_limit)
-        plain_is_due = proposing_steps >= PLAIN_LAUNCH_INTERVAL or (proposing_steps and prices.plain_suspect)
+        prices = step_prices.estimate_prices(times, shape.span, shape.members, row_limit)
+        plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and prices.plain_suspect)
         plan = suffix_control.plan_copies(plan, controls, prices, rates, 0 if plain_is_due else row_limit)
     if not any(plan.proposals):
         return plan
-    return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_steps))
+    return evolve(plan, steps=min(plan.steps, PLAIN_STEP_INTERVAL - proposing_steps))
 
 
-def get_launch_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
-    """Return what the time of a launch of these decode steps depends on."""
+def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
+    """Return what the time of a step of these requests depends on."""
     effects = get_decode_effects(decode_steps)
     proposed = sum(effect.propose for effect in effects)
     positions = sum(effect.position for effect in effects)

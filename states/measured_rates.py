@@ -12,10 +12,10 @@ from effects.decode import Decoded, RunDecode
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt, PromptCompressed
 from effects.restore import BlocksRestored
-from states import launch_prices, policy, rates, speculation_control, suffix_control
+from states import policy, rates, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
 from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
-from states.launch_choice import get_launch_shape
+from states.launch_choice import get_step_shape
 from states.rates import Rates
 from states.request_states import Compressing, MayPropose, Restoring, Speculating, State
 from states.settings import Settings
@@ -45,7 +45,7 @@ def learn_from_outcome(
             concurrent = isinstance(state, Restoring) and state.loading
             return rates.learn_prefill(known_rates, effect, answer.outcome, settings.chunk, concurrent=concurrent)
         case None, BlocksRestored() if isinstance(state, Restoring):
-            concurrent = not settings.stateful and state.front > state.slot_lease.restored_rows
+            concurrent = not settings.stateful and state.front > state.slot_lease.reused_rows
             return rates.learn_load(
                 known_rates, state.tier, answer.outcome, settings.chunk, settings.state_tokens, concurrent=concurrent
             )
@@ -72,13 +72,13 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_b
 def learn_from_decode(
     known_rates: Rates, propose: int, decoded: Decoded, lane: Lane, settings: Settings, *, is_first: bool
 ) -> Rates:
-    """Return the rates after decode steps: what a launch takes, and how well proposals do.
+    """Return the rates after decode steps: what a step takes, and how well proposals do.
 
     is_first: this is the outcome of the step's first member. Every member reports the time of the same step, so only
     that report is learned.
     """
     if is_first and decoded.ns and is_time_comparable(lane, decoded.ns):
-        shape = get_launch_shape(lane.running)
+        shape = get_step_shape(lane.running)
         if decoded.rows:
             # A step in which other members ask a draft takes longer than its copies.
             if suffix_control.copies_alone(lane.plan) or len(lane.running) == 1:
@@ -86,7 +86,7 @@ def learn_from_decode(
                 known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
         elif decoded.proposed == propose:
             known_rates = known_rates.with_decode_times(
-                launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
+                step_prices.record_step_time(known_rates.decode, shape, decoded.ns)
             )
     if not (settings.max_proposals or settings.max_copied):
         return known_rates  # the rest is what is learned of proposals

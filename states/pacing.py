@@ -55,10 +55,10 @@ from effects.all import Effect, EffectRequest
 from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.timer import StartTimer, TimerName
-from states import launch_prices
+from states import step_prices
 from states.events import TimerElapsed
 from states.lane import Lane
-from states.launch_choice import get_decode_effects, get_launch_shape
+from states.launch_choice import get_decode_effects, get_step_shape
 from states.machine import IllegalEvent
 from states.rates import Rates
 from states.request_states import (
@@ -214,8 +214,8 @@ def choose_step_interval(settings: Settings, rates: Rates, running: Sequence[Eff
     """
     if not settings.latency_target_ns or not get_decode_effects(running):
         return settings.latency_target_ns
-    shape = get_launch_shape(running)
-    plain_ns = launch_prices.find_plain_time(rates.decode, shape.span, shape.members)
+    shape = get_step_shape(running)
+    plain_ns = step_prices.find_plain_time(rates.decode, shape.span, shape.members)
     if not plain_ns:
         return settings.latency_target_ns
     wanted_ns = -(-STEP_SHARE * plain_ns // INTERVAL_UNIT) * INTERVAL_UNIT

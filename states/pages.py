@@ -64,8 +64,8 @@ def find_free_pages(held: Iterable[Pages], total: int, count: int) -> Pages | No
     taken = collect_pages(held)
     if count > total - len(taken):
         return None
-    spare = (PageId(number) for number in range(total) if number not in taken)
-    return tuple(page for page, _ in zip(spare, range(count), strict=False))
+    free = (PageId(number) for number in range(total) if number not in taken)
+    return tuple(page for page, _ in zip(free, range(count), strict=False))
 
 
 def count_use(busy: Iterable[Pages], idle: Iterable[Pages], total: int) -> dict[str, int]:

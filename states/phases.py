@@ -105,7 +105,7 @@ def look_up_prefix(settings: Settings, slot_lease: SlotLease, prompt: Prompt) ->
 def continue_request(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ContinueRequest:
     """Go on after everything that could be restored is in the slot: shorten the prompt, or serve it."""
     if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
-        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("drafter"))
+        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("scorer"))
     return serve_prompt(context, slot_lease, prompt)
 
 
@@ -129,7 +129,7 @@ def choose_without_draft(context: DecisionContext, reason: str) -> Speculation:
 def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:
     """Go on where rows are certainly missing: shorten the prompt, or compute them."""
     if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
-        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("drafter"))
+        return Transition(LoadingScorer(slot_lease, prompt), LoadModel("scorer"))
     return serve_verbatim(context, slot_lease, prompt)
 
 

@@ -102,7 +102,7 @@ def yield_prompt_scorer(
     state: Recovering, _: PromptScored | PromptCompressed, context: DecisionContext
 ) -> Transition[Yielding, UnloadModel]:
     """Give the prompt scorer back. The prompt is scored again in the next slot."""
-    return Transition(Yielding(state.remainder), unload_model(context.settings, "drafter"))
+    return Transition(Yielding(state.remainder), unload_model(context.settings, "scorer"))
 
 
 def yield_loaded_model(

@@ -17,8 +17,8 @@ def make_report(context: DecisionContext, state: Open) -> Report:
     followed = prompt.followed or Followed(0)
     return Report(
         prompt_tokens=len(prompt.tokens),
-        restored_tokens=slot_lease.restored_rows,
-        followed_tokens=min(followed.rows, slot_lease.restored_rows),
+        restored_tokens=slot_lease.reused_rows,
+        followed_tokens=min(followed.rows, slot_lease.reused_rows),
         follow_wait_ns=followed.waiting_ns,
         follow_compute_ns=followed.computing_ns,
         tier=slot_lease.tier,
@@ -43,7 +43,7 @@ def report_compression(context: DecisionContext, state: Open) -> Compressed | No
     if prompt.compression_tried:
         why_not = "" if len(prompt.tokens) < len(job.prompt) else "not_shorter"
         return Compressed(len(job.prompt), why_not, keep=job.compression.keep)
-    decision = policy.decide_compression(context, prompt, prompt.prefill_rows - state.slot_lease.restored_rows)
+    decision = policy.decide_compression(context, prompt, prompt.prefill_rows - state.slot_lease.reused_rows)
     return Compressed(len(job.prompt), "not_reached" if decision.go else decision.reason)
 
 

@@ -32,8 +32,8 @@ class SlotLease:
 
     slot: SlotId
     valid_rows: int = 0  # rows [0, valid_rows) are acknowledged, with the state behind them
-    restored_rows: int = 0  # rows of the prompt that were kept or loaded, and not computed
-    tier: Tier = "none"  # where most of the restored rows came from
+    reused_rows: int = 0  # rows of the prompt that were not computed: the slot had them, or they were loaded
+    tier: Tier = "none"  # where most of the reused rows came from
     rows_ahead: int = 0  # further rows that are there without the state behind them; computing overwrites them
 
     @property
@@ -46,15 +46,15 @@ class SlotLease:
 
         The rows before `start` were there already.
         """
-        restored_rows = self.restored_rows + stop - self.valid_rows
+        reused_rows = self.reused_rows + stop - self.valid_rows
         most: Tier = "device" if self.tier == "none" else self.tier
-        if 2 * (stop - start) > restored_rows:
+        if 2 * (stop - start) > reused_rows:
             most = tier
-        return SlotLease(self.slot, stop, restored_rows, most, max(0, self.rows - stop))
+        return SlotLease(self.slot, stop, reused_rows, most, max(0, self.rows - stop))
 
     def with_computed_rows(self, stop: int) -> SlotLease:
         """Return the lease after rows up to `stop` were computed. Computing has overwritten what followed."""
-        return SlotLease(self.slot, stop, self.restored_rows, self.tier)
+        return SlotLease(self.slot, stop, self.reused_rows, self.tier)
 
 
 @frozen
@@ -221,7 +221,10 @@ class Prefilling:
 
 @frozen
 class Speculating:
-    """The answer is decoded step by step, with proposals or without; one effect is in flight."""
+    """The answer is decoded step by step, with proposals or without; one effect is in flight.
+
+    Answers that propose nothing, as without a draft, are in this state as well (`ProposesNothing`).
+    """
 
     slot_lease: SlotLease
     prompt: Prompt
@@ -314,7 +317,7 @@ def get_remainder(state: Held) -> RequestRemainder:
         case Prefilling(slot_lease, prompt, speculation):
             return RequestRemainder(slot_lease, prompt, leased_model=get_leased_draft(speculation))
         case Compressing(slot_lease, prompt) | UnloadingScorer(slot_lease, prompt):
-            return RequestRemainder(slot_lease, prompt, leased_model="drafter")
+            return RequestRemainder(slot_lease, prompt, leased_model="scorer")
         case LookingUp() | Restoring() | LoadingScorer() | UnparkingDraft():
             return RequestRemainder(state.slot_lease, state.prompt)
         case _:

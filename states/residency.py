@@ -1,7 +1,7 @@
 """Residency: where the models' weights are, and which requests need them. Changed by acknowledgements only.
 
 This is about the draft and the prompt scorer, which may leave the device between requests. The prompt scorer is called
-`drafter` in traces, options and JSON.
+`drafter` in options and in the JSON of the API (`PUBLIC_NAMES`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from effects.ids import DeviceFailed, ModelName, RequestId
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 Policy: TypeAlias = Literal["auto", "persistent", "request-scoped"]
-Use: TypeAlias = Literal["draft", "drafter"]
+Use: TypeAlias = Literal["draft", "scorer"]
 After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when no request needs them
 # lost: it was loaded, and its process is gone. Requests that need it go on without it, and have it again when its
 # process is there again.
 WeightsLocation: TypeAlias = Literal["loaded", "parked", "released", "lost"]
 PRESENT: frozenset[WeightsLocation] = frozenset(("loaded", "lost"))  # nothing has to be moved for a request
+
+PUBLIC_NAMES: Mapping[ModelName, str] = {"scorer": "drafter"}  # of models, where JSON has another name than the core
 
 IDLE_LOCATION: Mapping[After, WeightsLocation] = {"keep": "loaded", "park": "parked", "release": "released"}
 
@@ -38,7 +40,7 @@ def resolve_policy(policy: Policy, use: Use, *, low_memory: bool, has_draft: boo
         return "keep"
     if policy == "auto" and not low_memory:
         return "keep"
-    if use == "drafter":
+    if use == "scorer":
         return "release"
     return "park" if has_draft or policy == "request-scoped" else "keep"
 
@@ -49,7 +51,7 @@ class Resolved:
 
     policy: Policy = "auto"
     draft: After = "keep"
-    drafter: After = "release"
+    scorer: After = "release"
 
 
 def resolve_residency(
@@ -71,7 +73,7 @@ def resolve_residency(
         low_memory = False
         scorer_low_memory = False
     draft = resolve_policy(policy, "draft", low_memory=low_memory, has_draft=has_draft)
-    prompt_scorer = resolve_policy(policy, "drafter", low_memory=scorer_low_memory, has_draft=has_draft)
+    prompt_scorer = resolve_policy(policy, "scorer", low_memory=scorer_low_memory, has_draft=has_draft)
     return Resolved(policy, draft, prompt_scorer), message
 
 
@@ -94,12 +96,12 @@ Models: TypeAlias = Mapping[ModelName, Residence]  # those whose location is dec
 
 def make_models(settings: ResidencySettings) -> Models:
     """Return where the models are at the start: where they go when no request needs them."""
-    names: tuple[ModelName, ...] = ("draft", "drafter") if settings.scorer_max_tokens else ("draft",)
+    names: tuple[ModelName, ...] = ("draft", "scorer") if settings.scorer_max_tokens else ("draft",)
     return {name: Residence(IDLE_LOCATION[get_action_after_use(settings.residency, name)]) for name in names}
 
 
 def get_action_after_use(residency: Resolved, name: ModelName) -> After:
-    return {"draft": residency.draft, "drafter": residency.drafter}.get(name, "keep")
+    return {"draft": residency.draft, "scorer": residency.scorer}.get(name, "keep")
 
 
 def make_unload(residency: Resolved, name: ModelName) -> UnloadModel:
@@ -207,14 +209,15 @@ def describe_residency(
 ) -> Mapping[str, Any]:
     """Return `/props.runtime.draft_residency`: the policy, and where each model is; None for a model that is not there.
 
-    held: by model, bytes of its weights on its device and in host memory, as its executor counts them. Without it they
-    are what the last moves reported.
+    held: by public name, bytes of a model's weights on its device and in host memory, as its executor counts them.
+    Without it they are what the last moves reported.
     """
-    exists: Mapping[ModelName, bool] = {"draft": settings.max_proposals > 0, "drafter": settings.scorer_max_tokens > 0}
+    exists: Mapping[ModelName, bool] = {"draft": settings.max_proposals > 0, "scorer": settings.scorer_max_tokens > 0}
     described: dict[str, Any] = {}
     for name, model_exists in exists.items():
         after = get_action_after_use(settings.residency, name)
-        described[name] = describe_model(models[name], after, (held or {}).get(name)) if model_exists else None
+        public = PUBLIC_NAMES.get(name, name)
+        described[public] = describe_model(models[name], after, (held or {}).get(public)) if model_exists else None
     return {"policy": settings.residency.policy, **described}
 
 

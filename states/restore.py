@@ -99,4 +99,4 @@ def join_both_sides(context: DecisionContext, state: Restoring) -> ContinueReque
 
 
 def make_progress_report(slot_lease: SlotLease, prompt: Prompt) -> ReportProgress:
-    return ReportProgress(slot_lease.valid_rows, len(prompt.tokens), slot_lease.restored_rows)
+    return ReportProgress(slot_lease.valid_rows, len(prompt.tokens), slot_lease.reused_rows)

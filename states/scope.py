@@ -161,7 +161,7 @@ def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt:
     * For `full` it is the row from which the next turn of the conversation goes on, and one in every
       `checkpoint_interval` tokens.
     * For `full` it is also the last message boundary up to `shared_checkpoint_limit`, because new sessions of the same
-      agent begin alike. A session that was restored itself does not need that one. The boundary that opens the answer
+      agent begin alike. A session that reuses rows itself does not need that one. The boundary that opens the answer
       is left out.
     """
     job = prompt.job
@@ -174,7 +174,7 @@ def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt:
     if settings.checkpoint_interval:
         next_block = round_down_to_block(settings, slot_lease.valid_rows) + settings.block_size
         yield round_up(settings.checkpoint_interval, max(next_block, settings.min_tokens))
-    if not slot_lease.restored_rows:
+    if not slot_lease.reused_rows:
         limit = settings.shared_checkpoint_limit
         if is_rewritten(prompt):
             limit = min(limit, count_common_tokens(job.prompt, prompt.tokens))

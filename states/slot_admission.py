@@ -63,7 +63,7 @@ def admit_next(
     """
     if not slots.waiting:
         return slots, None
-    slots = followers.settle_follows(slots, requests)
+    slots = followers.mark_ended_follows(slots, requests)
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
     while (request := next_to_admit(slots, free, requests, context.settings)) is not None:
         if request in slots.short_of_pages:

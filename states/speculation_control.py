@@ -9,7 +9,7 @@ Idea. Tokens and times are integers in thousandths (UNIT): of a token, and of a 
 same requests in which no request proposes anything. A launch of several steps counts once for each of them. Three
 things are known, all learned from earlier steps:
 
-* prices: what a step of a shape costs (`states/launch_prices.py`, from `Rates.decode`);
+* prices: what a step of a shape costs (`states/step_prices.py`, from `Rates.decode`);
 * gains: how many proposals of each width are expected to be right. Each request has its own estimate, which starts from
   that of all requests together (`Rates.gains`);
 * accounts: how much time may still be lost. The server has one account (`Rates.account`), and every request has one
@@ -41,13 +41,13 @@ from itertools import accumulate
 from attrs import evolve, frozen
 
 from effects.decode import Decoded
-from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
 from states.speculation_plan import Plan, SpeculationControl
+from states.step_prices import SMALLEST_BUCKET, UNIT, StepPrices, round_up_to_bucket
 
 REFILL = 10  # thousandths of a plain step that every token pays into an account: one percent
-PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
+PRIOR_STEPS = 8  # weight of the estimate that a request, or the server, starts from, in decode steps
 REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
 SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
 LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most
@@ -152,7 +152,7 @@ def estimate_gain(control: SpeculationControl | None, propose: int) -> int:
 
 
 def plan_launch(
-    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: LaunchPrices, rates: Rates, row_limit: int
+    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: StepPrices, rates: Rates, row_limit: int
 ) -> Plan:
     """Choose what each member of a step proposes.
 
@@ -160,7 +160,7 @@ def plan_launch(
     0: a plain step is due.
     """
     plain = Plan((0,) * len(wanted), plain_ns=prices.plain_ns)
-    if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
+    if prices.needs_plain_step or not row_limit or not any(most for most, _ in wanted):
         return plain
     options = list(list_options(wanted, prices, row_limit))
     balance, is_self_funded = find_balance([control for _, control in wanted], rates)
@@ -241,7 +241,7 @@ class ProposalOption:
 
 
 def list_options(
-    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: LaunchPrices, row_limit: int
+    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: StepPrices, row_limit: int
 ) -> Iterator[ProposalOption]:
     """Yield, for each width and each size of forward, the option with as many proposing members as the forward holds.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from attrs import frozen
 
 from effects.decode import Copying
-from states.launch_prices import UNIT, LaunchPrices
+from states.step_prices import UNIT, StepPrices
 
-NO_PRICES = LaunchPrices()
+NO_PRICES = StepPrices()
 
 
 @frozen
@@ -29,7 +29,7 @@ class Plan:
     steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
     # What the members copy, as `states/suffix_control.py` has chosen; empty: nothing.
     copying: tuple[Copying | None, ...] = ()
-    copy_prices: LaunchPrices = NO_PRICES  # of steps in which something is copied
+    copy_prices: StepPrices = NO_PRICES  # of steps in which something is copied
     copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
 
 

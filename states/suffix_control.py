@@ -37,7 +37,6 @@ from attrs import evolve
 
 from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
-from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape, record_launch_time
 from states.rates import Rates
 from states.settings import Settings
 from states.speculation_control import (
@@ -53,6 +52,7 @@ from states.speculation_control import (
     update_gains,
 )
 from states.speculation_plan import Plan, SpeculationControl
+from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices, record_step_time
 
 # For each class, the decode steps with a match of that class, then the proposals that are expected to be right of each
 # width, in thousandths.
@@ -151,7 +151,7 @@ class CopyTerms(NamedTuple):
     """
 
     members: int
-    prices: LaunchPrices
+    prices: StepPrices
     balance: int
     rival: int
     row_limit: int
@@ -161,7 +161,7 @@ class CopyTerms(NamedTuple):
 def plan_copies(
     plan: Plan,
     controls: Sequence[SpeculationControl | None],
-    prices: LaunchPrices,
+    prices: StepPrices,
     rates: Rates,
     row_limit: int,
 ) -> Plan:
@@ -170,7 +170,7 @@ def plan_copies(
     prices: of steps with copies. row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
-    if prices.needs_plain_launch or not row_limit:
+    if prices.needs_plain_step or not row_limit:
         return plan if has_draft else evolve(plan, plain_ns=prices.plain_ns, steps=1)
     members = len(controls)
     balance, is_self_funded = find_balance(controls, rates)
@@ -262,7 +262,7 @@ def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
 
 
 def merge_copy_times(rates: Rates) -> DecodeTimes:
-    """Return the times of plain launches and of those with copies, in the format of `Rates.decode`."""
+    """Return the times of plain steps and of steps with copies, in the format of `Rates.decode`."""
     return tuple(merge((one for one in rates.decode if not one[2]), rates.copy_times))
 
 
@@ -317,6 +317,6 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
 
 
 def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:
-    """Return the rates after a launch with copies took this long."""
-    times = record_launch_time(merge_copy_times(rates), shape, took_ns)
+    """Return the rates after a step with copies took this long."""
+    times = record_step_time(merge_copy_times(rates), shape, took_ns)
     return evolve(rates, copy_times=tuple(one for one in times if one[2]))

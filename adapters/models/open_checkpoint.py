@@ -29,7 +29,8 @@ from adapters.checkpoint.safetensors_folder import (
     scan_tensors,
 )
 from adapters.checkpoint.tekken import TEKKEN_FILE
-from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
+from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.family import Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""
@@ -80,10 +81,10 @@ class Checkpoint:
         expected = config.tensors()
         tensors, others = _name_tensors(path, family, config, scanned)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
-        spare = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+        unneeded = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         others_left = tensors.keys() - expected.keys()
-        spare |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
-        used = {name: entry for name, entry in tensors.items() if name in expected or name not in spare}
+        unneeded |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
+        used = {name: entry for name, entry in tensors.items() if name in expected or name not in unneeded}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
 

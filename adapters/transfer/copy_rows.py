@@ -188,8 +188,9 @@ def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMove
         for first, part in zip(firsts, having, strict=False)
     )
     if names != rows.names or not together:
-        odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
-        raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
+        unexpected = sorted(set(names).symmetric_difference(rows.names))
+        fault = f"{unexpected[0]} is missing or not expected" if unexpected else "their order is another one"
+        raise ValueError(f"the parts do not have the rows that are kept: {fault}")
     return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=True))
 
 

@@ -31,29 +31,29 @@ STAGES: Mapping[type[request_states.State], Stage] = {
     request_states.Yielding: "Yielding",
 }
 """The stage that clients see of each state. `New` and `Done` are left within the fold, so they have none."""
-BEHIND: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
-    request_states.LoadingScorer: (LoadModel("drafter"), "Compressing"),
-    request_states.UnloadingScorer: (UnloadModel("drafter"), "Prefilling"),
+WEIGHT_MOVES: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
+    request_states.LoadingScorer: (LoadModel("scorer"), "Compressing"),
+    request_states.UnloadingScorer: (UnloadModel("scorer"), "Prefilling"),
     request_states.UnparkingDraft: (LoadModel("draft"), "Prefilling"),
 }
-"""States in which weights are to be moved: the move, and what it is for."""
+"""States in which weights are to be moved: the move, and the stage that it is needed for."""
 
 
 def stage_of(state: request_states.State, world: World) -> Stage:
     """Return the stage that clients see of a request in this state.
 
     A move of weights waits for its lane as other work does, and often there is nothing to move. Until the lane carries
-    such a move out, the request waits for the work behind it, and that is what clients see.
+    such a move out, the request waits for the work that comes after it, and that is what clients see.
     """
-    if type(state) not in BEHIND:
+    if type(state) not in WEIGHT_MOVES:
         return STAGES[type(state)]
-    move, behind = BEHIND[type(state)]
+    move, next_stage = WEIGHT_MOVES[type(state)]
     running = [effect_request.effect for lane in world.lanes.values() for effect_request in lane.running]
     if any(type(one) is type(move) and one.name == move.name for one in running):
         return STAGES[type(state)]
     if isinstance(state, request_states.UnparkingDraft) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
         return "Speculating"
-    return behind
+    return next_stage
 
 
 @define
@@ -77,7 +77,7 @@ class RequestMeter:
         self._now_ns = envelope.at_ns
         earlier = before.requests
         for request, state in after.requests.items():
-            if type(earlier.get(request)) is not type(state) or type(state) in BEHIND:
+            if type(earlier.get(request)) is not type(state) or type(state) in WEIGHT_MOVES:
                 self.enter_stage(request, stage_of(state, after))
         for request in earlier.keys() - after.requests.keys():
             self.enter_stage(request, None)

@@ -110,7 +110,7 @@ def request_status(
         prompt_tokens=len(left.prompt.tokens),
         # the first decode step feeds the last token
         done=len(left.prompt.tokens) if answer.tokens else min(left.slot_lease.rows, len(left.prompt.tokens)),
-        restored_tokens=left.slot_lease.restored_rows,
+        restored_tokens=left.slot_lease.reused_rows,
         tier=left.slot_lease.tier,
         completion_tokens=len(left.answer),
         decode_steps=answer.decode_steps,

@@ -43,8 +43,8 @@ VERSION = 25
 DIGEST_EVERY = 64  # events
 # Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
 LINE_LIMIT = 32 << 20
-# Lists and objects in one line. What 64 requests have of 16 steps at once, with 20 alternatives for each token, has
-# some 23,000: an event loop that falls behind takes several steps as one event.
+# Lists and objects in one line. An event loop that is late takes several steps as one event. 16 steps of 64 requests,
+# with 20 alternatives for each token, take some 23,000 lists and objects.
 MOST_PARTS = 1 << 16
 # Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, which
 # is 32 MiB, without the prompts, which the requests share. One in DIGEST_EVERY brings its world along, which is mostly

@@ -48,7 +48,7 @@ def model_handlers(drafting: DraftProposer[Any] | None, scorer: LoadedScorer | N
     if drafting is not None:
         movers["draft"] = (drafting.load_back, drafting.offload)
     if scorer is not None and scorer.own_lane is None:
-        movers["drafter"] = (scorer.compressor.load, scorer.compressor.unload)
+        movers["scorer"] = (scorer.compressor.load, scorer.compressor.unload)
         handlers[CompressPrompt] = scorer.compressor.compress
 
     def load(request: RequestId, effect: LoadModel) -> Outcome:

@@ -28,14 +28,14 @@ from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache, are_similar
-from states import launch_prices
+from states import step_prices
 from states.rates import FIRST_SPAN, Rates
 
 BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
 # Times still fall if one is smaller than before by more than this part of it.
 STEADY = 8
 PASSES = 4
-IN_A_ROW = 4  # launches of one width that follow each other
+IN_A_ROW = 4  # steps of one width that follow each other in one launch
 STRIDE = 7919  # distance between the token ids that are used
 CONTEXT = 64  # rows before a measured decode step
 VERSION = 5  # of the kept rates
@@ -208,8 +208,8 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
     )
 
 
-def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> launch_prices.DecodeTimes:
-    """Measure the launches of one request that copies, in the format of `Rates.copy_times`."""
+def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> step_prices.DecodeTimes:
+    """Measure the decode steps of one request that copies, in the format of `Rates.copy_times`."""
     copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
     times = measure_decode(copying, shard, shape.context, (0, *shape.copied), copies=True)
     return tuple(one for one in times if one[2])
@@ -269,14 +269,14 @@ def measure_decode(
     *,
     passes: int = PASSES,
     copies: bool = False,
-) -> launch_prices.DecodeTimes:
-    """Measure the launches of one request, its draft included, in the format of `Rates.decode`.
+) -> step_prices.DecodeTimes:
+    """Measure the decode steps of one request, its draft included, in the format of `Rates.decode`.
 
     copies: the proposals are copied, and no draft is asked.
 
     Widths take turns, so that a disturbance costs one time of each width and not all times of one. The quickest time
-    counts. Some launches of a width follow each other as in serving: the device continues alone, and each takes less
-    time. The first launch may warm up, and lets the draft catch up.
+    counts. Some steps of a width follow each other in one launch as in serving: the device continues alone, and each
+    takes less time. The first step may warm up, and lets the draft catch up.
     """
     slot = SlotId(0)
     known = min(CONTEXT, context // 2)
@@ -294,7 +294,7 @@ def measure_decode(
         new = outcomes[begun[-1] :] if begun else ()
         tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
         if begun and len(begun) % len(widths) == 0:
-            rounds.append(find_quickest_launches(outcomes[begun[-len(widths)] :]))
+            rounds.append(find_quickest_steps(outcomes[begun[-len(widths)] :]))
             if has_enough_rounds(rounds, time.perf_counter_ns() - started, passes // 2):
                 return None
         width = widths[len(begun) % len(widths)]
@@ -308,13 +308,13 @@ def measure_decode(
     if known < 2:
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), choose_next_launch)
-    found = find_quickest_launches(outcomes)
-    shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
+    found = find_quickest_steps(outcomes)
+    shapes = {step_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
-def find_quickest_launches(outcomes: Sequence[Outcome]) -> dict[int, int]:
-    """Return the nanoseconds of the quickest launch for each number of proposals."""
+def find_quickest_steps(outcomes: Sequence[Outcome]) -> dict[int, int]:
+    """Return the nanoseconds of the quickest step for each number of proposals."""
     times: dict[int, int] = {}
     for done in outcomes:
         if isinstance(done, Decoded):

@@ -184,7 +184,7 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     If there is no room for them after all, `auto` releases them after each use. `persistent` was requested explicitly,
     so it raises torch.OutOfMemoryError.
     """
-    if settings.residency.drafter != "keep":
+    if settings.residency.scorer != "keep":
         return settings
     try:
         compressor.scorer.weights.load_back()
@@ -192,7 +192,7 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
         if settings.residency.policy != "auto":
             raise
         log.warning("the drafter is released after each use, because its device is short of memory")
-        return evolve(settings, residency=evolve(settings.residency, drafter="release"))
+        return evolve(settings, residency=evolve(settings.residency, scorer="release"))
     return settings
 
 

@@ -232,9 +232,9 @@ def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, pa
     alone = (1, 1, 2) if passes > 1 else (1,)
     each = ((bucket, rows) for bucket in shard.spec.buckets for rows in (alone if bucket <= ALONE else (1,)))
     sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
-    for behind in reversed(range(passes)):
+    for passes_left in reversed(range(passes)):
         release_cached_memory(shard.devices)
-        with run_one_of_each() if behind else nullcontext():
+        with run_one_of_each() if passes_left else nullcontext():
             for bucket, rows in sizes:
                 run_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
     if isinstance(draft, CachedDraft):

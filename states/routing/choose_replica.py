@@ -47,14 +47,15 @@ EXCLUDED = 1 << 100  # ranks last
 class Policy:
     """The settings of a router.
 
-    excess, spare: a replica with `limit` open requests gets no more: limit = excess % of the average + spare.
+    excess, extra_requests: a replica with `limit` open requests gets no more: limit = excess % of the average +
+    extra_requests.
     work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
     replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
     none does.
     """
 
     excess: int = 125
-    spare: int = 4
+    extra_requests: int = 4
     work_weight: int = 5
     neighbour_ns: int = 500_000_000
     prefill_elsewhere: int = 0
@@ -166,7 +167,7 @@ class Fleet:
     def limit(self) -> int:
         """The open requests with which a replica gets no more: above the average, this one included."""
         policy = self.policy
-        return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.spare
+        return policy.excess * (self.loads.total + 1) // (100 * len(self.view.replicas)) + policy.extra_requests
 
 
 def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) -> RouteDecision | None:
@@ -194,7 +195,7 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) ->
                 stay = candidate
     if best is None:
         # All that are left after those to be avoided are at the limit.
-        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, spare=1 << 30)), query, home)
+        return choose_replica(evolve(fleet, policy=evolve(fleet.policy, extra_requests=1 << 30)), query, home)
     chosen = best
     reason = explain_choice(best, at_home, stay, count)
     if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):

@@ -17,7 +17,7 @@ from engine.settings import plot_style
 from engine.tools.bench.haystack import Haystack, Needle, build_haystack, count_words, keep_last, keep_random
 from engine.tools.bench.needles import METHODS, fill_cell
 from engine.tools.bench.needles_cell import Cell as Question
-from engine.tools.bench.needles_plot import draw_needles, group_by
+from engine.tools.bench.needles_plot import draw_needles, mean_found_by
 from tests.http.conftest import Site, served
 from tests.text import small
 
@@ -118,4 +118,4 @@ def test_a_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
     draw_needles(path, questions, METHODS, "Needles")
     texts = {"".join(one.itertext()).strip() for one in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}  # noqa: S314 - our own
     assert {*METHODS, "Several needles, % of them found", "One needle, 100 tokens, % found"} <= texts
-    assert group_by("depth", questions[:2]) == [(0.0, 0.0), (1.0, 1.0)]
+    assert mean_found_by("depth", questions[:2]) == [(0.0, 0.0), (1.0, 1.0)]

@@ -215,7 +215,7 @@ def a_conversation_that_is_frozen() -> str:
     parts[1:3] = [evolve(part, keep=250, name=part.role) for part in parts[1:3]]
     asked = Compression("always", 80, 250, tuple(parts), continues=True, freeze=True, least=16)
     story.tell(A, Submitted(Job(tuple(range(150)), 2, compression=asked)), PrefixMissed("empty_store"))
-    story.tell(A, ModelLoaded(900, 7, "drafter"), PromptScored(32))
+    story.tell(A, ModelLoaded(900, 7, "scorer"), PromptScored(32))
     kept = ((20, 25), (55, 60), (60, 65), (95, 100))
     story.tell(A, PromptCompressed((), kept, ns=4000), ModelUnloaded(900), PrefixMissed("empty_store"))
     story.tell(A, PrefillAdvanced(32), PrefillAdvanced(64), PrefillAdvanced(89), Decoded((60,)), Decoded((61,)))
@@ -233,7 +233,7 @@ def compressed_restored_and_speculated() -> str:
     story, short = Teller(RICH), tuple(range(0, 160, 2))
     asked = Compression("auto", 100, 500, (PromptPart("user", 2, 150), PromptPart("assistant", 152, 160)))
     job = Job(tuple(range(160)), 6, stop_tokens=(99,), compression=asked)
-    story.tell(A, Submitted(job), PrefixMissed("empty_store"), ModelLoaded(900, 7, "drafter"))
+    story.tell(A, Submitted(job), PrefixMissed("empty_store"), ModelLoaded(900, 7, "scorer"))
     kept, forced = tuple((at, at + 1) for at in short), ((0, 1), (158, 159))
     story.tell(A, *(PromptScored(stop) for stop in range(32, 160, 32)), PromptCompressed(short, kept, forced, 4000))
     story.tell(A, ModelUnloaded(900))

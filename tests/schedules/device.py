@@ -149,7 +149,7 @@ class Device:
 
     def __attrs_post_init__(self) -> None:
         self.checkpoints = [()] * self.settings.state_checkpoints
-        names: tuple[ModelName, ...] = ("draft", "drafter")
+        names: tuple[ModelName, ...] = ("draft", "scorer")
         self.weights = {name: IDLE_LOCATION[get_action_after_use(self.settings.residency, name)] for name in names}
         memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
         self.slots = [
@@ -317,7 +317,7 @@ class Device:
                 raise AssertionError(other)
 
     def score(self, request: RequestId, asked: CompressPrompt, start: int, failed: DeviceFailed | None) -> Any:
-        assert self.weights["drafter"] == "loaded", "a prompt is scored without a drafter"
+        assert self.weights["scorer"] == "loaded", "a prompt is scored without a drafter"
         assert bool(asked.tokens) == (start == 0), "the prompt is said once"
         first, done = self.scored.pop(request, (asked, 0)) if start else (asked, 0)
         assert done == start, "a prompt is scored from its beginning, without a gap"

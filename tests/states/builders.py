@@ -83,7 +83,7 @@ class Flat:
     prompt: Tokens
     slot: SlotId = HERE
     valid: int = 0
-    restored: int = 0
+    reused: int = 0
     tier: Tier = "none"
     ahead: int = 0
     miss: str = "nothing_shared_on_device"
@@ -100,7 +100,7 @@ class Flat:
 
     @property
     def early(self) -> tuple[SlotLease, Prompt]:
-        slot_lease = SlotLease(self.slot, self.valid, self.restored, self.tier, self.ahead)
+        slot_lease = SlotLease(self.slot, self.valid, self.reused, self.tier, self.ahead)
         return slot_lease, Prompt(
             self.job, self.prompt, self.compressed, self.compression, self.shared, self.stored, self.miss
         )

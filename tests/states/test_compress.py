@@ -58,7 +58,7 @@ from tests.states.builders import (
 NO_ROOM = DeviceFailed("out_of_memory", "")
 MADE = PromptCompressed(SHORT, ((0, 4),), ((0, 1),), 7)
 TOLD = Compressed(21, "", ((0, 4),), ((0, 1),), 250, 7)
-RELEASE = UnloadModel("drafter", keep=False)
+RELEASE = UnloadModel("scorer", keep=False)
 
 
 def opening(keep: int = 0, prompt: Any = PROMPT) -> OpenSlot:
@@ -76,7 +76,7 @@ def whole(settings: Settings, why: str, ns: int = 0) -> Flat:
 def test_the_first_piece_says_all_that_there_is_to_say() -> None:
     parts = (PromptPart("user", 1, 20, protected=True),)
     hold = some(PFLASH, job=a_job(compression=evolve(LONG_ENOUGH, parts=parts)))
-    then = compress.start_scoring(a(LoadingScorer, hold), ModelLoaded(name="drafter"), knowing(PFLASH))
+    then = compress.start_scoring(a(LoadingScorer, hold), ModelLoaded(name="scorer"), knowing(PFLASH))
     assert then.state == a(Compressing, hold)
     assert then.effects == (CompressPrompt(0, PROMPT, keep=5, most=58, parts=parts),)
     then = compress.continue_scoring(a(Compressing, hold), PromptScored(8), knowing(PFLASH))
@@ -100,11 +100,11 @@ def test_a_drafter_that_cannot_be_sent_away_costs_no_answer() -> None:
 def test_it_is_kept_where_the_policy_says_so() -> None:
     keeps = evolve(PFLASH, residency=Resolved("persistent", "keep", "keep"))
     then = compress.give_up_compression(a(Compressing, some(keeps)), NO_ROOM, knowing(keeps))
-    assert then.effects == (UnloadModel("drafter", keep=True),)
+    assert then.effects == (UnloadModel("scorer", keep=True),)
 
 
 def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
-    before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
+    before = some(PFLASH, valid=8, reused=8, tier="device", miss="")
     then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(PFLASH))
     assert then.state.slot_lease == SlotLease(HERE, 4, 4, "device", 0)
 
@@ -112,7 +112,7 @@ def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
 def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
     stateful = evolve(STATEFUL, scorer_max_tokens=1000)
     for valid, stays in ((4, 4), (8, 0)):
-        before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
+        before = some(stateful, valid=valid, reused=valid, tier="device", ahead=4, miss="")
         then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(stateful))
         assert then.state.slot_lease == SlotLease(HERE, stays, stays, "device" if stays else "none", 4 - stays)
 
@@ -164,8 +164,8 @@ def test_a_prompt_that_fits_in_no_form_is_refused_with_its_reason(prompt: Flat, 
 
 def test_a_prompt_that_does_not_fit_as_it_is_opens_a_slot_with_what_does() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(TIGHT))
-    assert then.effects == (opening(0, PROMPT[:20]), LoadModel("drafter"))
-    then = compress.start_scoring(then.state, ModelLoaded(name="drafter"), knowing(TIGHT))
+    assert then.effects == (opening(0, PROMPT[:20]), LoadModel("scorer"))
+    then = compress.start_scoring(then.state, ModelLoaded(name="scorer"), knowing(TIGHT))
     assert then.effects[0].most == 14, "room for the answer"
 
 
@@ -173,7 +173,7 @@ def test_who_leaves_while_the_drafter_is_given_back_waits_for_that_only() -> Non
     before = a(UnloadingScorer, shortened(PFLASH))
     then = compress.cancel_while_releasing(before, Cancelled("client_gone"), knowing(PFLASH))
     assert isinstance(then.state, Parking)
-    assert then.state.remainder.leased_model == "drafter"
+    assert then.state.remainder.leased_model == "scorer"
     assert then.effects == (CloseStream("cancelled", make_report(knowing(PFLASH), before), "client_gone"),)
 
 
@@ -192,7 +192,7 @@ def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() 
 def test_the_gate_is_told_of_in_the_report() -> None:
     known = knowing(PFLASH)
     assert make_report(known, a(UnparkingDraft, some(PFLASH, job=a_job(compression=Compression())))).compression is None
-    short = some(PFLASH, valid=12, restored=12)
+    short = some(PFLASH, valid=12, reused=12)
     assert make_report(known, a(UnparkingDraft, short)).compression == Compressed(21, "below_threshold")
     assert make_report(knowing(PLAIN), a(UnparkingDraft, some(PLAIN))).compression == Compressed(21, "no_drafter")
     remembered = some(PFLASH, prompt=SHORT, compressed=True)
@@ -202,12 +202,12 @@ def test_the_gate_is_told_of_in_the_report() -> None:
 def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> None:
     job: Job = a_job()
     world = make_world(evolve(PFLASH, rates=Rates(prefill=(10,))))
-    for event in (Submitted(job), ModelLoaded(9, name="drafter"), PromptCompressed(SHORT, ((0, 4),), ns=2100)):
+    for event in (Submitted(job), ModelLoaded(9, name="scorer"), PromptCompressed(SHORT, ((0, 4),), ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
     assert world.rates.scoring == 100
-    assert world.models["drafter"].leases == (ONE,)
+    assert world.models["scorer"].leases == (ONE,)
     world, _ = advance(world, ForRequest(ONE, ModelUnloaded(9)))
-    assert world.models["drafter"].location == "released"
+    assert world.models["scorer"].location == "released"
     slow = DecisionContext(world.settings, world.rates)
     assert policy.decide_compression(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
     world, _ = advance(make_world(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))

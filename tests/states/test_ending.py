@@ -97,7 +97,7 @@ def test_an_answer_that_changes_nothing_ends_the_drain(event: Event) -> None:
 
 
 def test_rows_that_were_computed_before_the_lookup_are_kept() -> None:
-    hold = some(STORE, valid=8, restored=4)
+    hold = some(STORE, valid=8, reused=4)
     assert settle(hold, PrefixMissed("empty_store")) == Transition(
         a(Snapshotting, hold), SaveSnapshot(HERE, PROMPT[:8])
     )
@@ -131,7 +131,7 @@ def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() ->
 
 
 def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> None:
-    before = some(STATEFUL, valid=4, restored=4, tier="device", ahead=12)
+    before = some(STATEFUL, valid=4, reused=4, tier="device", ahead=12)
     left = settle(before, BlocksRestored(8, 8, 99), knowing(STATEFUL)).state.remainder
     assert left.slot_lease == SlotLease(HERE, 8, 8, "device", 8)
     assert (get_kept_sequence(STATEFUL, left), find_own_state(STATEFUL, left)) == (PROMPT[:16], 8)
@@ -160,7 +160,7 @@ def test_the_end_of_an_answer_is_kept_with_the_state_there() -> None:
 def test_both_sides_answer_in_any_order_and_what_joins_is_kept() -> None:
     first = settle(some(STORE), PrefillAdvanced(8), flying=2)
     assert first == Transition(a(Draining, some(STORE, valid=8), 1))
-    hold = some(STORE, valid=20, restored=12)
+    hold = some(STORE, valid=20, reused=12)
     assert step(TABLE, first.state, BlocksRestored(8, 20, 99), KNOWN) == Transition(a(Done, hold))
 
 
@@ -175,7 +175,7 @@ def test_restored_rows_behind_a_gap_are_not_kept() -> None:
 
 
 def test_restored_rows_are_not_snapshotted_again() -> None:
-    hold = some(STORE, valid=20, restored=20)
+    hold = some(STORE, valid=20, reused=20)
     assert settle(some(STORE), BlocksRestored(0, 20, 99)) == Transition(a(Done, hold))
 
 

@@ -85,7 +85,7 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
 
 
 @pytest.mark.parametrize(
-    ("drafter", "prefill", "missing", "pays"),
+    ("scorer", "prefill", "missing", "pays"),
     [
         (0, 0, 5, True),  # nothing is known
         (0, 100, 5, False),  # a drafter that nobody has heard of is as slow as the model
@@ -119,13 +119,13 @@ def frozen(flat: Flat, settings: Settings = PFLASH, kept: Any = KEPT) -> Any:
 
 def test_all_that_has_aged_is_asked_for_at_once_and_nothing_else() -> None:
     then = compress.start_scoring(
-        a(compress.LoadingScorer, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH)
+        a(compress.LoadingScorer, some(PFLASH, job=job())), ModelLoaded(name="scorer"), knowing(PFLASH)
     )
     assert then.effects == (CompressPrompt(0, PROMPT, parts=(FIRST, SECOND), apart=True),)
 
 
 def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
-    then = frozen(some(PFLASH, job=job(), valid=8, restored=8, tier="device"))
+    then = frozen(some(PFLASH, job=job(), valid=8, reused=8, tier="device"))
     ends = ((0, 1), (4, 5))
     assert then.effects == (KeepFrozen((("first", ends), ("second", ends))), RELEASE)
     spans = ((0, 7), (10, 12), (15, 21))
@@ -184,10 +184,10 @@ def test_a_conversation_that_does_not_fit_even_frozen_is_too_long_and_not_the_dr
 
 def test_scoring_messages_goes_on_piece_by_piece_and_teaches_what_it_takes() -> None:
     world, _ = advance(make_world(PFLASH), ForRequest(ONE, Submitted(job())))
-    for event in (ModelLoaded(9, name="drafter"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
+    for event in (ModelLoaded(9, name="scorer"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
     assert world.rates.scoring == 210, "of ten tokens"
-    assert world.models["drafter"].leases == (ONE,)
+    assert world.models["scorer"].leases == (ONE,)
 
 
 @pytest.mark.parametrize(

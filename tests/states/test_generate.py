@@ -217,7 +217,7 @@ def test_a_grammar_without_a_way_on_ends_the_answer_and_says_so() -> None:
 
 def test_a_slot_that_broke_keeps_nothing() -> None:
     before = answering(EVERYTHING, control=leased())
-    forgotten = evolve(before, valid=0, restored=0)
+    forgotten = evolve(before, valid=0, reused=0)
     then = generate.fail_generation(a(Speculating, before), BROKEN, knowing(EVERYTHING))
     closing = CloseStream(
         "failed",
@@ -225,8 +225,8 @@ def test_a_slot_that_broke_keeps_nothing() -> None:
         "CUDA error",
     )
     assert then == Transition(a(Parking, forgotten), closing, UnloadModel("draft"))
-    then = generate.fail_generation(a(Prefilling, some(PLAIN, valid=8, restored=8)), BROKEN, knowing())
-    closing = CloseStream("failed", a_report(some(valid=8, restored=8)), "CUDA error")
+    then = generate.fail_generation(a(Prefilling, some(PLAIN, valid=8, reused=8)), BROKEN, knowing())
+    closing = CloseStream("failed", a_report(some(valid=8, reused=8)), "CUDA error")
     assert then == Transition(a(Done, some(PLAIN)), closing)
 
 

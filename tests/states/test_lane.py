@@ -12,7 +12,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, launch_choice, launch_prices
+from states import lane, launch_choice, step_prices
 from states import speculation_control as control
 from states.events import EffectOutcome
 from states.lane import Lane
@@ -67,7 +67,7 @@ def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
     )
 
 
-def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
+def test_decode_steps_come_first_and_then_take_turns_with_everything_else() -> None:
     assert launched(chunk(1), a_decode(2)) == (a_decode(2),)
     assert launched(chunk(1), a_decode(2), decode_last=True) == (chunk(1),)
     assert launched(chunk(1), decode_last=True) == (chunk(1),)
@@ -228,7 +228,7 @@ def test_what_is_no_prompt_keeps_its_place_before_shorter_prompts() -> None:
     ] == Launch((chunk(3),))
 
 
-def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
+def test_decode_steps_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
     assert launched(a_decode(3), chunk(2), a_decode(1)) == (a_decode(3), a_decode(1))
 
 
@@ -242,7 +242,7 @@ CHEAP = ((0, 1, 0, 1000, 0), (0, 1, 16, 1100, 0))
 DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4000, 0))
 
 
-def decoding(*requests: int, decode_steps: launch_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
+def decoding(*requests: int, decode_steps: step_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
     known = evolve(
         control.make_control(evolve(DRAFT, max_proposals=15, batch_rows=64), Rates(decode=decode_steps)), **changes
     )
@@ -250,7 +250,7 @@ def decoding(*requests: int, decode_steps: launch_prices.DecodeTimes = CHEAP, **
 
 
 def proposed(
-    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: launch_prices.DecodeTimes = CHEAP
+    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: step_prices.DecodeTimes = CHEAP
 ) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     effect_requests = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
@@ -269,7 +269,7 @@ def proposed(
 SURE = {"gains": (2900, 6500, 13000)}
 
 
-def test_rounds_that_go_together_propose_what_fits_together() -> None:
+def test_decode_steps_that_go_together_propose_what_fits_together() -> None:
     assert proposed(decoding(1, **SURE), 16, 15) == [15]
     assert proposed(decoding(1, 2, **SURE), 64, 15, 15) == [15, 15]
     assert proposed(decoding(1, 2, **SURE), 16, 15, 15) == [7, 7]
@@ -278,22 +278,22 @@ def test_rounds_that_go_together_propose_what_fits_together() -> None:
     assert proposed(decoding(1, 2, 3, 4, **SURE), 4, 15, 15, 15, 15) == [0, 0, 0, 0]
 
 
-def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
+def test_decode_steps_that_go_together_propose_less_where_rows_are_dear() -> None:
     some = {"gains": (2100, 3500, 3500), "decode_steps": DEAR}
     assert proposed(decoding(1, **some), 64, 15, decode_steps=DEAR) == [3]
     assert proposed(decoding(1, 2, **some), 64, 15, 0, decode_steps=DEAR) == [3, 0]
     assert proposed(decoding(1, 2, 3, 4, **some), 64, 15, 15, 15, 0, decode_steps=DEAR) == [3, 0, 0, 0]
 
 
-def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
+def test_every_so_often_a_step_is_plain_to_compare_the_others_with() -> None:
     requests, waiting = decoding(1, **SURE), Lane((a_decode(1, 15),))
     rates, settings, found = Rates(decode=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
-    for _ in range(2 * launch_choice.PLAIN_LAUNCH_INTERVAL + 2):
+    for _ in range(2 * launch_choice.PLAIN_STEP_INTERVAL + 2):
         after, _, chosen = launch_choice.choose_launch(waiting, {"draft": Residence()}, settings, requests, rates)
         assert isinstance(chosen, Launch)
         found.append(chosen.effect_requests[0].effect.propose)  # type: ignore[union-attr]
         waiting = evolve(after, waiting=waiting.waiting, running=())
-    assert found == ([15] * launch_choice.PLAIN_LAUNCH_INTERVAL + [0]) * 2
+    assert found == ([15] * launch_choice.PLAIN_STEP_INTERVAL + [0]) * 2
 
 
 def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
@@ -380,7 +380,7 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
     [
         ((alone(1, 30),), 30),
         ((alone(1, 30), alone(2, 9)), 9),  # nobody knows who would be next without the one that ends
-        ((alone(1, 999),), launch_choice.PLAIN_LAUNCH_INTERVAL),
+        ((alone(1, 999),), launch_choice.PLAIN_STEP_INTERVAL),
         ((alone(1, 30), chunk(2)), 1),
         ((alone(1, 30), alone(2, 30), chunk(3)), 1),
     ],

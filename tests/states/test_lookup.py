@@ -82,13 +82,13 @@ def test_an_admitted_request_with_nothing_on_the_device_prefills_from_the_start(
 
 def test_an_admitted_request_continues_from_the_rows_of_another_slot() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, THERE, 16), knowing())
-    hold = some(valid=16, restored=16, tier="device", miss="")
+    hold = some(valid=16, reused=16, tier="device", miss="")
     assert then == Transition(a(Prefilling, hold), opening(16, source=THERE), RunPrefill(HERE, 16, 20))
 
 
 def test_a_prompt_that_is_all_there_goes_straight_to_its_first_round() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 20), knowing())
-    hold = some(valid=20, restored=20, tier="device", miss="")
+    hold = some(valid=20, reused=20, tier="device", miss="")
     assert then == Transition(a(Speculating, hold), opening(20), RunDecode(HERE, 20, 120, steps=6))
 
 
@@ -107,7 +107,7 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
 
 def test_the_stores_are_asked_for_more_than_the_device_has() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 8), knowing(STORE))
-    hold = some(STORE, valid=8, restored=8, tier="device", miss="")
+    hold = some(STORE, valid=8, reused=8, tier="device", miss="")
     assert then == Transition(a(LookingUp, hold), opening(8), FindPrefix(PROMPT, 8))
 
 
@@ -121,7 +121,7 @@ def test_where_prompts_may_be_compressed_the_memo_is_asked_too() -> None:
 
 def test_a_long_prompt_is_compressed_and_a_draft_is_fetched_before_prefill() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(PFLASH))
-    assert then == Transition(a(LoadingScorer, some(PFLASH)), opening(), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(PFLASH)), opening(), LoadModel("scorer"))
     then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(DRAFT))
     assert then == Transition(a(UnparkingDraft, some(DRAFT)), opening(), LoadModel("draft"))
 
@@ -133,7 +133,7 @@ def test_a_hit_is_restored_up_to_the_last_grain_before_the_last_token() -> None:
 
 
 def test_a_hit_is_restored_behind_what_the_device_has() -> None:
-    hold = some(STORE, valid=8, restored=8, tier="device", miss="")
+    hold = some(STORE, valid=8, reused=8, tier="device", miss="")
     then = lookup.use_found_prefix(a(LookingUp, hold), found(16), knowing(STORE))
     restoring = a(Restoring, evolve(hold, stored=16), 8, 16, "disk")
     assert then == Transition(restoring, opening(8), RestoreBlocks(LEASE, HERE, 8, 16))
@@ -161,7 +161,7 @@ def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
 
 
 def test_a_hit_that_adds_nothing_is_let_go() -> None:
-    hold = some(DRAFT, valid=16, restored=16, tier="device", miss="")
+    hold = some(DRAFT, valid=16, reused=16, tier="device", miss="")
     then = lookup.use_found_prefix(a(LookingUp, hold), found(16), knowing(evolve(STORE, max_proposals=3)))
     assert then == Transition(
         a(UnparkingDraft, evolve(hold, stored=16)), ReleasePrefix(LEASE), opening(16), LoadModel("draft")
@@ -171,7 +171,7 @@ def test_a_hit_that_adds_nothing_is_let_go() -> None:
 def test_a_hit_that_leaves_too_much_missing_is_let_go_and_the_prompt_compressed() -> None:
     then = lookup.use_found_prefix(a(LookingUp, some(EVERYTHING)), found(8), knowing(EVERYTHING))
     compressing = a(LoadingScorer, some(EVERYTHING, miss="compression_is_quicker", stored=8))
-    assert then == Transition(compressing, ReleasePrefix(LEASE), opening(), LoadModel("drafter"))
+    assert then == Transition(compressing, ReleasePrefix(LEASE), opening(), LoadModel("scorer"))
 
 
 def test_a_continuation_is_not_compressed() -> None:
@@ -190,7 +190,7 @@ AUTO = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
 
 def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
     then = lookup.admit_request(a_waiting(AUTO), Admitted(HERE, HERE, 20), knowing(STORE))
-    hold = some(STORE, job=AUTO, valid=20, restored=20, tier="device", miss="")
+    hold = some(STORE, job=AUTO, valid=20, reused=20, tier="device", miss="")
     assert then == Transition(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, window=30))
     then = lookup.continue_after_miss(
         a(LookingUp, hold), PrefixMissed("diverged_at:8", shared=14, length=8), knowing(STORE)
@@ -214,7 +214,7 @@ def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
 
 def test_a_slot_with_positional_state_keeps_its_rows_and_asks_for_the_state_behind_them() -> None:
     then = lookup.admit_request(a_waiting(), Admitted(HERE, THERE, 16, 8, CheckpointId(2)), knowing(STATEFUL))
-    hold = some(STATEFUL, valid=8, restored=8, tier="device", ahead=8, miss="")
+    hold = some(STATEFUL, valid=8, reused=8, tier="device", ahead=8, miss="")
     opened = evolve(opening(16), source=THERE, state=8, device_checkpoint=CheckpointId(2))
     assert then == Transition(a(LookingUp, hold), opened, FindPrefix(PROMPT, 8, rows=16))
     then = lookup.use_found_prefix(a(LookingUp, hold), found(16, checkpoints=(12, 16)), knowing(STATEFUL))

@@ -90,7 +90,7 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
 
 
 @pytest.mark.parametrize(
-    ("drafter", "missing", "decision"),
+    ("scorer", "missing", "decision"),
     [
         (0, 20, Decision(YES, "long")),  # never measured: tried
         (7, 20, Decision(YES, "long")),  # 147 to score 21 and 50 for the five that are kept, against 200
@@ -206,6 +206,6 @@ def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other:
 
 
 def test_another_prompt_keeps_the_rows_that_both_share() -> None:
-    before = some(EVERYTHING, valid=12, restored=8, tier="device")
-    after = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
+    before = some(EVERYTHING, valid=12, reused=8, tier="device")
+    after = evolve(before, prompt=SHORT, compressed=True, valid=4, reused=4)
     assert replace_served_tokens(EVERYTHING, *before.early, SHORT) == after.early

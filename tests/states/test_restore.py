@@ -47,7 +47,7 @@ def test_rows_restored_first_wait_for_the_front() -> None:
 
 def test_both_sides_join_without_a_gap() -> None:
     then = restore.accept_computed_rows(a_restoring(loading=False, loaded=True), PrefillAdvanced(8), knowing(STORE))
-    hold = some(STORE, valid=20, restored=12, tier="disk", miss="")
+    hold = some(STORE, valid=20, reused=12, tier="disk", miss="")
     assert then == Transition(a(Speculating, hold), RunDecode(HERE, 20, 120, steps=6))
 
 
@@ -55,7 +55,7 @@ def test_a_computed_front_waits_for_the_rows() -> None:
     then = restore.accept_computed_rows(a_restoring(), PrefillAdvanced(8), knowing(STORE))
     waiting = a_restoring(some(STORE, valid=8), computing=False)
     assert then == Transition(waiting, ReportProgress(8, 21, 0))
-    hold = some(STORE, valid=20, restored=12, tier="disk", miss="")
+    hold = some(STORE, valid=20, reused=12, tier="disk", miss="")
     assert restore.accept_restored_rows(waiting, BlocksRestored(8, 20, 99), knowing(STORE)) == Transition(
         a(Speculating, hold), RunDecode(HERE, 20, 120, steps=6)
     )
@@ -80,16 +80,16 @@ def test_rows_restored_with_nothing_to_compute_go_straight_on() -> None:
     then = restore.accept_restored_rows(
         a(Restoring, some(STORE), 0, 16, "host"), BlocksRestored(0, 16, 99), knowing(STORE)
     )
-    hold = some(STORE, valid=16, restored=16, tier="host", miss="")
+    hold = some(STORE, valid=16, reused=16, tier="host", miss="")
     assert then == Transition(a(Prefilling, hold), RunPrefill(HERE, 16, 20))
 
 
 def test_the_tier_of_a_report_is_where_most_rows_came_from() -> None:
-    before = some(STORE, valid=12, restored=12, tier="device", miss="")
+    before = some(STORE, valid=12, reused=12, tier="device", miss="")
     then = restore.accept_restored_rows(
         a(Restoring, before, 12, 16, "disk"), BlocksRestored(12, 16, 99), knowing(STORE)
     )
-    assert then.state == a(Prefilling, evolve(before, valid=16, restored=16))
+    assert then.state == a(Prefilling, evolve(before, valid=16, reused=16))
 
 
 def test_a_failed_restore_is_a_miss() -> None:
@@ -111,14 +111,14 @@ def test_after_a_failed_restore_the_gate_looks_again_at_what_is_missing() -> Non
     then = restore.continue_without_restored_rows(
         a(Restoring, some(EVERYTHING), 0, 12, "disk"), StoreFailed("io", "EIO"), knowing(EVERYTHING)
     )
-    assert then == Transition(a(LoadingScorer, some(EVERYTHING, miss="restore_io")), LoadModel("drafter"))
+    assert then == Transition(a(LoadingScorer, some(EVERYTHING, miss="restore_io")), LoadModel("scorer"))
 
 
 def test_rows_that_were_not_acknowledged_are_computed() -> None:
     then = restore.accept_restored_rows(
         a(Restoring, some(STORE), 0, 20, "disk"), BlocksRestored(0, 12, 99), knowing(STORE)
     )
-    hold = some(STORE, valid=12, restored=12, tier="disk", miss="")
+    hold = some(STORE, valid=12, reused=12, tier="disk", miss="")
     assert then == Transition(a(Prefilling, hold), RunPrefill(HERE, 12, 20))
 
 
@@ -187,7 +187,7 @@ def test_rows_without_the_state_at_their_end_are_none() -> None:
 
 
 def test_a_state_that_was_overwritten_in_part_is_none_and_the_rows_are_computed_again() -> None:
-    had = some(STATEFUL, valid=4, restored=4, tier="device", ahead=8, stored=20)
+    had = some(STATEFUL, valid=4, reused=4, tier="device", ahead=8, stored=20)
     then = restore.continue_without_restored_rows(
         a(Restoring, had, 12, 20, "disk"), StoreFailed("lost", "half of it"), knowing(STATEFUL)
     )
@@ -202,21 +202,19 @@ def test_rows_of_another_slot_are_never_named() -> None:
 
 
 def test_rows_that_the_slot_had_count_with_the_state_that_comes_behind_them() -> None:
-    had = some(STATEFUL, valid=4, restored=4, tier="device", ahead=12, stored=16)
+    had = some(STATEFUL, valid=4, reused=4, tier="device", ahead=12, stored=16)
     then = restore.accept_restored_rows(
         a(Restoring, had, 16, 16, "disk"), BlocksRestored(16, 16, 99), knowing(STATEFUL)
     )
-    hold = evolve(had, valid=16, restored=16, ahead=0, miss="")
+    hold = evolve(had, valid=16, reused=16, ahead=0, miss="")
     assert then == Transition(a(Prefilling, hold), RunPrefill(HERE, 16, 20, checkpoint=True))
     then = restore.accept_restored_rows(a(Restoring, had, 8, 8, "disk"), BlocksRestored(8, 8, 99), knowing(STATEFUL))
-    assert then.state.slot_lease == evolve(hold, valid=8, restored=8).early[0], (
-        "what is computed now overwrites the rest"
-    )
-    none = evolve(had, valid=0, restored=0, tier="none")
+    assert then.state.slot_lease == evolve(hold, valid=8, reused=8).early[0], "what is computed now overwrites the rest"
+    none = evolve(had, valid=0, reused=0, tier="none")
     then = restore.accept_restored_rows(
         a(Restoring, none, 12, 20, "disk"), BlocksRestored(12, 20, 99), knowing(STATEFUL)
     )
-    assert (then.state.slot_lease.valid_rows, then.state.slot_lease.restored_rows, then.state.slot_lease.tier) == (
+    assert (then.state.slot_lease.valid_rows, then.state.slot_lease.reused_rows, then.state.slot_lease.tier) == (
         20,
         20,
         "device",

@@ -179,7 +179,7 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
         (stateful(checkpoint_interval=33, min_tokens=34), [64, 96]),
         (stateful(checkpoint_interval=1, length=14), [4, 8, 12]),
         (stateful(checkpoint_interval=500), [96]),
-        (stateful(checkpoint_interval=32, valid=32, restored=32), [64, 96]),
+        (stateful(checkpoint_interval=32, valid=32, reused=32), [64, 96]),
         (
             stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90)),
             [28, 96],
@@ -189,7 +189,7 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
         (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), min_tokens=31), [96]),
         (stateful(shared_checkpoint_limit=99, boundaries=(1, 30, 90)), [28, 96]),  # the last boundary opens the answer
         (
-            stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=8, restored=8),
+            stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=8, reused=8),
             [96],
         ),  # this session is known
         (stateful(shared_checkpoint_limit=0, boundaries=(1, 30, 90)), [96]),
@@ -201,7 +201,7 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
         (stateful(Scope("fixed", 100)), [96]),
         (stateful(AUTO, boundaries=(1, 30, 90), shared_checkpoint_limit=90), []),  # nobody has come back yet
         (stateful(AUTO, boundaries=(1, 30, 90), shared=70), [28]),
-        (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28, restored=28), []),
+        (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28, reused=28), []),
         (stateful(AUTO, shared=70), [68]),
     ],
 )
@@ -264,8 +264,8 @@ def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], exp
         (stateful(min_tokens=97, valid=96), False),
         (stateful(length=98, boundaries=(1, 30, 95), valid=92), True),  # where the answer opens
         (stateful(length=98, boundaries=(1, 30, 95), valid=96), True),  # behind that, and all that the slot has
-        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=28, restored=28), True),  # for new sessions
-        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=24, restored=24), False),
+        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=28, reused=28), True),  # for new sessions
+        (stateful(shared_checkpoint_limit=50, boundaries=(1, 30, 90), valid=24, reused=24), False),
         (stateful(checkpoint_interval=32, valid=64), True),
         (stateful(checkpoint_interval=32, valid=60), False),
         (stateful(Scope("fixed", 50), valid=48), True),

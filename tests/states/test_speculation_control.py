@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effects.decode import Decoded
-from states import launch_prices, suffix_control
 from states import speculation_control as control
-from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
+from states import step_prices, suffix_control
 from states.rates import INITIAL_ACCOUNT, Rates
 from states.settings import Settings
 from states.speculation_control import LONGEST_TRIAL_GAP, REFILL
 from states.speculation_plan import Plan, SpeculationControl
+from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices
 from tests.pairs import cover_pairs
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)
@@ -61,8 +61,8 @@ def test_widths_fill_a_forward_up_to_its_rung(changes: dict[str, int], useful: t
 
 
 @pytest.mark.parametrize(("rows", "forward"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 32), (64, 64)])
-def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, forward: int) -> None:
-    assert launch_prices.round_up_to_bucket(rows) == forward
+def test_a_step_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, forward: int) -> None:
+    assert step_prices.round_up_to_bucket(rows) == forward
     assert Shape(2, 3, rows).key == (2, 3, forward)
     assert Shape(2, 3).key == (2, 3, 0)
 
@@ -80,43 +80,43 @@ def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int,
     ],
 )
 def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int, ...]) -> None:
-    assert launch_prices.estimate_prices(decode, 0, 1, 16).prices == prices
+    assert step_prices.estimate_prices(decode, 0, 1, 16).prices == prices
 
 
-def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_alone() -> None:
-    """Four plain rounds together take 1,500: what the draft and its rows add to one of 1,000, they add to those."""
+def test_a_batch_is_priced_by_its_own_steps_or_by_what_the_draft_costs_a_single_request() -> None:
+    """A plain step of four takes 1,500. The draft and its rows add to it what they add to the 1,000 of a single one."""
     together = (*STEEP.decode, (0, 4, 0, 1500, 0))
-    assert launch_prices.estimate_prices(together, 0, 4, 64) == LaunchPrices(4, 1500, (1133, 1333, 1800, 2600, 4200))
-    assert launch_prices.estimate_prices((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
-    assert launch_prices.estimate_prices((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert launch_prices.estimate_prices((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
+    assert step_prices.estimate_prices(together, 0, 4, 64) == StepPrices(4, 1500, (1133, 1333, 1800, 2600, 4200))
+    assert step_prices.estimate_prices((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
+    assert step_prices.estimate_prices((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
+    assert step_prices.estimate_prices((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
         2500,
         2500,
         2500,
     )
 
 
-def test_rows_that_cost_one_alone_next_to_nothing_are_not_taken_to_cost_a_company_more() -> None:
+def test_rows_that_cost_a_single_request_next_to_nothing_are_not_taken_to_cost_a_batch_more() -> None:
     """A GPU: 2.3 ms for proposing anything, and 0.1 more from four rows to eight, and to sixteen."""
     gpu = alone(5800, 8100, 8200, 8300)
-    prices = launch_prices.estimate_prices((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
+    prices = step_prices.estimate_prices((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
     assert prices == (1328, 1342, 1357, 1385, 1442)
 
 
-def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
+def test_a_slow_step_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
-    assert launch_prices.record_launch_time((), one, 900) == ((0, 1, 4, 900, 0),)
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
-    halved = launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 399)
+    assert step_prices.record_step_time((), one, 900) == ((0, 1, 4, 900, 0),)
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
+    halved = step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 399)
     assert halved == ((0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == (
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == (
         (0, 1, 4, 800, 0),
         (0, 2, 4, 900, 0),
     )
-    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == (
+    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == (
         (0, 1, 4, 800, 0),
         (1, 1, 4, 900, 0),
     )
@@ -128,44 +128,45 @@ def test_prices_are_found_out_on_a_machine_with_other_work(seed: int, start: int
     rng, true, decode = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
     for _ in range(300):
         rows = rng.choice(list(true))
-        decode = launch_prices.record_launch_time(
+        decode = step_prices.record_step_time(
             decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3)))
         )
-    for rows, price in zip((4, 8), launch_prices.estimate_prices(decode, 0, 1, 8).prices, strict=True):
+    for rows, price in zip((4, 8), step_prices.estimate_prices(decode, 0, 1, 8).prices, strict=True):
         assert 0.8 * true[rows] <= price <= 1.25 * true[rows]
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
     decode = alone(1000, 1200)
     for _ in range(100):
-        decode = launch_prices.record_launch_time(decode, Shape(0, 1, 4), 3600)
+        decode = step_prices.record_step_time(decode, Shape(0, 1, 4), 3600)
     assert decode[1][3] > 3200
 
 
 def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
-    """Plain launches have become slower since: so has the wide one. Or quicker: so it may have, but they may have been
-    held up alone, and then it is charged for what it takes, and believed at once."""
+    """If plain steps have become slower since, the wide one has, too. If they have become quicker, it may have, or they
+    alone were held up before. Then it is charged for what it takes, and believed at once.
+    """
     one, then = Shape(0, 1, 4), (0, 1, 4, 1200, 1000)
     for plain, doubted in ((1000, set()), (3000, set()), (900, set()), (800, {4})):
         decode = ((0, 1, 0, plain, 0), then)
-        offer = launch_prices.estimate_prices(decode, 0, 1, 4)
+        offer = step_prices.estimate_prices(decode, 0, 1, 4)
         assert offer.prices == (1200,)
         assert offer.doubted_buckets == doubted
-        assert launch_prices.record_launch_time(decode, one, 1400)[1][4] == plain
+        assert step_prices.record_step_time(decode, one, 1400)[1][4] == plain
         plan = control.plan_launch([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
         assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
         assert control.charge_step(plan, evolve(done(3, 0), ns=2 * plain)) == (2 * UNIT if doubted else 1200)
     quick = ((0, 1, 0, 500, 0), then)
     for took in (400, 700, 1900):
-        after = launch_prices.record_launch_time(quick, one, took)
+        after = step_prices.record_step_time(quick, one, took)
         assert after[1] == (0, 1, 4, took, 500)
-        assert not launch_prices.estimate_prices(after, 0, 1, 4).doubted_buckets
+        assert not step_prices.estimate_prices(after, 0, 1, 4).doubted_buckets
     slow = ((0, 1, 0, 3000, 0), then)
-    assert launch_prices.record_launch_time(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
-    assert launch_prices.record_launch_time(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), (
+    assert step_prices.record_step_time(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
+    assert step_prices.record_step_time(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), (
         "nothing is quicker than it can be"
     )
-    assert not launch_prices.estimate_prices(slow, 0, 1, 4).plain_suspect
+    assert not step_prices.estimate_prices(slow, 0, 1, 4).plain_suspect
 
 
 @pytest.mark.parametrize("pace", [2, 3, 10])
@@ -185,25 +186,25 @@ def test_nor_does_a_good_draft_seem_dear_for_that(pace: int, noisy: bool) -> Non
 
 
 def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tuple[int, Rates, int]:
-    """What one answer loses, in thousandths of plain launches at the pace of each; its launches with proposals. At each
-    pace it says so many tokens.
+    """Return what one answer loses, in thousandths of plain steps at the pace of each, the rates after it, and its
+    number of steps with proposals. tokens: of the answer at each pace.
     """
     true, rng = {0: 1000, 4: 1200, 8: 1500, 16: 2200}, random.Random(1)
-    rates, own, lost, proposing, launches = STEEP, control.make_control(CHAIN, STEEP), 0, 0, 0
+    rates, own, lost, proposing, proposing_steps = STEEP, control.make_control(CHAIN, STEEP), 0, 0, 0
     for pace in paces:
         said = 0
         while said < tokens:
-            offer = launch_prices.estimate_prices(rates.decode, 0, 1, 64)
+            offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
             plan = control.plan_launch(
                 [(15, own)], offer, rates, 0 if proposing >= 64 or (proposing and offer.plain_suspect) else 64
             )
             proposed = plan.proposals[0]
-            proposing, launches = proposing + 1 if proposed else 0, launches + (proposed > 0)
+            proposing, proposing_steps = proposing + 1 if proposed else 0, proposing_steps + (proposed > 0)
             shape = Shape(0, 1, proposed and 1 + proposed)
             took = pace * true[shape.key[2]] * (rng.choice((100, 100, 105, 130)) if noisy else 100) // 100
             rates = control.record_step(rates, plan)
             if not plan.charges_measured_time or UNIT * took < plan.price * plan.plain_ns:
-                rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
+                rates = evolve(rates, decode=step_prices.record_step_time(rates.decode, shape, took))
             step = done(proposed, draft(proposed, said), took)
             rates, own = (
                 control.record_speculation_outcome(CHAIN, rates, plan, step),
@@ -211,7 +212,7 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
             )
             said += len(step.tokens)
             lost += true[shape.key[2]] - UNIT * len(step.tokens)
-    return lost, rates, launches
+    return lost, rates, proposing_steps
 
 
 def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> SpeculationControl:
@@ -219,7 +220,7 @@ def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> SpeculationContro
 
 
 KNOWN = control.make_control(CHAIN, STEEP)
-ALONE = launch_prices.estimate_prices(STEEP.decode, 0, 1, 64)
+ALONE = step_prices.estimate_prices(STEEP.decode, 0, 1, 64)
 
 
 def done(proposed: int, right: int, ns: int = 0) -> Decoded:
@@ -253,7 +254,7 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
     ],
 )
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
-    """And what is not the cheapest it could bear four times: one wide launch that brings nothing shall not end it."""
+    """The accounts must bear a step four times unless it is the cheapest: one wide step without gain ends nothing."""
     rates, member = evolve(STEEP, account=server), sure(3000, 7000, 15000, account=own)
     plan = control.plan_launch([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
@@ -296,12 +297,12 @@ def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
 
 @pytest.mark.parametrize("held_up", [{0}, {4}, {4, 8, 16}, {0, 4, 8, 16}], ids=str)
 def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
-    """What was held up then seems to take twenty times as long. Launches with proposals pay here, and are made."""
+    """What was held up then seems to take twenty times as long. Steps with proposals pay here, and are taken."""
     true = {0: 1000, 4: 1200, 8: 1400, 16: 2000}
     rates = Rates(decode=alone(*(20 * ns if rows in held_up else ns for rows, ns in true.items())))
     own, proposing, paid = control.make_control(CHAIN, rates), 0, list[int]()
     for number in range(200):
-        offer = launch_prices.estimate_prices(rates.decode, 0, 1, 64)
+        offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
         plan = control.plan_launch([(15, own)], offer, rates, 0 if proposing and offer.plain_suspect else 64)
         proposed = plan.proposals[0]
         proposing = proposing + 1 if proposed else 0
@@ -309,7 +310,7 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
         took = true[shape.key[2]] + 100 * plan.charges_measured_time
         rates = control.record_step(rates, plan)
         if not plan.charges_measured_time or UNIT * took < plan.price * plan.plain_ns:
-            rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
+            rates = evolve(rates, decode=step_prices.record_step_time(rates.decode, shape, took))
         step = done(proposed, min(proposed, 3), took)
         rates, own = (
             control.record_speculation_outcome(CHAIN, rates, plan, step),
@@ -318,18 +319,18 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
         paid += [number] * (proposed > 0 and not plan.is_trial)
     assert paid[0] <= 64
     assert len(paid) >= 120, "of those after that nearly all"
-    prices = launch_prices.estimate_prices(rates.decode, 0, 1, 16).prices
+    prices = step_prices.estimate_prices(rates.decode, 0, 1, 16).prices
     assert prices[0] <= 1300, "it is known what it costs"
 
 
 def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
-    assert launch_prices.estimate_prices(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
-    assert launch_prices.estimate_prices((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (
+    assert step_prices.estimate_prices(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
+    assert step_prices.estimate_prices((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (
         3000,
         5000,
         9000,
     )
-    assert not control.list_widths(evolve(CHAIN, batch_rows=1)), "there no launch has room for a proposal"
+    assert not control.list_widths(evolve(CHAIN, batch_rows=1)), "there no step has room for a proposal"
 
 
 def test_without_a_request_for_any_nothing_is_proposed() -> None:
@@ -337,27 +338,27 @@ def test_without_a_request_for_any_nothing_is_proposed() -> None:
         assert control.plan_launch(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain_ns=1000)
 
 
-def test_a_plain_launch_is_measured_first() -> None:
-    offer = launch_prices.estimate_prices(STEEP.decode, 0, 4, 64)
-    assert offer.needs_plain_launch
+def test_a_plain_step_is_measured_first() -> None:
+    offer = step_prices.estimate_prices(STEEP.decode, 0, 4, 64)
+    assert offer.needs_plain_step
     assert control.plan_launch([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain_ns=offer.plain_ns)
-    assert not launch_prices.estimate_prices((), 0, 4, 64).needs_plain_launch, "nothing is measured here"
-    assert not ALONE.needs_plain_launch
+    assert not step_prices.estimate_prices((), 0, 4, 64).needs_plain_step, "nothing is measured here"
+    assert not ALONE.needs_plain_step
 
 
 @pytest.mark.parametrize(("wide", "held_up"), [(4000, True), (5000, True), (5001, False)])
-def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
-    assert launch_prices.estimate_prices(alone(5000, wide), 0, 1, 64).plain_suspect == held_up
+def test_a_plain_step_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
+    assert step_prices.estimate_prices(alone(5000, wide), 0, 1, 64).plain_suspect == held_up
 
 
-FOUR = launch_prices.estimate_prices(
+FOUR = step_prices.estimate_prices(
     (*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64
 )
 RICH = evolve(STEEP, account=INITIAL_ACCOUNT)
 GOOD, BAD = sure(2500, 4000, 5000, account=INITIAL_ACCOUNT), sure(100, 100, 100, account=INITIAL_ACCOUNT)
 
 
-def test_a_launch_has_one_price_however_many_propose() -> None:
+def test_a_step_has_one_price_however_many_propose() -> None:
     assert control.plan_launch([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
     assert control.plan_launch([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
         7,
@@ -394,9 +395,7 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     rates = evolve(data.draw(some_rates()), steps_until_trial=rest)
     known = control.make_control(CHAIN, rates)
     members = [(most if drafts else 0, evolve(known, account=own) if drafts else None) for most, drafts, own in wanted]
-    plan = control.plan_launch(
-        members, launch_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit
-    )
+    plan = control.plan_launch(members, step_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit)
     assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
     assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
     assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
@@ -445,7 +444,7 @@ def test_what_another_draft_has_taught_is_not_believed() -> None:
     assert control.make_control(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
 
 
-def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
+def test_rests_grow_while_tries_fail_and_shrink_while_steps_pay() -> None:
     rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, is_trial=True)
     for _ in range(10):
         rates = control.record_step(rates, trying)
@@ -459,7 +458,7 @@ def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
     assert control.record_step(resting, Plan((0,))) == resting, "nobody wanted any"
 
 
-def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_did() -> None:
+def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_step_did() -> None:
     assert control.update_balance(0, Plan((0,)), done(0, 0)) == REFILL
     assert control.update_balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
     assert control.update_balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
@@ -503,7 +502,7 @@ def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int
     assert control.charge_step(Plan((3,), 1200, 2000, charges_measured_time=late), evolve(done(3, 0), ns=took)) == price
 
 
-def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
+def test_a_first_step_with_proposals_is_late_and_the_next_is_not() -> None:
     assert control.plan_launch([(15, KNOWN)], ALONE, STEEP, 64).charges_measured_time
     assert not control.plan_launch([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).charges_measured_time
 
@@ -512,15 +511,14 @@ def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
 
 
 def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int = 0) -> tuple[int, list[int], Rates]:
-    """What answers that decode together cost by the prices, in thousandths of plain launches: until all are done, and
-    each. Launches that catch up take `late` longer.
+    """Return what answers that decode together cost by the prices, in thousandths of plain steps: until all are done,
+    and each of them. late: what a step takes longer in which the draft catches up.
     """
     cost, costs, members = 0, [0] * len(answers), [control.make_control(house, rates) for _ in answers]
     answered, lengths = [0] * len(answers), [length for _, length in answers]
     while busy := [at for at, length in enumerate(lengths) if answered[at] < length]:
-        offer = launch_prices.estimate_prices(
-            rates.decode, 0, 1, 64
-        )  # of whatever company: prices are those of one alone
+        # However many members there are, the prices are those of a single request.
+        offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
         plan = control.plan_launch(wanted, offer, rates, 64)
         rates, took = control.record_step(rates, plan), plan.price + late * plan.charges_measured_time
@@ -554,14 +552,14 @@ def some_rates() -> st.SearchStrategy[Rates]:
     dear = st.lists(st.integers(0, 4000), min_size=4, max_size=4)
     seen = st.lists(st.booleans(), min_size=4, max_size=4)
 
-    def rounds(more: list[int], known: list[bool]) -> Rates:
+    def make_rates(more: list[int], known: list[bool]) -> Rates:
         prices = [1000 + sum(more[: at + 1]) for at in range(4)]
         wider = [
             (0, 1, rows, price, 1000) for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True) if there
         ]
         return Rates(decode=((0, 1, 0, 1000, 0), *wider))
 
-    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(rounds, dear, seen))
+    return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(make_rates, dear, seen))
 
 
 @settings(max_examples=20, deadline=None)
@@ -642,12 +640,12 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
 @pytest.mark.parametrize(
     ("rates", "chance", "others"), cover_pairs([UNKNOWN, FLAT, STEEP], [0.0, 0.3, 0.8], [0.0, 0.5, 0.9])
 )
-def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: float, others: float) -> None:
+def test_no_answer_is_made_slower_by_the_batch_it_is_in(rates: Rates, chance: float, others: float) -> None:
     """It loses no more than the server had to spare when it came."""
     for seed in range(5):
         rates = evolve(rates, account=INITIAL_ACCOUNT)
-        company = [(steady(chance, seed), 200), *((steady(others, 99 - at), 400) for at in range(3))]
-        _, costs, _ = decode(CHAIN, rates, *company)
+        answers = [(steady(chance, seed), 200), *((steady(others, 99 - at), 400) for at in range(3))]
+        _, costs, _ = decode(CHAIN, rates, *answers)
         assert costs[0] <= (UNIT + REFILL) * 200 + INITIAL_ACCOUNT
 
 
@@ -655,7 +653,7 @@ def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: 
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
     """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
-    length, runs, offer = 1000, 10, launch_prices.estimate_prices(rates.decode, 0, 1, 64)
+    length, runs, offer = 1000, 10, step_prices.estimate_prices(rates.decode, 0, 1, 64)
     expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
     best = min(offer.price_of(1 + width) / tokens for width, tokens in expected.items()) * length
     cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
@@ -681,19 +679,19 @@ def test_a_request_that_the_draft_suits_is_found_out_where_it_suited_no_other() 
 
 @pytest.mark.parametrize(("members", "dear", "chance"), cover_pairs([2, 4, 16], [1.0, 1.5, 3.0], [0.8, 0.3, 0.0]))
 def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int, dear: float, chance: float) -> None:
-    """Answers of 64 tokens come and go; launches really cost `dear` times what is presumed of them."""
+    """Answers of 64 tokens come and go; steps really cost `dear` times what is presumed of them."""
     rng, rates, busy = random.Random(members), STEEP, list[tuple[SpeculationControl, int]]()
     true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns, _ in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
     while tokens < 10_000:
         busy += [(control.make_control(CHAIN, rates), 64)] * (members - len(busy))
-        offer = launch_prices.estimate_prices(rates.decode, 0, members, 64)
+        offer = step_prices.estimate_prices(rates.decode, 0, members, 64)
         plan = control.plan_launch([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
         rates, time = control.record_step(rates, plan), time + took
         if not plan.charges_measured_time:
-            rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
+            rates = evolve(rates, decode=step_prices.record_step_time(rates.decode, shape, took))
         after = list[tuple[SpeculationControl, int]]()
         for (each, left), proposed in zip(busy, plan.proposals, strict=True):
             step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
@@ -723,7 +721,7 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
     rates, member, found = MEASURED, control.make_control(CHAIN, MEASURED), list[tuple[int, int]]()
     for number, accepted in enumerate(right):
-        plan = control.plan_launch([(15, member)], launch_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
+        plan = control.plan_launch([(15, member)], step_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
             suffix_control.update_control(evolve(member, plan=plan), step),
@@ -743,9 +741,9 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
     ],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
-    company = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
+    four = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
     offer, rich = (
-        launch_prices.estimate_prices((*MEASURED.decode, *company), 0, 4, 64),
+        step_prices.estimate_prices((*MEASURED.decode, *four), 0, 4, 64),
         evolve(MEASURED, account=INITIAL_ACCOUNT),
     )
     members = [(15, sure(*each, account=INITIAL_ACCOUNT)) for each in gains]

@@ -13,11 +13,11 @@ from states import launch_choice, speculation_control
 from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
 from states.lane import can_join
-from states.launch_prices import UNIT, LaunchPrices, estimate_prices
 from states.rates import Rates
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
 from states.speculation_plan import Plan
+from states.step_prices import UNIT, StepPrices, estimate_prices
 from states.world import World, make_world
 from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
@@ -26,7 +26,7 @@ CHEAP = Rates(
     decode=((0, 1, 0, 1000, 0), (0, 2, 0, 1000, 0)), copy_times=((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000))
 )
 LONG = len(MATCH_CLASSES) - 1  # the class of the longest matches
-PRICES = LaunchPrices(1, 1000, (1100, 1200, 2000))
+PRICES = StepPrices(1, 1000, (1100, 1200, 2000))
 
 
 def copier(matched: int = 0, **changes):
@@ -267,7 +267,7 @@ def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None
     assert world.rates.copied[LONG][0] == 1
     assert world.lanes[MAIN].proposing_steps == 1
     world, _ = advance(world, ForLaunch((EffectOutcome(ONE, outcome(3)),)))
-    assert world.lanes[MAIN].proposing_steps == 0, "a plain step tells the time of a plain launch"
+    assert world.lanes[MAIN].proposing_steps == 0, "its time is measured, so the next one is not due for a while"
 
 
 def test_who_comes_to_a_launch_that_may_copy_makes_it_end() -> None:

@@ -18,7 +18,7 @@ from effects.prompt_compression import CompressPrompt, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from states import launch_choice, launch_prices
+from states import launch_choice, step_prices
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check_world
@@ -253,15 +253,15 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     beside = LaneId(1)
     apart = evolve(PLAIN, scorer_max_tokens=1000, scorer_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
-    world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
+    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("scorer")),), beside)
+    world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="scorer")))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
     assert [effect_request.request for effect_request in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
     assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
     world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
-    assert outs == (Launch((EffectRequest(TWO, UnloadModel("drafter", keep=False)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, UnloadModel("scorer", keep=False)),), beside),)
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
@@ -401,13 +401,13 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
     assert (outs, world.models["draft"].location) == ((), "lost")
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(20)))
     check_world(world)
-    assert decode_steps(outs) == [0]
+    assert list_proposals(outs) == [0]
     assert make_report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
     world, _ = advance(world, ForModel("draft", there=True))
     assert world.models["draft"].location == "loaded"
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     check_world(world)
-    assert decode_steps(outs) == [3]
+    assert list_proposals(outs) == [3]
     assert not make_report(knowing(DRAFT), world.requests[ONE]).speculation
 
 
@@ -418,8 +418,8 @@ def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
         assert advance(parked, ForModel("draft", there=there)) == (parked, ())
 
 
-def decode_steps(outs: tuple[Output, ...]) -> list[int]:
-    """How much those proposed that were launched."""
+def list_proposals(outs: tuple[Output, ...]) -> list[int]:
+    """List how much each decode step proposes that was launched."""
     effect_requests = [
         effect_request for out in outs if isinstance(out, Launch) for effect_request in out.effect_requests
     ]
@@ -475,7 +475,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: launch_prices.DecodeTimes = ((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0))
+    start: step_prices.DecodeTimes = ((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
     one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
     first = (ONE, Decoded((7, 8), 3, ns=2600))
@@ -510,7 +510,7 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     ("plain", "slow", "quick", "first"),
     [
         (5000, 5000, 1000, 1),  # it was held up when it was timed: any draft would look free
-        (4900, 5000, 1000, launch_choice.PLAIN_LAUNCH_INTERVAL),
+        (4900, 5000, 1000, launch_choice.PLAIN_STEP_INTERVAL),
         (5000, 90_000, 80_000, 1),  # the machine has become slower, and stays so
     ],
 )

@@ -191,9 +191,9 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
 
 def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
     layout = rows_of(torch.float32)
-    with pytest.raises(ValueError, match=r"layers\.2\.k is odd"):
+    with pytest.raises(ValueError, match=r"layers\.2\.k is missing or not expected"):
         create_movers((Direct("cpu", torch.float32, range(2)),), layout)
-    with pytest.raises(ValueError, match="their order is odd"):
+    with pytest.raises(ValueError, match="their order is another one"):
         create_movers([Direct("cpu", torch.float32, one) for one in (range(1, 3), range(1))], layout)
 
 

@@ -145,7 +145,7 @@ class Compressor:
         """Score one more piece, which takes about as long as one chunk of the target. Raises torch.OutOfMemoryError."""
         started = time.perf_counter_ns()
         if self.scorer.weights.loaded is None:
-            return DeviceFailed("broken", "the drafter is not loaded")
+            return DeviceFailed("broken", "the scorer is not loaded")
         work = self._works.pop(request, None)
         if not effect.start:
             if len(effect.tokens) < TAIL:
@@ -176,7 +176,7 @@ class Compressor:
             moved = self.scorer.weights.load_back()
         except (CheckpointError, OSError) as error:
             return DeviceFailed("io", str(error))
-        return ModelLoaded(moved, time.perf_counter_ns() - started, "drafter")
+        return ModelLoaded(moved, time.perf_counter_ns() - started, "scorer")
 
     def unload(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
         """Send the weights to host memory, or drop them."""
@@ -255,11 +255,11 @@ class PromptScorerLane:
             case UnloadModel():
                 return self.compressor.unload(effect_request.request, effect_request.effect)
             case other:
-                raise LookupError(f"{type(other).__name__} is nothing for a drafter")
+                raise LookupError(f"{type(other).__name__} is no effect of a prompt scorer")
 
 
 def log_drop_failure(error: BaseException) -> None:
-    log.error("the memory of a drafter could not be freed", exc_info=error)
+    log.error("the memory of a prompt scorer could not be freed", exc_info=error)
 
 
 def build_prompt_compressed(prompt: Tokens, kept: SelectedTokens | None, ns: int) -> PromptCompressed:

@@ -12,7 +12,7 @@ proposals are rolled back. So a step has four parts:
    (`speculation/suffix_proposer.py`).
 2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
 3. *Settle*: the shard commits the rows that stay, and the slot states get the kept tokens.
-4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
+4. *Feed the draft*: it gets what the target left of these rows, so that its own context keeps up.
 
 A launch may allow `RunDecode.steps` steps. `DecodeRunner.run` takes them in one of three ways:
 
@@ -25,11 +25,12 @@ Invariants:
 * Out of memory before settling has changed nothing: every request of the step gets that failure, and may try again.
 * Out of memory while settling leaves some layers committed and others not: these slots are broken.
 * A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
-* With a draft, all requests of a launch take another step or none does: a draft's cost is shared by those in the batch.
-  The same holds where text may be copied, since what is worth copying depends on the number of members.
+* With a draft, or where something may be copied, all requests of a launch take another step or none does. The cost of a
+  draft is shared by the members, and what is worth copying depends on their number.
 
-Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft the other one takes
-its four steps. With a draft the launch ends after two, and the engine composes the next one.
+Example: two requests with `steps=4`, and the first one ends after its second step. Where nothing is proposed, the other
+one takes its four steps. With a draft, or where something may be copied, the launch ends after two, and the engine
+composes the next one.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class DecodeRunner:
     """Carries out decode steps. Every method is called on the lane.
 
     buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
-    before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
-    text_proposer: what copies earlier text, if there is one.
+    before outcomes are reported. row_watch: with `--paranoid`, checks that rows have not changed. proposer: the draft,
+    if there is one. text_proposer: what copies earlier text, if there is one.
     """
 
     shard: Pipeline

@@ -71,16 +71,16 @@ NOTHING_GIVEN = GivenRows()
 
 @define(eq=False)
 class FusedStep:
-    """Steps of one width, for any request. What the round knows of a request stays while it is the same one.
+    """Steps of one width, for any request. What a step knows of a request stays while it is the same one.
 
-    draft: the draft's part of the round, if it has one. row_layers: the auxiliary layers that the round copies to a
+    draft: the draft's part of the step, if it has one. row_layers: the auxiliary layers that the step copies to a
     draft's backlog; None before that was set up.
     """
 
     native: DecodeRound
     draft: ref[DraftPass] | None
     row_layers: Sequence[int] | None = field(init=False, default=None)
-    _sampler: Sampler | None = field(init=False, default=None)  # of the request that the round knows
+    _sampler: Sampler | None = field(init=False, default=None)  # of the request that the step knows
 
     def run(
         self, slot: int, state: SlotState, first: int, count: int, given: GivenRows = NOTHING_GIVEN

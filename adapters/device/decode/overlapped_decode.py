@@ -116,6 +116,7 @@ class OverlappedDecode:
     _in_flight: InFlightStep | None = field(init=False, default=None)  # None before the first read of a launch
 
     def __attrs_post_init__(self) -> None:
+        """Make the pacer of the shard's device."""
         self._pacer = build_step_pacer(self.shard.spec.device)
 
     def set_pace(self, *, evenly: bool, interval_ns: int = 0) -> None:

@@ -103,7 +103,7 @@ class DeferredRowBuffer:
         self.addresses = list_addresses([*self._copies.values()]) if is_on_host else None
 
     @property
-    def spare(self) -> int:
+    def unused_rows(self) -> int:
         """Unused rows of the current tensors; 0 if they are not in host memory."""
         return 0 if self.addresses is None else self._rows - self._used
 

@@ -113,7 +113,7 @@ class DraftContext(Proposer, Generic[D]):
             slot = segments[0].slot
             last = self._deferred[slot][-1]
             self._open_run = last
-            last.room = last.count + min(self.deferred_buffer.spare, self.backlog - self._deferred_counts[slot])
+            last.room = last.count + min(self.deferred_buffer.unused_rows, self.backlog - self._deferred_counts[slot])
 
     def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:
         """Return the destination of the slot's next row, if that is the row behind the last one that was deferred.

@@ -22,19 +22,25 @@ from effects.ids import Tokens
 
 
 class DraftModel(Protocol):
-    """A draft, wherever its weights are. `CachedDraft` says what the members mean. Every call runs on the lane.
+    """A draft, wherever its weights are. Every call runs on the lane. `CachedDraft` is the one of this process.
 
     The state "lost" means that its process is gone. Nothing is asked of it until there is another one.
     """
 
     @property
-    def identity(self) -> str: ...
+    def identity(self) -> str:
+        """The digest of everything that changes its proposals."""
+        ...
 
     @property
-    def location(self) -> str: ...
+    def location(self) -> str:
+        """The device, or the address of the process, that it runs on."""
+        ...
 
     @property
-    def aux_layers(self) -> tuple[int, ...]: ...
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose outputs `extend` needs."""
+        ...
 
     @property
     def block(self) -> int:
@@ -45,24 +51,38 @@ class DraftModel(Protocol):
     def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]: ...
 
     @property
-    def can_branch(self) -> bool: ...
+    def can_branch(self) -> bool:
+        """True if trees can be built from its predictions."""
+        ...
 
     @property
     def rows(self) -> ReadableRows:
         """The context rows of its slots."""
         ...
 
-    def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
+    def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
+        """Compute its own rows for the rows of a step of the target."""
+        ...
 
-    def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
+    def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy its rows `[start, stop)` of one slot to another."""
+        ...
 
-    def offload(self) -> int: ...
+    def offload(self) -> int:
+        """Free the memory of its weights on the device, and return its bytes. `load_back` brings them back."""
+        ...
 
-    def load_back(self) -> int: ...
+    def load_back(self) -> int:
+        """Load its weights to the device again, and return their bytes."""
+        ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Free offloaded weights on the host as well. `load_back` reads the checkpoint again."""
+        ...
 
-    def memory(self) -> Mapping[str, int]: ...
+    def memory(self) -> Mapping[str, int]:
+        """Return bytes by what they are for."""
+        ...
 
     def close(self) -> None: ...
 
@@ -70,13 +90,17 @@ class DraftModel(Protocol):
 class LocalDraft(DraftModel, Protocol):
     """A draft of this process: the caller picks the proposals from its logits."""
 
-    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None: ...
+    def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
+        """Compute logits for the proposals of each request. `pick` gets the logits and chooses the tokens."""
+        ...
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
         """Return the part of a fused step that makes `count` proposals; None if the library cannot make them."""
         ...
 
-    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]: ...
+    def list_rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
+        """Return batches of requests that run every shape that serving is likely to need."""
+        ...
 
 
 @frozen(eq=False)
@@ -117,7 +141,10 @@ class DraftRequest:
 
 
 class TextProposer(Protocol):
-    """Copies what followed earlier text that ended as a slot's text does now. Every call runs on the lane."""
+    """Proposes tokens without a model: where an earlier text ended as a slot's text does now, it copies what followed.
+
+    Every call runs on the lane.
+    """
 
     def find_matches(self, slots: Sequence[tuple[int, SlotState]]) -> Sequence[int]:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
@@ -133,16 +160,16 @@ class TextProposer(Protocol):
 
 
 class Proposer(Protocol):
-    """A draft, which follows the target. Every call runs on the lane."""
+    """Asks a draft for proposals, and gives it what the target has computed. Every call runs on the lane."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Tree]:
-        """Return for each request a tree from the slot's last token on; node 0 alone where nothing is proposed."""
+        """Return a tree for each request. Node 0 is the slot's last token; it is alone if nothing is proposed."""
         ...
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
-        """Take in what the target's forward of `step` left.
+        """Give the draft what the target's forward of `step` left of the rows that stay.
 
         kept: for each slot of the step, in order, which rows stay. states: their slots' states, which have the tokens
         of these rows already. aux_hidden_states: by layer; static buffers that the next forward overwrites.
@@ -150,11 +177,14 @@ class Proposer(Protocol):
         ...
 
     def catch_up(self, slot: int) -> None:
-        """Follow all rows of the slot now: another request takes them over, or they are stored."""
+        """Let the draft follow all rows of the slot now, because another slot copies them or they are stored."""
         ...
 
     def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
-        """Take over the draft's rows: slot `target` was opened with `state.valid` rows of `source`, or of itself."""
+        """Let slot `target` continue from the draft's rows of slot `source`, which may be itself.
+
+        The slot was opened with `state.valid` rows of the target from there.
+        """
         ...
 
     def plan_fused_step(self, request: DraftRequest) -> FusedPlan | None:  # noqa: ARG002 - a default
@@ -164,7 +194,7 @@ class Proposer(Protocol):
     def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:  # noqa: ARG002 - a default
         """Return where a step without proposals may put the slot's next row itself; None if `follow` needs to get it.
 
-        Whoever puts the row there counts it by `rows.count`.
+        The caller that puts the row there counts it in `rows.count`.
         """
         return None
 

@@ -31,7 +31,7 @@ ENGINE_GRACE_S = 5.0  # seconds after a deadline in which the engine may end the
 
 @frozen
 class PromptProgress:
-    """The progress of a prompt: `done` of `total` tokens are in place, and `cached` of these were restored."""
+    """The progress of a prompt: `done` of `total` tokens are in place, and `cached` of these were not computed."""
 
     index: int
     done: int
@@ -41,9 +41,12 @@ class PromptProgress:
 
 @frozen
 class AnswerPace:
-    """Tokens, and the milliseconds that they took, of a prompt and of its answer so far."""
+    """Tokens, and the milliseconds that they took, of a prompt and of its answer so far.
 
-    restored: int
+    reused: tokens of the prompt that were not computed: the slot had their rows, or they were loaded.
+    """
+
+    reused: int
     computed: int
     prompt_ms: float
     generated: int
@@ -85,7 +88,7 @@ class PickedToken:
 class FinishedChoice:
     """A choice that is complete.
 
-    token_count: tokens that count, up to the one that completed a stop string. stop_string: the one that ended it.
+    tokens: how many count, up to the one that completed a stop string. stop_string: the one that ended it.
     called_functions: their names, in order. answer_tokens: those that `tokens` counts. miss_explanation: why no more of
     the prompt was in the cache.
     """
@@ -151,9 +154,9 @@ class RunningJobs:
                 return events
         return ()
 
-    async def _finish(self, follower: JobStream, closed: Closed) -> FinishedChoice:
-        ended = follower.finish(closed)
-        one = follower.planned_job
+    async def _finish(self, stream: JobStream, closed: Closed) -> FinishedChoice:
+        ended = stream.finish(closed)
+        one = stream.planned_job
         if closed.diverged is None:
             return ended
         explained = partial(explain_miss, closed.diverged, one.job, one.messages, self.tokenizer)
@@ -226,7 +229,7 @@ class JobStream:
     pieces: list[AnswerPiece] = field(factory=list)
     answer_tokens: list[int] = field(factory=list)  # the tokens of the whole answer
     sent_count: int = 0  # the tokens of the answer that deltas have had
-    restored_count: int = 0  # the tokens of the prompt that were restored, as far as is known
+    reused_count: int = 0  # the tokens of the prompt that were not computed, as far as is known
     start_s: float = field(factory=time.monotonic)
     first_token_s: float | None = None
 
@@ -243,7 +246,7 @@ class JobStream:
                     self.first_token_s = self.first_token_s or time.monotonic()
                     pieces += self.read_tokens(message)
                 case ReportProgress(done, total, cached):
-                    self.restored_count = cached
+                    self.reused_count = cached
                     yield PromptProgress(self.planned_job.index, done, total, cached)
                 case Closed():
                     self.outcome = message
@@ -257,9 +260,9 @@ class JobStream:
     def measure_pace(self) -> AnswerPace:
         now = time.monotonic()
         first = self.first_token_s or now
-        computed = len(self.planned_job.job.prompt) - self.restored_count
+        computed = len(self.planned_job.job.prompt) - self.reused_count
         times_ms = 1000 * (first - self.start_s), 1000 * (now - first)
-        return AnswerPace(self.restored_count, computed, times_ms[0], self.token_count, times_ms[1])
+        return AnswerPace(self.reused_count, computed, times_ms[0], self.token_count, times_ms[1])
 
     def read_tokens(self, message: EmitTokens) -> list[AnswerPiece]:
         """Return the pieces that these tokens make, up to a stop string or the only call that is allowed. Either

@@ -59,7 +59,7 @@ def make_pace_fields(said: AnswerDelta, controls: Controls) -> dict[str, Any]:
 
 
 def make_timings(ended: FinishedChoice) -> dict[str, Any]:
-    """Return llama.cpp's figures: what was restored, computed and generated, and how fast."""
+    """Return llama.cpp's figures: what was reused, computed and generated, and how fast."""
     report = ended.outcome.report
     computed = max(0, len(ended.planned_job.job.prompt) - report.restored_tokens)
     prompt_ms = ended.outcome.spent_ms(PROMPT_STAGES)
@@ -76,7 +76,7 @@ def format_timings(pace: AnswerPace) -> dict[str, Any]:
     answer_ms = round(pace.answer_ms, 3)
     steps = max(0, pace.generated - 1)
     return {
-        "cache_n": pace.restored,
+        "cache_n": pace.reused,
         "prompt_n": pace.computed,
         "prompt_ms": prompt_ms,
         "prompt_per_token_ms": divide(prompt_ms, pace.computed, 6),

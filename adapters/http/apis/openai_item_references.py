@@ -27,6 +27,7 @@ class ItemReferences:
     outputs: dict[str, Sequence[Any]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
+        """Let the request read as many bytes of earlier responses as its body may have."""
         self.bytes_left = self.options.max_body
 
     def __call__(self, item: str) -> Mapping[str, Any] | None:

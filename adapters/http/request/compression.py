@@ -123,9 +123,13 @@ def split_prompt(prompt: Tokens, opened: Tokens, messages: Sequence[ChatMessage]
     """Return the parts of a prompt, one for each opened message, with its role and whether it must be kept whole."""
     stops = [*opened[1:], len(prompt)] if opened else []
     roles = [*(message.role for message in messages), "assistant"]
-    spare = len(opened) - len(roles)
-    known = spare in {-1, 0, 1}  # without the answer's opening, with it, with a system message of the template's own
-    named = (["system"] * spare + roles)[: len(opened)] if known else ["?"] * len(opened)
+    extra_count = len(opened) - len(roles)
+    known = extra_count in {
+        -1,
+        0,
+        1,
+    }  # without the answer's opening, with it, with a system message of the template's own
+    named = (["system"] * extra_count + roles)[: len(opened)] if known else ["?"] * len(opened)
     last = max((at for at, role in enumerate(named) if role == "user"), default=-1)
     return [
         PromptPart(role, start, stop, at == last and stop - start < min(MAX_PROTECTED, len(prompt) / 2))

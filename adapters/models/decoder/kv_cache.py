@@ -25,13 +25,16 @@ Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows i
 class KvCache:
     """`[layers, parts, slots, KV, rows, width]`, zeroed, so that what is masked is always finite.
 
+    Rows have fixed addresses here: slot after slot, row after row. So on a CPU a page is no place in memory, as it is
+    in `PagedKvCache`. It is only a permit to keep memory for a piece of a slot's rows.
+
     page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
     rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
     capacity: the rows of a slot that may be used; all by default.
     layout: of a row: its parts, and what their numbers are.
-    pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
-        covers one page of rows of one slot. When it goes to another slot, the memory of these rows is given back.
+    pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. When a permit
+        goes to another slot, the memory of the rows that it covered is given back.
     """
 
     table: Tensor | None = None
@@ -163,8 +166,8 @@ class KvCache:
             rows = self._all[0, 0, slot, 0, number * self.page : (number + 1) * self.page]
             step = self._all.stride(3) * rows.itemsize
             size = rows.nbytes
-            for both in self._all[:, :, slot, 0, number * self.page].flatten(0, 1):
-                begin = both.data_ptr() - self._all.data_ptr()
+            for part in self._all[:, :, slot, 0, number * self.page].flatten(0, 1):
+                begin = part.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
                     start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
                     stop = (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -193,9 +196,9 @@ class KvCache:
 
     def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
         """Write rows that `export` returned, from `start` on. ValueError for another name, shape or dtype."""
-        odd = sorted(set(self.spec.names).symmetric_difference(rows))
-        if odd:
-            raise ValueError(f"rows of {len(self.layers)} layers: {odd[0]} is odd")
+        unexpected = sorted(set(self.spec.names).symmetric_difference(rows))
+        if unexpected:
+            raise ValueError(f"rows of {len(self.layers)} layers: {unexpected[0]} is missing or not expected")
         first = rows[self.spec.names[0]]
         count = first.shape[1] if first.dim() == 3 else 0
         dtype = self._all.dtype

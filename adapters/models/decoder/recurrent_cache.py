@@ -70,6 +70,10 @@ class RecurrentCache:
         return self._kernels is not None and self._kernels.commits_per_segment
 
     @property
+    def tree_obstacle(self) -> str:
+        return "each node of a tree would need a state of its own in recurrent layers" if self.layers else ""
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
 
@@ -235,9 +239,9 @@ def check_state(specs: Sequence[TensorSpec], state: NamedTensors, at: int) -> No
     """Raise ValueError unless a state consists of these tensors and may stand at row `at`."""
     if at < 0 or at % CHUNK:
         raise ValueError(f"a state at row {at}: states stand at multiples of {CHUNK}")
-    odd = sorted({spec.name for spec in specs}.symmetric_difference(state))
-    if odd:
-        raise ValueError(f"state of {len(specs)} tensors: {odd[0]} is odd")
+    unexpected = sorted({spec.name for spec in specs}.symmetric_difference(state))
+    if unexpected:
+        raise ValueError(f"state of {len(specs)} tensors: {unexpected[0]} is missing or not expected")
     for spec in specs:
         tensor = state[spec.name]
         dtype = torch_dtype(spec.dtype)

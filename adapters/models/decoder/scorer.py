@@ -151,7 +151,7 @@ class Scoring:
         heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self._rope = config.rotary.tables(capacity, scorer.device)
         weights = scorer.weights.loaded
-        assert weights is not None, "the drafter is not loaded"
+        assert weights is not None, "the scorer is not loaded"
         ids = torch.tensor(self.tokens, device=scorer.device)
         self._hidden = torch.index_select(weights.embedding, 0, ids)
         self._kv = make(2, 1, heads[0], capacity, config.head_dim)
@@ -173,7 +173,7 @@ class Scoring:
     @property
     def _layers(self) -> tuple[DecoderLayer | DeltaLayer, ...]:
         loaded = self.scorer.weights.loaded
-        assert loaded is not None, "the drafter is not loaded"
+        assert loaded is not None, "the scorer is not loaded"
         return loaded.layers
 
     def advance(self) -> None:

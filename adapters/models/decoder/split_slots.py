@@ -79,6 +79,10 @@ class SplitStates:
     def commits_per_segment(self) -> bool:
         return all(part.commits_per_segment for part in self.parts)
 
+    @property
+    def tree_obstacle(self) -> str:
+        return next(filter(None, (part.tree_obstacle for part in self.parts)), "")
+
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:
             part.copy(source, target)
@@ -102,6 +106,6 @@ class SplitStates:
 
 def check_names(given: NamedTensors, expected: Sequence[str]) -> None:
     """Raise ValueError unless the tensors have exactly these names."""
-    odd = sorted(set(expected).symmetric_difference(given))
-    if odd:
-        raise ValueError(f"{len(expected)} tensors of all parts: {odd[0]} is odd")
+    unexpected = sorted(set(expected).symmetric_difference(given))
+    if unexpected:
+        raise ValueError(f"{len(expected)} tensors of all parts: {unexpected[0]} is missing or not expected")

@@ -34,7 +34,7 @@ from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import check_state, hold_memory
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.delta_interface import CHUNK
-from adapters.models.kernels.step import UNSETTLED, Step
+from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.sequence_layout import TensorSpec
 
 _NOTHING = nullcontext()
@@ -57,13 +57,23 @@ def count_shared_rows(bucket: int) -> int:
     return max(0, -(-(CHUNK - 1 + bucket) // CHUNK) - 2) * CHUNK
 
 
+def find_span(part: Sequence[Segment]) -> Segment:
+    """Return the span of positions that the segments of one slot cover. The pieces of a tree share positions."""
+    start = part[0].start
+    return Segment(part[0].slot, start, max(one.start + one.count for one in part) - start)
+
+
 @frozen
 class WindowShape:
-    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them."""
+    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them.
+
+    tree_obstacle: why steps cannot have trees, as in `PositionalStates`.
+    """
 
     heads: int
     width: int
     window: int
+    tree_obstacle: str = ""
 
 
 class WindowPages(PagedKvCache):
@@ -91,7 +101,7 @@ class WindowPages(PagedKvCache):
         self._own = own
         self._pages = [[0] * len(pages) for pages in self._pages]
         self.table.zero_()
-        self._spare = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
+        self._unused_pages = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
         self._shared = list(range(slots * own, self.pages))
         self._placed: list[dict[int, int]] = [{} for _ in range(slots)]
 
@@ -99,12 +109,12 @@ class WindowPages(PagedKvCache):
         """Take the pages of all rows before `start` away, then give the slot pages for rows `[start, stop)`."""
         first = start // self.page
         placed = self._placed[slot]
-        spare = self._spare[slot]
+        unused = self._unused_pages[slot]
         for number in [number for number in placed if number < first]:
-            spare.append(placed.pop(number))
+            unused.append(placed.pop(number))
         new = [number for number in range(first, -(-stop // self.page)) if number not in placed]
         for number in new:
-            placed[number] = self._pages[slot][number] = spare.pop() if spare else self._shared.pop()
+            placed[number] = self._pages[slot][number] = unused.pop() if unused else self._shared.pop()
         if new:
             listed = self._pages[slot][new[0] : new[-1] + 1]
             self.table[slot, new[0] : new[-1] + 1] = torch.tensor(listed, dtype=torch.int32)
@@ -112,11 +122,11 @@ class WindowPages(PagedKvCache):
     def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
         placed = self._placed[slot]
-        spare = self._spare[slot]
+        unused = self._unused_pages[slot]
         for number in [number for number in placed if not start // self.page <= number < -(-stop // self.page)]:
-            spare.append(placed.pop(number))
-        while len(placed) + len(spare) > self._own:
-            self._shared.append(spare.pop())
+            unused.append(placed.pop(number))
+        while len(placed) + len(unused) > self._own:
+            self._shared.append(unused.pop())
 
 
 class WindowMemory(KvCache):
@@ -169,6 +179,7 @@ class WindowRows:
         capacity, bucket = rows
         self.slots = slots
         self.checkpoint_count = checkpoint_count
+        self.tree_obstacle = shape.tree_obstacle
         self._window = shape.window
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
@@ -210,22 +221,22 @@ class WindowRows:
 
         Raises ValueError for a step that cannot continue from there.
         """
-        if step.branches:
-            raise ValueError("a tree: rows of its branches would have to be kept apart in windows")
-        for segment in step.segments:
-            base, settled = self._settled[segment.slot]
-            if segment.start and not base <= segment.start <= settled:
+        if step.branches and self.tree_obstacle:
+            raise ValueError(f"a tree: {self.tree_obstacle}")
+        spans = [find_span(part) for part in step.parts]
+        for span in spans:
+            base, settled = self._settled[span.slot]
+            if span.start and not base <= span.start <= settled:
                 raise ValueError(
-                    f"slot {segment.slot} has its window at {base}, with {settled - base} rows after it; "
-                    f"nothing continues from {segment.start}"
+                    f"slot {span.slot} has its window at {base}, with {settled - base} rows after it; "
+                    f"nothing continues from {span.start}"
                 )
-            if segment.count > UNSETTLED and not step.rows_only:
-                rows = f"{segment.count} rows of slot {segment.slot}"
+            if span.count > UNSETTLED and not step.rows_only:
+                rows = f"{span.count} rows of slot {span.slot}"
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
-        for segment in step.segments:
-            self._settle(segment.slot, segment.start)
-            first = self._first_row(segment.slot)
-            self._rows.make_room(segment.slot, first, segment.start + segment.count)
+        for span in spans:
+            self._settle(span.slot, span.start)
+            self._rows.make_room(span.slot, self._first_row(span.slot), span.start + span.count)
         return tuple(self._settled[segment.slot][0] for segment in step.segments)
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
@@ -254,7 +265,7 @@ class WindowRows:
             raise
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        for segment, keep in zip(step.segments, kept, strict=True):
+        for (segment, *_), keep in zip(step.parts, kept, strict=True):
             if step.settles(segment):
                 continue
             self._settle(segment.slot, segment.start + (keep if isinstance(keep, int) else len(keep)))

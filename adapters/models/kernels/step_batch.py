@@ -121,12 +121,12 @@ class Batch:
         launch(bring_table, (programs,), staged, given, self.table, known, count, BLOCK=BROUGHT, num_warps=1)
 
     def _write(self, step: Step, tokens: Sequence[int] | None) -> None:
-        spare = self.bucket - step.rows
+        padded_rows = self.bucket - step.rows
         numbers = [0] * step.rows if tokens is None else [*tokens]
-        numbers += [0] * spare
+        numbers += [0] * padded_rows
         for column, padding in zip(self._columns(step), self._padding, strict=True):
             numbers += column
-            numbers += [padding] * spare
+            numbers += [padding] * padded_rows
         if self._copied is not None:
             self._copied.synchronize()
         self._packing.pack_into(self._memory, 0, *numbers)

@@ -119,7 +119,7 @@ class RemoteDraft:
         """Call `listener` with False when the process is lost and with True when it is back, on any thread."""
         self._notify_presence = listener
 
-    # --- rounds ---
+    # --- rows to follow, and proposals ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         """Let the draft follow rows of the target: with the next request, or at once if many rows wait."""
@@ -130,9 +130,9 @@ class RemoteDraft:
         for segment in step.segments:
             self._hold(segment.slot, segment.start, segment.start + segment.count)
         if len(self._ahead) == MOST_FOLLOWED or sum(len(rows.tokens) for rows, _ in self._ahead) >= AHEAD_ROWS:
-            self.round(())
+            self.send_round(())
 
-    def round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
+    def send_round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
         """Send the waiting rows and return the proposals for each request.
 
         Returns None without a process, if it refused, or if there was nothing to send. Raises torch.OutOfMemoryError.
@@ -176,7 +176,7 @@ class RemoteDraft:
 
     def _flush(self) -> None:
         if self._ahead:
-            self.round(())
+            self.send_round(())
 
     # --- residency ---
 

@@ -69,9 +69,10 @@ class ServedDraft:
         self._reported = held["weights"], held["host"], held["kv"], held["buffers"]
         return self._reported
 
-    # --- rounds ---
+    # --- rows to follow, and proposals ---
 
-    def round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
+    def answer_round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
+        """Let the draft follow the rows that were sent, and return its proposals."""
         if self.draft.weights_state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.weights_state}")
         began = time.perf_counter_ns()
@@ -134,7 +135,7 @@ class ServedDraft:
 
 
 ServedDraft.ops = {
-    Op.DRAFT_ROUND: (DraftRound, ServedDraft.round),
+    Op.DRAFT_ROUND: (DraftRound, ServedDraft.answer_round),
     Op.COPY_CONTEXT: (CopyContext, ServedDraft.copy),
     Op.EXPORT_ROWS: (RowSpan, ServedDraft.export_rows),
     Op.IMPORT_ROWS: (ImportRows, ServedDraft.import_rows),

@@ -149,11 +149,14 @@ def unanchor_pattern(pattern: str) -> str:
 
     Anchors elsewhere than at the ends stay in it. The compiler refuses them.
     """
-    ahead = pattern.startswith("^")
-    behind = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-    if "|" in pattern and (ahead or behind):  # the anchors may belong to the first and the last branch only
+    starts_at_anchor = pattern.startswith("^")
+    ends_at_anchor = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    if "|" in pattern and (
+        starts_at_anchor or ends_at_anchor
+    ):  # the anchors may belong to the first and the last branch only
         return pattern
-    return f"{'' if ahead else ANY}({pattern[ahead : len(pattern) - behind]}){'' if behind else ANY}"
+    inner = pattern[starts_at_anchor : len(pattern) - ends_at_anchor]
+    return f"{'' if starts_at_anchor else ANY}({inner}){'' if ends_at_anchor else ANY}"
 
 
 def write_python_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:

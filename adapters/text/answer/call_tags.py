@@ -19,7 +19,9 @@ class CallTags:
     closers: what closes a parameter, a function, and the wrapper if there is one.
     pads_values: one line break at the beginning and one at the end of a value belong to the tags.
     key_ends: the tags behind the key, if the tag of a parameter does not hold it.
-    write_key: returns what opens the value of a key.
+    write_key: returns what opens the value of a key, or what names the key, if `value_tag` opens the value.
+    optional_breaks: some templates write a line break between two tags, and others write none. A template of another
+    form always writes one behind a parameter.
     end: what a template writes behind the last parameter, before the end of the call.
     """
 
@@ -30,6 +32,8 @@ class CallTags:
     pads_values: bool = field(kw_only=True, default=False)
     key_ends: tuple[str, ...] = field(kw_only=True, default=())
     write_key: Callable[[str], str] = field(kw_only=True)
+    value_tag: str = field(kw_only=True, default="")
+    optional_breaks: bool = field(kw_only=True, default=False)
     end: str = field(kw_only=True, default="")
 
     @property
@@ -49,10 +53,10 @@ class CallTags:
     def cut_tag(self) -> re.Pattern[str]:
         """The expression for a tag that all text ends in."""
         parameters, functions = ("|".join(map(re.escape, tags)) for tags in (self.parameters, self.functions))
-        behind = ""
+        following = ""
         for tag in reversed(self.key_ends):
-            behind = match_beginning(tag, rf"\s*{behind}")
-        return re.compile(rf"({parameters})[^<>\n]*{behind}|({functions})[^<>\n]{{0,128}}")
+            following = match_beginning(tag, rf"\s*{following}")
+        return re.compile(rf"({parameters})[^<>\n]*{following}|({functions})[^<>\n]{{0,128}}")
 
     @cached_property
     def value_never(self) -> str:
@@ -61,9 +65,9 @@ class CallTags:
         return rf"(?s:.*)({re.escape(self.closers[0])}\s*({closers})|({parameters}))"
 
 
-def match_beginning(text: str, behind: str) -> str:
-    """Return an expression for every beginning of a text, and for the whole text with `behind` after it."""
-    found = behind
+def match_beginning(text: str, following: str) -> str:
+    """Return an expression for every beginning of a text, and for the whole text with `following` after it."""
+    found = following
     for char in reversed(text):
         found = f"(?:{re.escape(char)}{found})?"
     return found
@@ -101,5 +105,7 @@ GLM = CallTags(
     ("<arg_key>",),
     ("</arg_value>", "</tool_call>"),
     key_ends=("</arg_key>", "<arg_value>"),
-    write_key=lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
+    write_key=lambda key: f"<arg_key>{key}</arg_key>",
+    value_tag="<arg_value>",
+    optional_breaks=True,
 )

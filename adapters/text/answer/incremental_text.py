@@ -127,10 +127,10 @@ class IncomingText:
         """Run a parser and return its result, then go back to where it began."""
         marked = self.mark
         self.mark = self.position if self.mark is None else self.mark
-        behind = self.position - self.mark
+        distance = self.position - self.mark
         found = yield from parsing
         assert self.mark is not None
-        self.position = self.mark + behind
+        self.position = self.mark + distance
         if marked is None:
             self.mark = None
         return found

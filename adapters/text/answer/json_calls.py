@@ -174,13 +174,13 @@ class HermesCalls(JsonCalls):
         while True:
             yield from self.parse_complete_call()
             self.mark_attempt()
-            spare = yield from incoming.take_matching(CLOSERS)
+            extra_closers = yield from incoming.take_matching(CLOSERS)
             if self.is_full or not (yield from incoming.take_if_next("{")):
                 break
         if fenced and (yield from incoming.take_if_next("```")):
             yield from incoming.take_matching(SPACE)
         if not (yield from incoming.take_if_next("</tool_call>")):
-            self.add_text(re.sub(r"\S", "", spare))
+            self.add_text(re.sub(r"\S", "", extra_closers))
 
     def take_fence(self) -> Parsing[bool]:
         if not (yield from self.incoming.take_if_next("```")):

@@ -70,8 +70,8 @@ class JsonReader:
         while True:
             space = yield from incoming.take_matching(SPACE)
             if not first and (yield from incoming.take_if_next(",")):
-                behind = yield from incoming.take_matching(SPACE)
-                writer.hold_comma(f"{space},{behind}")
+                space_after = yield from incoming.take_matching(SPACE)
+                writer.hold_comma(f"{space},{space_after}")
                 space = ""
             elif not first and (char := (yield from incoming.peek())) != "}":
                 if not char or char not in "\"'":
@@ -87,8 +87,8 @@ class JsonReader:
             before = yield from incoming.take_matching(SPACE)
             if not (yield from incoming.take_if_next(":")):
                 raise BrokenCall
-            behind = yield from incoming.take_matching(SPACE)
-            writer.hold_text(f"{written}{before}:{behind}")
+            space_after = yield from incoming.take_matching(SPACE)
+            writer.hold_text(f"{written}{before}:{space_after}")
             types = (
                 collect_types(find_property(self.schema, json.loads(written)), self.schema)
                 if outermost
@@ -107,8 +107,8 @@ class JsonReader:
         while True:
             space = yield from incoming.take_matching(SPACE)
             if not first and (yield from incoming.take_if_next(",")):
-                behind = yield from incoming.take_matching(SPACE)
-                writer.hold_comma(f"{space},{behind}")
+                space_after = yield from incoming.take_matching(SPACE)
+                writer.hold_comma(f"{space},{space_after}")
                 space = ""
             elif not first and (yield from incoming.peek()) != "]":
                 raise BrokenCall

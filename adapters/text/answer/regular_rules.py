@@ -88,13 +88,13 @@ def read_definitions(source: str) -> Mapping[str, Sequence[Token]]:
     listed = [*iterate_tokens(re.sub(r"(?m)^(\s*[?!]?\w+)\.\d+(\s*:)", r"\1\2", source))]
     first = True
     for index, token in enumerate(listed):
-        behind = listed[index + 1].text if index + 1 < len(listed) else ""
+        next_text = listed[index + 1].text if index + 1 < len(listed) else ""
         if token.kind == "import":
             name, _, alias = token.text.removeprefix("%import").strip().removeprefix("common.").partition("->")
             if name.strip() not in COMMON:
                 raise NotRegularError
             found[alias.strip() or name.strip()] = [Token("regex", f"/{COMMON[name.strip()]}/")]
-        elif first and token.kind == "name" and behind == ":":
+        elif first and token.kind == "name" and next_text == ":":
             body = found.setdefault(token.text.lstrip("?!"), [])
         elif token.kind not in ("line", "alias") and not (token.text == ":" and not body):
             body.append(token)

@@ -30,7 +30,7 @@ def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], titl
         for number, (name, axis, shown) in enumerate(panels):
             panel = figure.add_subplot(1, len(panels), number + 1)
             for color, method in zip(COLORS, methods, strict=False):
-                points = group_by(axis, [cell for cell in shown if cell.method == method])
+                points = mean_found_by(axis, [cell for cell in shown if cell.method == method])
                 panel.plot(
                     [one for one, _ in points], [100 * two for _, two in points], "o-", color=color, label=method
                 )
@@ -42,7 +42,7 @@ def draw_needles(path: Path, cells: Sequence[Cell], methods: Sequence[str], titl
         save_figure(figure, path)
 
 
-def group_by(axis: str, cells: Sequence[Cell]) -> list[tuple[Any, float]]:
+def mean_found_by(axis: str, cells: Sequence[Cell]) -> list[tuple[Any, float]]:
     """Return the mean share that was found at each value of `axis`."""
     axis_values = sorted({getattr(cell, axis) for cell in cells})
     found = [[cell.found for cell in cells if getattr(cell, axis) == value] for value in axis_values]

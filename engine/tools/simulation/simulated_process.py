@@ -202,12 +202,14 @@ class Process:
         self.lane.enter(((chunk.device_checkpoint is not None) + chunk.checkpoint) * self.state_copy_ns)
 
     def count_undisturbed_steps(self, effect_requests: tuple[EffectRequest, ...]) -> int:
-        """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
-        lane.
+        """Return how many steps these requests can decode as one event: until one of them is complete.
+
+        It is 1 where something else waits for the lane, where the model has positional state, and where a request still
+        has to get its first token.
         """
         lives = [self.live[effect_request.request] for effect_request in effect_requests]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
-            # Steps with checkpoints, steps while others wait, and first tokens are single ones.
+            # With positional state a step may keep a checkpoint before it, and a first token has a time of its own.
             return 1
         return min(len(live.answer) - live.answered_tokens for live in lives)
 

@@ -64,9 +64,9 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
 
 
 async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Driver, drafter: Compressor) -> None:
-    (loaded,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    (loaded,) = await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     assert isinstance(loaded, ModelLoaded)
-    assert (loaded.name, loaded.bytes) == ("drafter", drafter.weights_bytes[0])
+    assert (loaded.name, loaded.bytes) == ("scorer", drafter.weights_bytes[0])
     stops, outcome = await compressed(driver)
     assert stops == list(range(CHUNK, len(PROMPT), CHUNK))
     assert isinstance(outcome, PromptCompressed)
@@ -75,13 +75,13 @@ async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Dri
     assert outcome.kept[-1][1] == len(PROMPT), "the end is always kept"
     assert drafter.buffers == 0, "nothing stays behind"
     assert (await compressed(driver))[1] == outcome
-    (gone,) = await driver.perform(EffectRequest(ONE, UnloadModel("drafter", keep=False)))
+    (gone,) = await driver.perform(EffectRequest(ONE, UnloadModel("scorer", keep=False)))
     assert isinstance(gone, ModelUnloaded)
     assert drafter.weights_bytes == (0, 0)
 
 
 async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(driver: Driver) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     _, alone = await compressed(driver)
     quiet = await driver.answer(PROMPT[:40], slot=1)
     neighbour = await driver.open(PROMPT[:40], slot=1)
@@ -97,7 +97,7 @@ async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(d
 
 
 async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     other = CompressPrompt(0, PROMPT[:200], keep=90, most=90)
     alone = (await compressed(driver))[1], (await compressed(driver, other, TWO))[1]
     waiting, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
@@ -114,27 +114,27 @@ async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
 
 @pytest.mark.parametrize("count", [1, QUERIES - 1])
 async def test_a_prompt_too_short_to_be_scored_stays_as_it_is(driver: Driver, count: int) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     _, outcome = await compressed(driver, CompressPrompt(0, PROMPT[:count], keep=1, most=250))
     assert outcome.prompt == PROMPT[:count]
 
 
 async def test_what_may_not_be_dropped_and_does_not_fit_leaves_the_prompt_as_it_is(driver: Driver) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     _, outcome = await compressed(driver, CompressPrompt(0, (0,) * 200, keep=20, most=100))
     assert outcome.prompt == (0,) * 200
 
 
 async def test_work_out_of_turn_is_refused_with_a_reason(driver: Driver) -> None:
     (outcome,) = await driver.perform(EffectRequest(ONE, FIRST))
-    assert outcome == DeviceFailed("broken", "the drafter is not loaded")
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    assert outcome == DeviceFailed("broken", "the scorer is not loaded")
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(64)))
     assert outcome == DeviceFailed("broken", f"nothing of request {ONE} was scored before token 64")
 
 
 async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Compressor) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     await driver.perform(EffectRequest(ONE, FIRST))
     assert drafter.buffers > 0
     LoadedScorer(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
@@ -146,7 +146,7 @@ async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Co
 async def test_a_drafter_without_memory_fails_one_request_and_serves_the_next(
     driver: Driver, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     begin: Callable[..., Any] = Scorer.begin
 
     def full(scorer: Scorer, tokens: tuple[int, ...]) -> Any:
@@ -168,9 +168,9 @@ async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(RandomWeights, "read", missing)
-        (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+        (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
         assert outcome == DeviceFailed("io", "model.safetensors: gone")
-    (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     assert isinstance(outcome, ModelLoaded)
 
 
@@ -200,19 +200,19 @@ async def asked(lane: PromptScorerLane, effect: Any, request: RequestId = ONE) -
 
 
 async def test_a_lane_of_its_own_answers_the_same(beside: PromptScorerLane, driver: Driver) -> None:
-    assert isinstance(await asked(beside, LoadModel("drafter")), ModelLoaded)
+    assert isinstance(await asked(beside, LoadModel("scorer")), ModelLoaded)
     _, wanted = await compressed(driver)
     outcome = await asked(beside, FIRST)
     while isinstance(outcome, PromptScored):
         outcome = await asked(beside, CompressPrompt(outcome.stop))
     assert (outcome.prompt, outcome.kept) == (wanted.prompt, wanted.kept)
-    assert isinstance(await asked(beside, UnloadModel("drafter", keep=False)), ModelUnloaded)
+    assert isinstance(await asked(beside, UnloadModel("scorer", keep=False)), ModelUnloaded)
 
 
 async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
     beside: PromptScorerLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await asked(beside, LoadModel("drafter"))
+    await asked(beside, LoadModel("scorer"))
     await asked(beside, FIRST)
     beside.abandon(ONE)
     assert isinstance(await asked(beside, CompressPrompt(CHUNK)), DeviceFailed)
@@ -238,7 +238,7 @@ AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180,
 
 async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: Driver) -> None:
     """Pieces of neighbours' length, one parking window; nothing between the messages is looked at."""
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     stops, made = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     assert isinstance(made, PromptCompressed)
     assert made.prompt == ()
@@ -252,7 +252,7 @@ async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: D
 
 
 async def test_what_a_message_is_shortened_to_does_not_depend_on_what_is_around_it(driver: Driver) -> None:
-    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("scorer")))
     _, both = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     text, (_, later) = PROMPT[120:180], AGED
     alone = CompressPrompt(0, text, parts=(PromptPart("assistant", 0, 60, keep=later.keep),), apart=True)

@@ -27,7 +27,7 @@ def record(path: Path) -> list[str]:
     query = RouteQuery(1, KEYS, range(64, 321, 64), 330, "s", frozenset({"c"}))
     load = LoadReport(5, 2, 9, Rates((70, 80), {"host": 3}))
     with path.open("w") as file:
-        router = TracedRouter(PrefixRouter(Policy(spare=2)), file)
+        router = TracedRouter(PrefixRouter(Policy(extra_requests=2)), file)
         decisions = [
             router.advance(event)
             for event in (

@@ -41,7 +41,7 @@ async def test_a_started_server_has_the_drafter_where_the_policy_says(policy: An
     target = await load_target(options)
     try:
         assert target.scorer is not None
-        assert target.settings.residency.drafter == after
+        assert target.settings.residency.scorer == after
         assert bool(target.scorer.memory()["weights"]) == loaded
     finally:
         await target.close()
@@ -84,14 +84,14 @@ class FullDevice:
         raise torch.OutOfMemoryError("no room")
 
 
-def settings_of(policy: Policy, drafter: After) -> Settings:
-    return Settings(residency=Resolved(policy, drafter=drafter))
+def settings_of(policy: Policy, scorer: After) -> Settings:
+    return Settings(residency=Resolved(policy, scorer=scorer))
 
 
 def test_auto_releases_a_drafter_that_finds_no_room_after_all() -> None:
     settings, full = settings_of("auto", "keep"), FullDevice()
     found = load_if_kept(cast("Compressor", full), settings)
-    assert found == evolve(settings, residency=Resolved("auto", drafter="release"))
+    assert found == evolve(settings, residency=Resolved("auto", scorer="release"))
     assert full.asked == 1
 
 

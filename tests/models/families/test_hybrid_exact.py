@@ -149,7 +149,7 @@ def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
     assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=3, start=128), expected[128:])
     name = shard.states.specs[0].name
     for wrong, said in (
-        ({**state, "layers.9.conv": state[name]}, r"layers\.9\.conv is odd"),
+        ({**state, "layers.9.conv": state[name]}, r"layers\.9\.conv is missing or not expected"),
         ({**state, name: state[name].double()}, "torch.float64"),
         ({**state, name: state[name][:-1]}, r"\[2, "),
     ):

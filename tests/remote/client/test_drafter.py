@@ -37,7 +37,7 @@ PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
 ASKED = CompressPrompt(0, PROMPT, keep=100, most=250)
 AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))
 MESSAGES = CompressPrompt(0, PROMPT, parts=AGED, apart=True)
-MARKS, LOAD = TokenMarks(b"", b"", frozenset((0,))), LoadModel("drafter")
+MARKS, LOAD = TokenMarks(b"", b"", frozenset((0,))), LoadModel("scorer")
 
 
 def here() -> Compressor:
@@ -95,7 +95,7 @@ def test_what_is_left_of_a_prompt_is_the_same(elsewhere: ScoredElsewhere) -> Non
     assert compressed(other, MESSAGES, TWO)[1] == compressed(one, MESSAGES)[1]
     assert compressed(other, CompressPrompt(first.stop))[1] == done
     assert not other.buffers
-    assert other.unload(ONE, UnloadModel("drafter", keep=False)).bytes == one.weights_bytes[0]
+    assert other.unload(ONE, UnloadModel("scorer", keep=False)).bytes == one.weights_bytes[0]
     assert other.weights_bytes == (0, 0)
     assert isinstance(other.compress(ONE, ASKED), DeviceFailed)
 
@@ -132,7 +132,7 @@ def test_a_death_is_a_failure_and_the_next_prompt_is_scored_by_another_life(
     assert failed.kind == "io"
     assert compressor.weights_bytes == (0, 0)
     if not kept:
-        assert compressor.unload(ONE, UnloadModel("drafter", keep=False)).bytes == 0
+        assert compressor.unload(ONE, UnloadModel("scorer", keep=False)).bytes == 0
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)
     assert compressed(compressor)[1] == wanted()
     assert elsewhere.scorer.peer.restarts == 1

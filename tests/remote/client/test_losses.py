@@ -339,7 +339,7 @@ def test_what_no_shard_has_is_refused_by_name() -> None:
         far.forward(Step((Segment(0, 0, 65),), 128), many)
     with pytest.raises(ValueError, match="checkpoint 2 is not one of 2"):
         far.states.keep(0, 2)
-    with pytest.raises(ValueError, match="is odd"):
+    with pytest.raises(ValueError, match="is missing or not expected"):
         far.rows.import_(0, 0, {"layers.9.k": one})
     with pytest.raises(ValueError, match="not a span"):
         far.rows.export(0, 0, 100_000)

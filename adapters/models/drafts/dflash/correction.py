@@ -28,7 +28,7 @@ from adapters.models.drafts.dflash.parts import DraftParts, MarkovShape, Selecto
 from adapters.models.kernels.interface import Kernels
 
 # Proposals end where the chance that all of them are right is smaller. In the example of docs/SPECULATION.md one row
-# more costs 0.05 to 0.17 of a plain launch. It gives one token, the gain of a plain launch, with this chance.
+# more costs 0.05 to 0.17 of a plain step. It gives one token, the gain of a plain step, with this chance.
 LEAST_CHANCE = 0.1
 
 

@@ -192,8 +192,8 @@ class CpuKernels:
         whole = way == NATIVE or dtype is torch.float32
         columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
         parts = [weight.to(dtype) for weight in weights]
-        spare = columns - inputs
-        wide = (torch.nn.functional.pad(part, (0, spare)) if spare else part for part in parts)
+        padding = columns - inputs
+        wide = (torch.nn.functional.pad(part, (0, padding)) if padding else part for part in parts)
         return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
     def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
@@ -308,9 +308,9 @@ class CpuKernels:
         return self._attention.attend(q, k_cache, v_cache, batch, rule)
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int = 0
     ) -> Tensor:
-        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask, latent)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         if self._plan is None:

@@ -104,7 +104,7 @@ def build_pass(
 def build_draft_pass(
     block: DecodePass, contexts: Sequence[ContextPass], left: Sequence[Tensor], mask: int
 ) -> NativeDraft | None:
-    """Return a draft's part of decode rounds, or None where some part of it is not the library's."""
+    """Return a draft's part of decode steps, or None where some part of it is not the library's."""
     following = list[NativeContextPass]()
     for one in contexts:
         if not isinstance(one.context, NativeContext):

@@ -1,4 +1,4 @@
-"""Work for other processes: a line of work for a line of answer, as many processes as there are processors.
+"""Compiling in other processes: each gets lines of work and answers each with a line. There is one for every processor.
 
 The processes end when their input is closed, so also when this process is killed. Those of a `ProcessPoolExecutor`
 would wait on, because each of them holds the writing end of the pipe that it reads from.

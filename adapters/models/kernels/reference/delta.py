@@ -45,9 +45,9 @@ class ReferenceDelta:
             start = segment.start
             stop = segment.start + segment.count
             before = torch.arange(base, start, device=mixed.device) % RING
-            behind = torch.cat((state.conv[slot], state.inputs[slot, before]))[1 - TAPS :]
+            earlier = torch.cat((state.conv[slot], state.inputs[slot, before]))[1 - TAPS :]
             rows = slice(row, row + segment.count)
-            window = torch.cat((behind, mixed[rows]))  # from position start - 3 on
+            window = torch.cat((earlier, mixed[rows]))  # from position start - 3 on
             taps = zip(window.unfold(0, segment.count, 1).unbind(0), weights.taps.T, strict=True)
             found[rows] = silu(sum(inputs.T.float() * tap for inputs, tap in taps))
             end = stop - stop % CHUNK

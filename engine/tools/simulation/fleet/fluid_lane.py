@@ -22,8 +22,8 @@ from attrs import define, field
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.virtual_clock import Clock
 from states.launch_choice import MAX_OVERTAKES, MIXED_ROWS_PER_STEP
-from states.launch_prices import round_up_to_bucket
 from states.settings import Settings
+from states.step_prices import round_up_to_bucket
 
 ALMOST = 1e-6  # of a decode step, or of a nanosecond: rounding of sums
 
@@ -80,8 +80,8 @@ class FluidLane:
         self._order += 1
         heapq.heappush(self._answers, (self._steps + tokens, self._order, position + tokens // 2, on_done))
         self._schedule()
-        _, round_ns = self._compute_rates()
-        return ceil(round_ns)
+        _, interval_ns = self._compute_rates()
+        return ceil(interval_ns)
 
     def _compute_rates(self) -> tuple[float, float]:
         """Return the share of time in which prompts are read, and the nanoseconds from one decode step to the next."""
@@ -91,15 +91,15 @@ class FluidLane:
         positions = [position for _, _, position, _ in self._answers]
         step_ns = self.costs.decode_ns(positions[:count])
         # Answers beyond the widest batch wait for the next step.
-        rounds = len(positions) / count
+        turns = len(positions) / count
         if not self._prompts:
-            return 0.0, step_ns * rounds
+            return 0.0, step_ns * turns
         rows = self.settings.chunk
         if self.settings.mixed_rows and not self.settings.stateful:
             least = round_up_to_bucket(MIXED_ROWS_PER_STEP * count)
             rows = max(1, min(max(self.settings.mixed_rows, least), rows) - count)
         prompt_ns = rows * self._list_shares()[0][0].row_ns
-        return prompt_ns / (prompt_ns + step_ns), (prompt_ns + step_ns) * rounds
+        return prompt_ns / (prompt_ns + step_ns), (prompt_ns + step_ns) * turns
 
     def _list_shares(self) -> list[tuple[PromptWork, float]]:
         """Return the prompts that are being read, each with its share of the turns."""

@@ -1,14 +1,14 @@
-"""Prices of launches of decode steps: times of each shape, learned from launches, and prices made from them.
+"""Prices of decode steps: times of each shape, learned from steps that ran, and prices made from them.
 
-A plain launch is one in which no request proposes anything. A price is the time of a launch in thousandths of the time
-of a plain launch, of the same requests at the same length of context. Prices are what `states/speculation_control.py`
-decides with.
+A plain step is one in which no request proposes anything. A price is the time of a step in thousandths of the time of
+a plain step, of the same requests at the same length of context. Prices are what `states/speculation_control.py`
+decides with. All times here are those of one step (`Decoded.ns`), however many steps its launch takes.
 
-The shape of a launch is all that its time is taken to depend on: where its requests are in their contexts, how many
+The shape of a step is all that its time is taken to depend on: where its requests are in their contexts, how many
 there are, and how many rows go through the forward. Forwards come in buckets of 4, 8, 16 ... rows.
 
-Times are noisy in one direction only: other work on the machine makes launches slower, never quicker. So a quick time
-is believed at once and a slow one only when it stays slow (`record_launch_time`).
+Times are noisy in one direction only: other work on the machine makes steps slower, never quicker. So a quick time is
+believed at once and a slow one only when it stays slow (`record_step_time`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import TypeAlias
 from attrs import frozen
 
 UNIT = 1000
-# Thousandths of a plain launch, where nothing was measured: what a draft costs, and each row beyond the first bucket.
+# Thousandths of a plain step, where nothing was measured: what a draft costs, and each row beyond the first bucket.
 GUESSED_DRAFT_COST = 200
 GUESSED_ROW_COST = 40
-# What a launch costs beyond a plain one at most, for each time that its rows fill the plain launch's forward.
+# What a step costs beyond a plain one at most, for each time that its rows fill the plain step's forward.
 MAX_EXTRA_COST = 2 * UNIT
 SMALLEST_BUCKET = 4  # rows of the smallest forward: this many tokens are fed at the price of one
 
@@ -34,7 +34,7 @@ DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in `Ra
 
 @frozen
 class Shape:
-    """The things that the time of a launch depends on."""
+    """The things that the time of a step depends on."""
 
     span: int  # of positions, as in `Rates.prefill`: where its requests are on average
     members: int
@@ -47,18 +47,18 @@ class Shape:
 
 
 @frozen
-class LaunchPrices:
-    """The prices of launches of the same requests."""
+class StepPrices:
+    """The prices of steps of the same requests."""
 
     members: int = 1
-    plain_ns: int = 0  # nanoseconds of a plain launch; 0: not measured
-    prices: tuple[int, ...] = ()  # of launches of up to 4, 8, 16 ... rows
-    doubted_buckets: frozenset[int] = frozenset()  # forwards that were timed when plain launches were slower than now
-    needs_plain_launch: bool = False  # times are learned here, and that of a plain launch is missing
-    plain_suspect: bool = False  # a plain launch seems to take as long as one with proposals
+    plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
+    prices: tuple[int, ...] = ()  # of steps of up to 4, 8, 16 ... rows
+    doubted_buckets: frozenset[int] = frozenset()  # forwards that were timed when plain steps were slower than now
+    needs_plain_step: bool = False  # times are learned here, and that of a plain step is missing
+    plain_suspect: bool = False  # a plain step seems to take as long as one with proposals
 
     def price_of(self, rows: int) -> int:
-        """Return the price of a launch of this many rows. Beyond the largest bucket it grows in proportion."""
+        """Return the price of a step of this many rows. Beyond the largest bucket it grows in proportion."""
         at = (round_up_to_bucket(rows) // SMALLEST_BUCKET).bit_length() - 1
         last = len(self.prices) - 1
         return self.prices[at] if at <= last else self.prices[last] << at - last
@@ -69,35 +69,35 @@ def round_up_to_bucket(rows: int) -> int:
     return SMALLEST_BUCKET << max(0, (rows - 1) // SMALLEST_BUCKET).bit_length()
 
 
-def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int) -> LaunchPrices:
-    """Return the prices of launches of this many requests, up to `most_rows` rows."""
+def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int) -> StepPrices:
+    """Return the prices of steps of this many requests, up to `most_rows` rows."""
     times = scale_times_to_now(decode, ((span, members), (span, 1), (0, 1)))
     plain = times.get((span, members, 0), 0)
     wider = [ns for (*key, rows), ns in times.items() if key == [span, members] and rows]
-    step_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
-    sizes = [SMALLEST_BUCKET << step for step in range(step_count)]
+    bucket_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
+    sizes = [SMALLEST_BUCKET << index for index in range(bucket_count)]
     prices = accumulate((bound_price(times, span, members, rows) for rows in sizes), max)
     old = (rows for *key, rows, _, plain_then in decode if key == [span, members] and is_outdated(plain_then, plain))
-    return LaunchPrices(
+    return StepPrices(
         members,
         plain,
         tuple(prices),
         frozenset(old),
-        needs_plain_launch=bool(decode) and not plain,
+        needs_plain_step=bool(decode) and not plain,
         plain_suspect=bool(wider) and plain >= min(wider),
     )
 
 
 def find_plain_time(decode: DecodeTimes, span: int, members: int) -> int:
-    """Return the nanoseconds of a plain launch of this many requests; 0: such a launch was not timed."""
+    """Return the nanoseconds of a plain step of this many requests; 0: such a step was not timed."""
     return next((ns for *key, ns, _ in decode if key == [span, members, 0]), 0)
 
 
 def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[ShapeKey, int]:
-    """Return the times of launches near these (span, members), scaled to the machine's present speed.
+    """Return the times of steps near these (span, members), scaled to the machine's present speed.
 
-    Plain launches are timed more often than wide ones. Where plain launches have become slower or quicker since a wide
-    one was last timed, the wide one is taken to have changed in the same proportion.
+    Plain steps are timed more often than wide ones. Where plain steps have become slower or quicker since a wide one
+    was last timed, the wide one is taken to have changed in the same proportion.
     """
     times: dict[ShapeKey, int] = {}
     for span, members, rows, ns, plain_then in decode:
@@ -108,9 +108,9 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
 
 
 def is_outdated(plain_then: int, plain: int) -> bool:
-    """Were plain launches more than an eighth slower when a wide one was timed?
+    """Were plain steps more than an eighth slower when a wide one was timed?
 
-    Then plain launches may have been held up by other work at that time, and the wide one not.
+    Then plain steps may have been held up by other work at that time, and the wide one not.
     """
     return 8 * plain_then > 9 * plain > 0
 
@@ -118,17 +118,17 @@ def is_outdated(plain_then: int, plain: int) -> bool:
 def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
     """Return the estimated price, but never so much that the shape would not be tried again.
 
-    Otherwise one launch at the start that other work slowed down would decide for good.
+    Otherwise one step at the server's start that other work slowed down would decide for good.
     """
     most = UNIT + MAX_EXTRA_COST * rows // round_up_to_bucket(members)
     return min(estimate_price(times, span, members, rows), most)
 
 
 def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
-    """Return the price of a launch, which is never less than that of a plain one.
+    """Return the price of a step, which is never less than that of a plain one.
 
-    It is what was measured of this shape or of a wider one, since a wider launch costs no less. Or it is what this many
-    rows cost a single request beyond its plain launch. Or it is a guess.
+    It is what was measured of this shape or of a wider one, since a wider step costs no less. Or it is what this many
+    rows cost a single request beyond its plain step. Or it is a guess.
     """
     plain = times.get((span, members, 0), 0)
     own = [ns for key, ns in times.items() if key[:2] == (span, members) and key[2] >= rows]
@@ -143,9 +143,9 @@ def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows:
 
 
 def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:
-    """Return what a launch of this many rows takes, from what others took. base: the time of a plain one.
+    """Return what a step of this many rows takes, from what others took. base: the time of a plain one.
 
-    Beyond the widest one that was timed, two estimates are made, and the smaller one holds. Either what a launch takes
+    Beyond the widest one that was timed, two estimates are made, and the smaller one holds. Either what a step takes
     beyond a plain one grows with its rows. Or time grows as it does between the last two that were timed: more rows
     cost a GPU next to nothing, whatever the first ones cost.
     """
@@ -159,8 +159,8 @@ def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:
     return min(most, wide[widest] + growth * (rows - widest) // (widest - others[-1]))
 
 
-def record_launch_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
-    """Return `Rates.decode` after one more launch.
+def record_step_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
+    """Return `Rates.decode` after one more step.
 
     A time that is less than half of what is known replaces it. A quicker one counts half. A slower one counts a 32nd,
     and no more than twice what is known, so what stays slow is believed in time.
