@@ -13,6 +13,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import LocalDraft, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
+from effects.ids import Tokens
 from engine.loading.load_target import LoadedModel
 
 
@@ -69,8 +70,10 @@ class HeardRounds(NativeDecodeStep):
         self._heard = super().find_fused_step(draft, count)
         return self._heard
 
-    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
-        taken = super().step(slot, state, most, proposer)
+    def step(
+        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copies: Tokens = ()
+    ) -> NativeStepResult | None:
+        taken = super().step(slot, state, most, proposer, copies)
         if taken is not None and self._heard is not None:
             logits = self._heard.native.target.logits  # type: ignore[attr-defined] # a `NativeRound`
             self.rows += [(state.valid + at, digest(logits[at])) for at in range(len(taken.tokens))]
