@@ -23,7 +23,7 @@ FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends
 
 @frozen
 class ClassGains:
-    """What copies after matches of one class have gained."""
+    """The gains of copies after matches of one class."""
 
     seen: int  # decode steps in which something was copied after such a match
     gains: tuple[int, ...]  # copied tokens that are expected to be right, in thousandths, one for each width

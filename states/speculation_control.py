@@ -151,7 +151,7 @@ def estimate_gain(control: SpeculationControl | None, propose: int) -> int:
 # --- which members of a launch propose, and how much ---
 
 
-def plan_launch(candidates: Sequence[Candidate], prices: StepPrices, rates: Rates, row_limit: int) -> Plan:
+def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rates: Rates, row_limit: int) -> Plan:
     """Choose what each member of a step proposes.
 
     candidates: all members of the step. row_limit: rows of the step with proposals; 0: a plain step is due.
@@ -230,7 +230,7 @@ def count_bearable_steps(price: int, balance: int) -> int:
 
 
 @frozen
-class Candidate:
+class ProposalCandidate:
     """A member of a step that may propose."""
 
     limit: int  # the most that it may propose; 0: nothing
@@ -239,7 +239,7 @@ class Candidate:
 
 @frozen
 class ProposingMember:
-    """What a member proposes in one option."""
+    """A member of an option, with the number of its proposals."""
 
     index: int  # of the member in its step
     proposals: int
@@ -255,7 +255,7 @@ class ProposalOption:
     members: Sequence[ProposingMember]
 
 
-def list_options(candidates: Sequence[Candidate], prices: StepPrices, row_limit: int) -> Iterator[ProposalOption]:
+def list_options(candidates: Sequence[ProposalCandidate], prices: StepPrices, row_limit: int) -> Iterator[ProposalOption]:
     """Yield, for each width and each size of forward, the option with as many proposing members as the forward holds.
 
     The members that gain most by proposing come first.

@@ -223,8 +223,8 @@ KNOWN = control.make_control(CHAIN, STEEP)
 ALONE = step_prices.estimate_prices(STEEP.decode, 0, 1, 64)
 
 
-def make_candidates(members: Sequence[tuple[int, SpeculationControl | None]]) -> list[control.Candidate]:
-    return [control.Candidate(limit, known) for limit, known in members]
+def make_candidates(members: Sequence[tuple[int, SpeculationControl | None]]) -> list[control.ProposalCandidate]:
+    return [control.ProposalCandidate(limit, known) for limit, known in members]
 
 
 def plan_for(
