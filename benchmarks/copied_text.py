@@ -157,7 +157,7 @@ def main() -> None:
             "copies of earlier text, over plain",
             one["what"],
             "x",
-            one["median x wall"],
+            one["median x cpu"],
             goal=goals.get(one["what"], Goal(at_least=1.0)),
         )
         for one in rows

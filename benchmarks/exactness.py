@@ -39,7 +39,6 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
-from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.store.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
@@ -373,10 +372,6 @@ def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
     return Figure("exactness", subject, f"{len(rows)} ways", f"of {count:,} differ", differing, goal=Goal(at_most=0))
 
 
-def has_windows(config: object) -> bool:
-    return isinstance(config, LayeredConfig) and any(kind.traits.window for kind in config.kinds)
-
-
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     ways = {
         "cold": ("cold and alone", compared.cold),
@@ -388,8 +383,6 @@ async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     }
     if compared.target.draft is None:
         ways = {mode: way for mode, way in ways.items() if mode not in {"trees", "scoped"}}
-    elif has_windows(compared.target.checkpoint.config):
-        ways.pop("trees")  # the engine proposes chains to models with windows, whatever is asked for
     for mode, (name, work) in ways.items():
         if mode in modes:
             await compared.run(name, work)

@@ -15,7 +15,7 @@ from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.kernels.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
-from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_glm_head
+from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
 from tests.models.eagle3_drafts import random_eagle3, save_eagle3
 from tests.models.windowed import WINDOWED
 
@@ -33,6 +33,7 @@ OWN: dict[str, Any] = {
 # The variants of tests that are measured, by the names that `--family` accepts.
 FAMILIES = {
     "mistral": "mistral",
+    "mimo": "mimo",
     "ministral3": "ministral3, scaled queries",
     "seed_oss": "seed_oss, biased output",
     "glm4_moe": "glm4_moe, groups and norms",
@@ -45,9 +46,10 @@ FAMILIES = {
     "deepseek_v2": "deepseek_v2, groups, yarn",
     "deepseek_v3": "deepseek_v3, groups, yarn",
     "glm4_moe_lite": "glm4_moe_lite",
+    "mistral4": "mistral4",
 }
 # With compressed rows all heads share a row, and the sizes of heads are those of the variant.
-COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+COMPRESSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 DRAFT = DFlashConfig(
     HIDDEN, 128, 2, 4, 2, 32, Rotary(32, 1e4), (AttentionMask(), AttentionMask(causal=True)), (0, 2), 8, 5
 )
@@ -57,7 +59,8 @@ EAGLE3 = Eagle3Config(HIDDEN, 128, 4, 2, 32, Rotary(32, 1e4), (0, 1, 2), HIDDEN,
 def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
     """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
 
-    drafts: the kind of the draft, "dflash", "eagle3" or, for Gemma 4, "assistant".
+    drafts: the kind of the draft: "dflash", "eagle3", "mtp" for the checkpoint's own head, or, for Gemma 4,
+    "assistant".
     """
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
@@ -75,8 +78,8 @@ def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, 
     save_model(model, model_type, **settings)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / file, model)
-    if model_type == "glm4_moe":
-        save_glm_head(model, settings)
+    if drafts == "mtp":
+        save_own_head(model, model_type, settings)
     if drafts == "assistant":
         save_assistant(draft, settings, hidden=HIDDEN)
         return model, draft

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 FAMILIES: Mapping[str, str] = {
     "llama": "adapters.models.families.llama",
     "qwen2": "adapters.models.families.qwen2",
+    "mimo": "adapters.models.families.mimo",
     "qwen3": "adapters.models.families.qwen3",
     "qwen3_moe": "adapters.models.families.qwen3_moe",
     "qwen3_5": "adapters.models.families.qwen3_5",
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, str] = {
 MISSING: Mapping[str, str] = {
     "deepseek_v32": "attention to rows that an indexer chooses (DSA)",
     "glm_moe_dsa": "attention to rows that an indexer chooses (DSA)",
+    "mimo_v2_flash": "values of another size than keys",
 }
 
 # `general.architecture` of a GGUF file -> each `model_type` that it may be served as.

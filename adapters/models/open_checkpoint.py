@@ -29,7 +29,8 @@ from adapters.checkpoint.safetensors_folder import (
     scan_tensors,
 )
 from adapters.checkpoint.tekken import TEKKEN_FILE
-from adapters.models.decoder.family import HEAD_PREFIX, Family, ModelConfig, family_of
+from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.family import Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 """Names of small matrices that decide much: which experts are chosen, and how recurrent layers forget."""

@@ -58,13 +58,13 @@ def choose_settings(
     numerics = proven.numerics
     has_draft = draft is not None
     stateful = bool(shard.states.specs)
-    branches = draft is not None and draft.can_branch and not stateful
+    obstacle = shard.states.tree_obstacle
+    branches = draft is not None and draft.can_branch and not obstacle
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
-        why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
         log.warning(
             "--ddtree: %s; chains are proposed instead of trees",
-            why or "a prediction head says one token after the other",
+            obstacle or "a prediction head says one token after the other",
         )
     tree = options.speculation.ddtree_budget if options.speculation.ddtree and branches else 0
     residency, message = resolve_residency(

@@ -13,6 +13,7 @@ from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.family import Family, family_of
 from adapters.models.decoder.feed_forward import cut_up
+from adapters.models.decoder.layer_index import find_tree_obstacle
 from adapters.models.families.gemma4 import Gemma4Config
 from adapters.text.answer.answer_parser import CALL_FORMS, REASONING
 from tests.models.checkpoints import VARIANTS, save_model
@@ -27,6 +28,7 @@ DTYPE = torch.bfloat16
 PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (("llama3-json", "pythonic"), ()),
     "qwen2": (("hermes",), ()),
+    "mimo": (("hermes",), ("think",)),
     "qwen3": (("hermes",), ("think",)),
     "qwen3_moe": (("hermes", "qwen-xml"), ("think",)),
     "qwen3_5": (("qwen-xml",), ("think",)),
@@ -84,7 +86,7 @@ def write_table() -> str:
         # Whatever later layers read crosses a cut, so every model may be cut behind any layer.
         "split": lambda _, __, own: say([one.find_crossing(1, DTYPE, DTYPE).width > 0 for one in own]),
         "DFlash": lambda family, _, __: say(family.model_type in PUBLISHED),
-        "trees": lambda _, __, own: say([not has_state(one) for one in own]),
+        "trees": lambda _, __, own: say([can_have_trees(one) for one in own]),
         "own draft": lambda family, _, own: name_own_draft(family, own),
         "scores prompts": lambda _, __, own: say([one.can_score_prompts for one in own]),
         "calls": lambda family, _, __: ", ".join(f"`{name}`" for name in PUBLISHED[family.model_type][0]) or NO,
@@ -103,10 +105,10 @@ def name_own_draft(family: Family, configs: Sequence[DenseConfig]) -> str:
     return "assistant" if all(isinstance(one, Gemma4Config) for one in configs) else NO
 
 
-def has_state(config: DenseConfig) -> bool:
-    """Has some layer a state or a window, so that trees are refused?"""
+def can_have_trees(config: DenseConfig) -> bool:
+    """Can one shard of all layers verify trees? Recurrent layers cannot."""
     layers = range(config.num_layers)
-    return any(config.recurrent(layer) or config.shape_of(layer).traits.keeps_window for layer in layers)
+    return not any(map(config.recurrent, layers)) and not find_tree_obstacle(config, layers)
 
 
 def check_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -94,6 +95,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama, linear": ("llama", {**GEOMETRIES["every head its own"], **rope("linear", factor=2.5)}),
     "llama, yarn": ("llama", {**GEOMETRIES["gqa 4 to 1, wide heads"], **rope("yarn", **YARN)}),
     "qwen2, gqa 2 to 1": ("qwen2", {**GEOMETRIES["gqa 2 to 1"], "use_sliding_window": False, "max_window_layers": 2}),
+    "mimo": ("mimo", {**GEOMETRIES["gqa 4 to 1, wide heads"], "use_sliding_window": False}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, some layers dense": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3_moe, every other layer, tied": (
@@ -139,6 +141,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+# What transformers calls the models of a `model_type` that it does not know.
+KNOWN_AS = {"mimo": "qwen2"}
+
+
 def save_qwen3(folder: Path, **how: object) -> object:
     return save_model(folder, "qwen3", **how)
 
@@ -173,7 +179,7 @@ def save_model(
     torch.manual_seed(seed)
     # The automatic class does not know mistral4, because published checkpoints have it inside mistral3.
     build = Mistral4ForCausalLM._from_config if model_type == "mistral4" else AutoModelForCausalLM.from_config  # noqa: SLF001
-    model = build(AutoConfig.for_model(model_type, **settings), dtype=torch.float32).eval()
+    model = build(AutoConfig.for_model(KNOWN_AS.get(model_type, model_type), **settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith(("bias", "sinks", "router.scale", "per_expert_scale")):
@@ -186,6 +192,8 @@ def save_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder, max_shard_size=shard_size)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     (folder / "tokenizer.json").write_text("{}")
     return model
 

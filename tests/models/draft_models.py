@@ -330,27 +330,39 @@ def save_assistant(folder: Path, target: dict[str, object], *, hidden: int = 32,
     return model
 
 
-def save_glm_head(folder: Path, told: dict[str, Any]) -> object:
-    """Add a random prediction head to a checkpoint of GLM, as published: one more layer. Returns the oracle, a model of
-    that layer whose final norm is the head's.
+# Names of what a prediction head has around its layer: what joins its inputs, the norms of the embedding and of the
+# hidden state, and the final norm.
+DEEPSEEK_HEAD = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+MIMO_HEAD = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+
+
+def save_own_head(folder: Path, model_type: str, told: dict[str, Any]) -> object:
+    """Add a random prediction head to a checkpoint, as published with models of this type.
+
+    Returns the oracle, a model of the head's layer whose final norm is the head's.
     """
+    is_mimo = model_type == "mimo"
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    sparse = {} if is_mimo else {"first_k_dense_replace": 0}
+    if model_type == "glm4_moe_lite":
+        sparse = {"mlp_layer_types": ["sparse"]}
     with TemporaryDirectory() as beside:
-        alone = {**told, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-        head = save_model(Path(beside), "glm4_moe", **alone, seed=1)
+        head = save_model(Path(beside), model_type, **{**told, "num_hidden_layers": 1, **sparse}, seed=1)
         found = load_file(Path(beside) / "model.safetensors")
     tensors = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{layers}."
+    prefix = "model.mtp_layers.0." if is_mimo else f"model.layers.{layers}."
     for name, tensor in found.items():
         if name.startswith("model.layers.0."):
             tensors[name.replace("model.layers.0.", prefix, 1)] = tensor
     generator = make_generator(2)
     hidden = found["model.norm.weight"].shape[0]
-    tensors[prefix + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
-    tensors[prefix + "shared_head.norm.weight"] = found["model.norm.weight"]
-    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    for name in ("enorm", "hnorm"):
+    join, *norms, last = MIMO_HEAD if is_mimo else DEEPSEEK_HEAD
+    tensors[f"{prefix}{join}.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.15
+    tensors[f"{prefix}{last}.weight"] = found["model.norm.weight"]
+    for name in norms:
         tensors[f"{prefix}{name}.weight"] = 1 + torch.randn(hidden, generator=generator) * 0.2
+    if not is_mimo:
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     return head

@@ -14,7 +14,12 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.decoder_layer import LayerEnding, layer_matrices, layer_products, layer_tensors
+from adapters.models.decoder.attention_layer import (
+    list_attention_matrices,
+    list_attention_products,
+    list_attention_tensors,
+)
+from adapters.models.decoder.decoder_layer import LayerEnding
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import USUAL, LayerTraits
@@ -195,10 +200,10 @@ class DenseConfig:
         return expected
 
     def layer_tensors(self, layer: int) -> Shapes:
-        return layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
+        return list_attention_tensors(self.shape_of(layer), f"model.layers.{layer}.")
 
     def layer_products(self, layer: int) -> tuple[Weight, ...]:
-        return layer_products(self.shape_of(layer))
+        return list_attention_products(self.shape_of(layer))
 
     def products(
         self,
@@ -246,7 +251,7 @@ class DenseConfig:
         return None
 
     def layer_matrices(self, layer: int) -> Iterator[Matrix]:
-        return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
+        return list_attention_matrices(self.shape_of(layer), f"model.layers.{layer}.")
 
     def matrices(self, layers: range | None = None) -> Iterator[Matrix]:
         own = range(self.num_layers) if layers is None else layers

@@ -12,20 +12,27 @@ from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.attention_layer import load_attention_layer
+from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, project_inputs
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.latent_layer import load_latent_layer
 from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
-from adapters.models.decoder.layer_index import LayerIndex, RopeTables, build_crossing_port, build_rows, build_states
+from adapters.models.decoder.layer_index import (
+    LayerIndex,
+    RopeTables,
+    build_crossing_port,
+    build_rows,
+    build_states,
+    build_trees,
+)
 from adapters.models.decoder.layered_config import LayeredConfig
 from adapters.models.decoder.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_checks import check_arguments, check_step
-from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.tree_attention import TreeGroups
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
@@ -106,9 +113,7 @@ class DenseShard:
         prefix = f"model.layers.{layer}."
         if self.config.recurrent(layer):
             return load_delta_layer(read, self._kernels, shape, prefix)
-        if shape.latent is not None:
-            return load_latent_layer(read, self._kernels, shape, prefix)
-        found = load_layer(read, self._kernels, shape, prefix)
+        found = load_attention_layer(read, self._kernels, shape, prefix)
         ending = self.config.load_ending(read, self._kernels, layer)
         return found if ending is None else evolve(found, ending=ending)
 
@@ -158,8 +163,7 @@ class DenseShard:
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Run a step with trees. Its shape changes from step to step, so no CUDA graph is recorded of it."""
         if buffers.tree is None:
-            rope = self._ropes.of_layer(self.spec.layers.start)
-            buffers.tree = TreeAttention(self._kernels, step.bucket, rope, self.rows)
+            buffers.tree = build_trees(self._kernels, step.bucket, self._layout, self._ropes, self._find_cache)
         buffers.tree.load(step)
         if self.spec.device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
@@ -206,7 +210,7 @@ class DenseShard:
         logits = buffers.logits_of(self.spec.vocab_size)
         return self._kernels.build_pass(layers, ending, buffers.batch, buffers.forward, logits)
 
-    def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
+    def _run_layers(self, buffers: Buffers, tree: TreeGroups | None = None, *, early: bool = False) -> None:
         residual = buffers.hidden
         delta = None
         number = self.spec.layers.start
@@ -233,7 +237,7 @@ class DenseShard:
             residual.add_(delta)
 
     def _run_layer(
-        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
+        self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeGroups | None, *, stops: bool
     ) -> Tensor | None:
         """One of them, operation by operation. stops: once its keys and values, or its state, are written."""
         kernels = self._kernels
@@ -249,7 +253,7 @@ class DenseShard:
             assert isinstance(self.states, RecurrentCache)
             mixed = layer.mix(kernels.delta, own, self.states.layers[index], batch)
         elif tree is not None:
-            attended = tree.attend(index, select_heads(kernels, layer, own), layer.prep, layer.rule)
+            attended = tree.attend(layer, self._layout.find_owner(number), select_heads(kernels, layer, own))
             mixed = finish_attention(kernels, layer, attended, own)
         else:
             found = self._attend(number, layer, own, batch, stops=stops)
@@ -279,11 +283,7 @@ class DenseShard:
         return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
 
     def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        source = self.config.shape_of(number).traits.source
-        owner = number if source is None else source
-        if owner not in self._layout.indices:
-            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack rows of layer {owner}")
-        cache, index = self._find_cache(owner)
+        cache, index = self._find_cache(self._layout.find_owner(number))
         return *cache.layers[index], cache.table
 
     def _find_cache(self, number: int) -> tuple[KvCache, int]:

@@ -14,10 +14,9 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
-from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix, cut_up
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.latent_layer import LatentShape
+from adapters.models.decoder.latent_layer import LatentLayerShape, LatentShape
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
@@ -25,8 +24,6 @@ from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
 from adapters.models.kernels.row_format import Rows, RowTypes
-
-HEAD_PREFIX = "mtp."  # of the names of a prediction head's tensors
 
 
 class ModelConfig(Protocol):
@@ -154,11 +151,31 @@ class Build(Protocol):
         ...
 
 
-class HeadShape(LayerShape, Protocol):
+class HeadShape(LatentLayerShape, Protocol):
     """The shape of the layer in a model's own prediction head."""
 
     @property
     def rotary(self) -> Rotary: ...
+
+
+@frozen
+class HeadInputs:
+    """The inputs of a prediction head, where they are not those of most heads.
+
+    is_normed: the target's hidden state goes through the target's final norm. hidden_first: the published projection
+    takes the hidden state before the embedding.
+    """
+
+    is_normed: bool = True
+    hidden_first: bool = False
+
+
+USUAL_INPUTS = HeadInputs()
+
+
+def use_own_shape(config: Any) -> Any:
+    """Return the shape of a prediction head whose layer is like the model's own."""
+    return config
 
 
 def keep_name(published: str, config: ModelConfig) -> str:  # noqa: ARG001 - the interface of `Family.named`
@@ -173,7 +190,8 @@ class Family:
     what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
     the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none. is_spare: says whether a layer does without a tensor, by its name here, if it is not expected.
+    models have none. head_inputs: what that head joins. is_spare: says whether a layer does without a tensor, by its
+    name here, if it is not expected.
     """
 
     model_type: str
@@ -182,6 +200,7 @@ class Family:
     named: Callable[[str, Any], str] = keep_name
     cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
+    head_inputs: HeadInputs = USUAL_INPUTS
     is_spare: Callable[[str], bool] = lambda _: False
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_rope, read_size, refuse_flag
-from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
-from adapters.models.decoder.feed_forward import Matrix
-from adapters.models.decoder.latent_layer import (
-    LatentShape,
-    latent_layer_matrices,
-    latent_layer_products,
-    latent_layer_tensors,
-)
+from adapters.models.decoder.latent_layer import LatentShape
 from adapters.models.decoder.layer_traits import LayerTraits
 from adapters.models.decoder.rope import Rotary, Scaling, parse_rope, scale_attention
 from adapters.models.kernels.experts_interface import GroupedExpertsShape
-from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.row_format import Rows, row_types
 
 ROPES = ("default", "linear", "yarn")
@@ -52,15 +44,6 @@ class LatentConfig(DenseConfig):
 
     def shape_of(self, layer: int) -> LatentConfig:
         return evolve(self, experts=None) if layer in self.dense else self
-
-    def layer_tensors(self, layer: int) -> Shapes:
-        return latent_layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
-
-    def layer_products(self, layer: int) -> tuple[Weight, ...]:
-        return latent_layer_products(self.shape_of(layer))
-
-    def layer_matrices(self, layer: int) -> Iterator[Matrix]:
-        return latent_layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
 
     def list_probed_layers(self) -> Sequence[tuple[DenseConfig, range]]:
         """Return one layer with few experts and one dense layer, as far as the model has such layers."""
@@ -130,10 +113,3 @@ def _read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     first = raw.get("first_k_dense_replace")
     count = read_size(raw, "first_k_dense_replace") if first else 0
     return tuple(range(min(count, read_size(raw, "num_hidden_layers"))))
-
-
-def find_latent_name(published: str, config: DenseConfig) -> str:
-    """Return our name of a tensor. The prediction head behind the last layer is not used."""
-    if published.startswith(f"model.layers.{config.num_layers}."):
-        return ""
-    return published.replace(".mlp.shared_experts.", ".mlp.shared_expert.", 1)

@@ -105,7 +105,7 @@ class LatentLayer(DecoderLayer):
     def project_heads(self, kernels: Kernels, projected: Tensor) -> Tensor:
         """Return heads of queries and the row that is kept, `[R, (H + 1) * row]`, before they are rotated."""
         shape = self.shape
-        query, latent, rotated = torch.split(projected, [self.width - shape.row, shape.latent, shape.rotated], 1)
+        query, row = torch.split(projected, [self.width - shape.row, shape.row], 1)
         if self.query_norm is not None:
             query = kernels.linear(kernels.add_norm(query.contiguous(), None, self.query_norm, EPS), self.queries)
         heads = query.reshape(len(query), -1, shape.query)
@@ -114,9 +114,13 @@ class LatentLayer(DecoderLayer):
         found[:, :-1, shape.rotated :] = kernels.multiply_heads(heads[..., : shape.plain], self.to_latent)
         # Attention scales with row ** -0.5.
         found[:, :-1].mul_(shape.scale * shape.row**0.5)
-        found[:, -1, : shape.rotated] = rotated
-        found[:, -1, shape.rotated :] = kernels.add_norm(latent.contiguous(), None, self.latent_norm, EPS)
+        found[:, -1] = self.make_row(kernels, row)
         return found.flatten(1)
+
+    def make_row(self, kernels: Kernels, projected: Tensor) -> Tensor:
+        """Return the row that is kept, `[R, row]`, before it is rotated, of its projection `[R, row]`."""
+        latent, rotated = torch.split(projected, [self.shape.latent, self.shape.rotated], 1)
+        return torch.cat((rotated, kernels.add_norm(latent.contiguous(), None, self.latent_norm, EPS)), 1)
 
     def project_values(self, kernels: Kernels, attended: Tensor) -> Tensor:
         """Return the values of all heads, `[R, H * values]`, of attended latents `[R, H * latent]`."""
@@ -203,6 +207,13 @@ def load_latent_layer(read: WeightReader, kernels: Kernels, shape: LatentLayerSh
         to_latent=kernels.pack_heads(keys.transpose(1, 2).contiguous()),
         to_values=kernels.pack_heads(values.contiguous()),
     )
+
+
+def load_row_projection(read: WeightReader, shape: LatentLayerShape, prefix: str) -> StackedWeight:
+    """Return the part of a layer's projection that makes the row that is kept."""
+    own = latent_of(shape)
+    stored = read.matrix(f"{prefix}self_attn.kv_a_proj_with_mqa.weight")
+    return _reorder(stored, {0: _order_rows(1, own.latent, own)})
 
 
 def _order_rows(heads: int, first: int, shape: LatentShape) -> Tensor | None:

@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
-from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.decoder.tree_attention import TreeGroups
 from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
 from adapters.models.kernels.fused_layers import Embedding, FusedLayers
@@ -33,7 +33,7 @@ class Buffers:
     logits: Tensor | None
     forward: Forward
     fused_layers: Mapping[int, tuple[int, FusedLayers]]
-    tree: TreeAttention | None = field(init=False, default=None)
+    tree: TreeGroups | None = field(init=False, default=None)
     row_inputs: Tensor | None = field(init=False, default=None)
 
     def logits_of(self, vocabulary: int) -> Tensor:

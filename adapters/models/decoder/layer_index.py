@@ -13,6 +13,7 @@ from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_crossing import CrossingPort
+from adapters.models.decoder.tree_attention import TreeAttention, TreeGroups
 from adapters.models.decoder.window_rows import WindowRows, WindowShape
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.row_format import RowLayout, row_types
@@ -56,6 +57,14 @@ class LayerIndex:
     def _number(self) -> dict[int, int]:
         kinds = (self.kept, self.windowed, self.recurrent)
         return {layer: index for kind in kinds for index, layer in enumerate(kind)}
+
+    def find_owner(self, layer: int) -> int:
+        """Return the layer that keeps the rows which this one reads. Raises ValueError if they are not here."""
+        source = self.config.shape_of(layer).traits.source
+        owner = layer if source is None else source
+        if owner not in self.indices:
+            raise ValueError(f"layers {self.layers.start}..{self.layers.stop - 1} lack rows of layer {owner}")
+        return owner
 
 
 @define(eq=False)
@@ -120,7 +129,11 @@ def build_states(
         )
     return WindowRows(
         names,
-        WindowShape(*find_row_shape(config, layer_index.windowed), windows.pop()),
+        WindowShape(
+            *find_row_shape(config, layer_index.windowed),
+            windows.pop(),
+            find_tree_obstacle(config, layer_index.layers),
+        ),
         slots=spec.slots,
         checkpoint_count=placement.state_checkpoints,
         rows=(spec.capacity, spec.buckets[-1]),
@@ -128,6 +141,34 @@ def build_states(
         device=spec.device,
         paged=kernels.is_paged,
     )
+
+
+def find_tree_obstacle(config: DenseConfig, layers: range) -> str:
+    """Return why steps of a shard of these layers cannot have trees; empty if they can.
+
+    Rows that cross a cut of the model have one place for each position, and a tree has several rows at a position.
+    """
+    shapes = [config.shape_of(layer) for layer in range(config.num_layers)]
+    if len(layers) < len(shapes) and any(shape.traits.source is not None for shape in shapes):
+        return "layers of one shard read rows of layers of another one"
+    kinds = {(shape.traits.window > 0, shape.rotary) for shape in shapes}
+    return "layers of one kind rotate differently" if len(kinds) > 2 else ""
+
+
+def build_trees(
+    kernels: Kernels,
+    bucket: int,
+    layer_index: LayerIndex,
+    ropes: RopeTables,
+    find_cache: Callable[[int], tuple[KvCache, int]],
+) -> TreeGroups:
+    """Return what trees of proposals need in steps of one bucket. find_cache: of a layer that keeps rows."""
+    kinds = [layers for layers in (layer_index.kept, layer_index.windowed) if layers]
+    groups = [TreeAttention(kernels, bucket, ropes.of_layer(first), find_cache(first)[0]) for first, *_ in kinds]
+    placed = {
+        layer: (group, find_cache(layer)[1]) for layers, group in zip(kinds, groups, strict=True) for layer in layers
+    }
+    return TreeGroups(tuple(groups), placed)
 
 
 def build_crossing_port(

@@ -70,6 +70,10 @@ class RecurrentCache:
         return self._kernels is not None and self._kernels.commits_per_segment
 
     @property
+    def tree_obstacle(self) -> str:
+        return "each node of a tree would need a state of its own in recurrent layers" if self.layers else ""
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
 

@@ -193,6 +193,11 @@ class PositionalStates(Protocol):
         """May a step that decodes have more than 64 rows of another slot, which are committed at once?"""
         ...
 
+    @property
+    def tree_obstacle(self) -> str:
+        """Why steps cannot have trees, as a part of a sentence; empty if they can."""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
         ...

@@ -79,6 +79,10 @@ class SplitStates:
     def commits_per_segment(self) -> bool:
         return all(part.commits_per_segment for part in self.parts)
 
+    @property
+    def tree_obstacle(self) -> str:
+        return next(filter(None, (part.tree_obstacle for part in self.parts)), "")
+
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:
             part.copy(source, target)

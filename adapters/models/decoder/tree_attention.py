@@ -13,7 +13,7 @@ The pieces of several slots attend together: the first piece of each slot, then 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
 
 import torch
@@ -21,6 +21,7 @@ from attrs import astuple, define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.attention_heads import scale_queries
+from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
@@ -50,9 +51,10 @@ class Wave:
 
 @define(eq=False)
 class TreeAttention:
-    """The static tensors of one bucket's trees, and the step that was loaded last.
+    """The static tensors of one bucket's trees in the layers of one cache, and the step that was loaded last.
 
-    cache: keys and values of every layer. Waves have the step's bucket, which is proven.
+    tables: of these layers, which rotate alike. cache: their keys and values. Waves have the step's bucket, which is
+    proven.
     """
 
     kernels: Kernels
@@ -102,12 +104,21 @@ class TreeAttention:
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)
 
-    def attend(self, number: int, qkv: Tensor, prep: HeadPrep, rule: AttentionRule = PLAIN) -> Tensor:
-        """Run `rotate_store` and `attend` of layer `number`, as if every path were a chain of its own."""
+    def attend(
+        self, number: int, heads: Tensor, prep: HeadPrep, rule: AttentionRule = PLAIN, *, reads: bool = False
+    ) -> Tensor:
+        """Run `rotate_store` and `attend` of layer `number`, as if every path were a chain of its own.
+
+        reads: the heads are queries of a later layer, which reads the rows of this one.
+        """
         out: Tensor | None = None
         (k_cache, v_cache) = self.cache.layers[number]
         (k, v) = self.aside[number]
-        q = scale_queries(self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v), self.rope, self.flat)
+        if reads:
+            q = self.kernels.rotate_queries(heads, prep, self.rope, self.flat, k)
+        else:
+            q = self.kernels.rotate_store(heads, prep, self.rope, self.flat, k, v)
+        q = scale_queries(q, self.rope, self.flat)
         for wave in self.waves:
             for piece in wave.pieces:
                 rows = slice(piece.row, piece.row + piece.segment.count)
@@ -133,6 +144,36 @@ class TreeAttention:
 def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
     """Return these rows of the first slot, `[KV, rows, width]`."""
     return as_bytes(cache)[0, :, rows].view(cache.dtype)
+
+
+@define(eq=False)
+class TreeGroups:
+    """The trees of one bucket in all layers of a shard.
+
+    Layers that keep all rows and those that keep a window have caches and rotary tables of their own, so each kind is a
+    group. layers: the group of each layer that keeps rows, and the layer's index there.
+    """
+
+    groups: tuple[TreeAttention, ...]
+    layers: Mapping[int, tuple[TreeAttention, int]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def load(self, step: Step) -> None:
+        for group in self.groups:
+            group.load(step)
+
+    def attend(self, layer: DecoderLayer, owner: int, heads: Tensor) -> Tensor:
+        """Attend in one layer, as `TreeAttention` does. owner: the layer that keeps the rows."""
+        group, index = self.layers[owner]
+        return group.attend(index, heads, layer.prep, layer.rule, reads=layer.source is not None)
+
+    def settle(self, step: Step, kept: Sequence[Kept]) -> None:
+        """Put the accepted path of every tree at its positions."""
+        for group in self.groups:
+            group.settle(step, kept)
 
 
 def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:

@@ -34,7 +34,7 @@ from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import check_state, hold_memory
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.delta_interface import CHUNK
-from adapters.models.kernels.step import UNSETTLED, Step
+from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.sequence_layout import TensorSpec
 
 _NOTHING = nullcontext()
@@ -57,13 +57,23 @@ def count_shared_rows(bucket: int) -> int:
     return max(0, -(-(CHUNK - 1 + bucket) // CHUNK) - 2) * CHUNK
 
 
+def find_span(part: Sequence[Segment]) -> Segment:
+    """Return the span of positions that the segments of one slot cover. The pieces of a tree share positions."""
+    start = part[0].start
+    return Segment(part[0].slot, start, max(one.start + one.count for one in part) - start)
+
+
 @frozen
 class WindowShape:
-    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them."""
+    """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them.
+
+    tree_obstacle: why steps cannot have trees, as in `PositionalStates`.
+    """
 
     heads: int
     width: int
     window: int
+    tree_obstacle: str = ""
 
 
 class WindowPages(PagedKvCache):
@@ -169,6 +179,7 @@ class WindowRows:
         capacity, bucket = rows
         self.slots = slots
         self.checkpoint_count = checkpoint_count
+        self.tree_obstacle = shape.tree_obstacle
         self._window = shape.window
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
@@ -210,22 +221,22 @@ class WindowRows:
 
         Raises ValueError for a step that cannot continue from there.
         """
-        if step.branches:
-            raise ValueError("a tree: rows of its branches would have to be kept apart in windows")
-        for segment in step.segments:
-            base, settled = self._settled[segment.slot]
-            if segment.start and not base <= segment.start <= settled:
+        if step.branches and self.tree_obstacle:
+            raise ValueError(f"a tree: {self.tree_obstacle}")
+        spans = [find_span(part) for part in step.parts]
+        for span in spans:
+            base, settled = self._settled[span.slot]
+            if span.start and not base <= span.start <= settled:
                 raise ValueError(
-                    f"slot {segment.slot} has its window at {base}, with {settled - base} rows after it; "
-                    f"nothing continues from {segment.start}"
+                    f"slot {span.slot} has its window at {base}, with {settled - base} rows after it; "
+                    f"nothing continues from {span.start}"
                 )
-            if segment.count > UNSETTLED and not step.rows_only:
-                rows = f"{segment.count} rows of slot {segment.slot}"
+            if span.count > UNSETTLED and not step.rows_only:
+                rows = f"{span.count} rows of slot {span.slot}"
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
-        for segment in step.segments:
-            self._settle(segment.slot, segment.start)
-            first = self._first_row(segment.slot)
-            self._rows.make_room(segment.slot, first, segment.start + segment.count)
+        for span in spans:
+            self._settle(span.slot, span.start)
+            self._rows.make_room(span.slot, self._first_row(span.slot), span.start + span.count)
         return tuple(self._settled[segment.slot][0] for segment in step.segments)
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
@@ -254,7 +265,7 @@ class WindowRows:
             raise
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        for segment, keep in zip(step.segments, kept, strict=True):
+        for (segment, *_), keep in zip(step.parts, kept, strict=True):
             if step.settles(segment):
                 continue
             self._settle(segment.slot, segment.start + (keep if isinstance(keep, int) else len(keep)))

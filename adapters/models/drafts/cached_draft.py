@@ -25,6 +25,7 @@ from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Draft
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interface import Kernels, Rope
 from adapters.models.kernels.offload import OffloadableWeights, State
+from adapters.models.kernels.row_format import RowLayout, row_types
 from adapters.models.kernels.step import Segment, Step
 
 
@@ -90,7 +91,9 @@ class CachedDraft(ABC, Generic[L]):
         self._ropes = self._make_ropes(count)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
         size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
-        self.rows = KvCache(names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity)
+        row = RowLayout(row_types(self._dtype), shape.head_dim, latent=self.keeps_latents)
+        device = self._device
+        self.rows = KvCache(names, size, dtype=self._dtype, device=device, capacity=placement.capacity, layout=row)
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
             partial(self._read_weights, weights), self._device
@@ -171,6 +174,11 @@ class CachedDraft(ABC, Generic[L]):
     def _count_buffer_bytes(self) -> int: ...
 
     # --- properties ---
+
+    @property
+    def keeps_latents(self) -> bool:
+        """True if a context row is key and value at once."""
+        return False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -28,8 +28,9 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.attention_heads import finish_attention
+from adapters.models.decoder.attention_heads import finish_attention, select_heads
 from adapters.models.decoder.decoder_layer import DecoderLayer, LayerShape, finish_layer, load_layer
+from adapters.models.decoder.latent_layer import LatentLayer
 from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, count_cache_rows
@@ -257,6 +258,9 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
         entered = self._enter_layer(loaded, batch)
         self._hidden.index_copy_(0, batch.kept_at, states)
         kv = self._kernels.linear(entered.normed, loaded.layer.kv)
+        decoder = loaded.layer.decoder
+        if isinstance(decoder, LatentLayer):
+            kv = decoder.make_row(self._kernels, kv)
         [(k_cache, v_cache)] = self.rows.layers
         self._kernels.store(kv, loaded.layer.kv_prep, self._rope, batch, k_cache, v_cache)
 
@@ -267,8 +271,8 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
         [(k_cache, v_cache)] = self.rows.layers
         entered = self._enter_layer(loaded, batch)
         own = kernels.linear(entered.normed, layer.frame.projection)
-        q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-        attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW)
+        q = kernels.rotate_store(select_heads(kernels, layer, own), layer.prep, self._rope, batch, k_cache, v_cache)
+        attended = kernels.attend_block(q, k_cache, v_cache, batch, OWN_ROW, layer.rule.latent)
         residual = entered.residual
         mixed = finish_attention(kernels, layer, attended, own)
         delta = finish_layer(kernels, layer.frame, residual, mixed, batch)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import check_field, read_size, refuse_flag
+from adapters.models.decoder.deepseek_names import find_deepseek_name
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_softmax_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import LatentConfig, find_latent_name, parse_latent
+from adapters.models.decoder.latent_config import LatentConfig, parse_latent
 
 GREEDY = "greedy"  # routing that looks at no groups
 
@@ -32,4 +33,4 @@ def parse(raw: Mapping[str, Any]) -> LatentConfig:
     return parse_latent({"q_lora_rank": 1536, **raw}, experts)
 
 
-FAMILY = Family("deepseek_v2", parse, DenseShard, find_latent_name)
+FAMILY = Family("deepseek_v2", parse, DenseShard, find_deepseek_name)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1, and models of the same structure: attention over compressed rows, and sigmoid routing by groups.
 
-All rows go through one more expert, which has no gate. The first layers have a dense feed-forward. The prediction heads
-of published checkpoints are not used.
+All rows go through one more expert, which has no gate. The first layers have a dense feed-forward. Published
+checkpoints have a prediction head, whose layer is like the model's own layers with experts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import check_field, read_size
+from adapters.models.decoder.deepseek_names import find_deepseek_name
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_sigmoid_experts
-from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import LatentConfig, find_latent_name, parse_latent
+from adapters.models.decoder.family import Family, use_own_shape
+from adapters.models.decoder.latent_config import LatentConfig, parse_latent
 from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 
 
@@ -33,4 +34,4 @@ def read_experts(raw: Mapping[str, Any]) -> SigmoidExpertsShape:
     )
 
 
-FAMILY = Family("deepseek_v3", parse, DenseShard, find_latent_name)
+FAMILY = Family("deepseek_v3", parse, DenseShard, find_deepseek_name, head_shape=use_own_shape)

@@ -14,20 +14,15 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_rope, read_size
+from adapters.models.decoder.deepseek_names import find_deepseek_name
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_sigmoid_experts
-from adapters.models.decoder.family import HEAD_PREFIX, Family
+from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.decoder.rope import Rotary, count_rotated
 from adapters.models.kernels.experts_interface import SigmoidExpertsShape
 
 PARTIAL = 0.5  # the default of partial_rotary_factor
-HEAD = {  # the prediction head's tensors around its layer, as published and by our names
-    "eh_proj.weight": "fc.weight",
-    "enorm.weight": "pre_fc_norm_embedding.weight",
-    "hnorm.weight": "pre_fc_norm_hidden.weight",
-    "shared_head.norm.weight": "norm.weight",
-}
 
 
 @frozen
@@ -78,21 +73,4 @@ def parse(raw: Mapping[str, Any]) -> Glm4MoeConfig:
     return parse_dense(raw, NormedGlm4MoeConfig if read_flag(raw, "use_qk_norm") else Glm4MoeConfig, **own)
 
 
-def find_name(published: str, config: DenseConfig) -> str:
-    """Return our name of a tensor. The prediction head's copies of the embedding and of the head are not used."""
-    name = published.replace(".mlp.shared_experts.", ".mlp.shared_expert.", 1)
-    published_head = f"model.layers.{config.num_layers}."
-    if not name.startswith(published_head):
-        return name
-    part = name.removeprefix(published_head)
-    if part in ("embed_tokens.weight", "shared_head.head.weight"):
-        return ""
-    return HEAD_PREFIX + HEAD.get(part, f"layers.0.{part}")
-
-
-def head_shape(config: Glm4MoeConfig) -> Glm4MoeConfig:
-    """Return the shape of the prediction head's layer, which has experts."""
-    return config
-
-
-FAMILY = Family("glm4_moe", parse, DenseShard, find_name, head_shape=head_shape)
+FAMILY = Family("glm4_moe", parse, DenseShard, find_deepseek_name, head_shape=use_own_shape)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import read_size
+from adapters.models.decoder.deepseek_names import find_deepseek_name
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_dense_list
-from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import LatentConfig, find_latent_name, parse_latent
+from adapters.models.decoder.family import Family, use_own_shape
+from adapters.models.decoder.latent_config import LatentConfig, parse_latent
 from adapters.models.families.deepseek_v3 import read_experts
 
 QUERIES = 768  # the default of q_lora_rank
@@ -24,4 +25,4 @@ def parse(raw: Mapping[str, Any]) -> LatentConfig:
     return parse_latent({"q_lora_rank": QUERIES, **raw}, read_experts(raw), dense=dense)
 
 
-FAMILY = Family("glm4_moe_lite", parse, DenseShard, find_latent_name)
+FAMILY = Family("glm4_moe_lite", parse, DenseShard, find_deepseek_name, head_shape=use_own_shape)

@@ -8,11 +8,12 @@ from typing import Any
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, find_text_settings, read_positive, read_rope, read_size
+from adapters.models.decoder.deepseek_names import find_deepseek_name
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_softmax_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import ROPES, LatentConfig, find_latent_name, parse_latent
+from adapters.models.decoder.latent_config import ROPES, LatentConfig, parse_latent
 from adapters.models.decoder.rope import Rotary, ScaledRotary
 from adapters.models.families.mistral import find_text_name
 
@@ -50,7 +51,7 @@ def parse(raw: Mapping[str, Any]) -> LatentConfig:
 def find_name(published: str, config: DenseConfig) -> str:
     """Return our name of a tensor of the text model; empty for those of image parts."""
     name = find_text_name(published, config)
-    return find_latent_name(name, config) if name else ""
+    return find_deepseek_name(name, config) if name else ""
 
 
 FAMILY = Family("mistral4", parse, DenseShard, find_name)

@@ -24,7 +24,7 @@ from adapters.checkpoint.config_fields import (
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.family import Family
+from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.decoder.recurrent_layer import delta_layer_matrices, delta_layer_products, delta_layer_tensors
 from adapters.models.decoder.rope import Rotary, count_rotated
@@ -160,9 +160,4 @@ def find_text_name(published: str, config: DenseConfig) -> str:  # noqa: ARG001 
     return published.replace("model.language_model.", "model.", 1)
 
 
-def head_shape(config: Qwen35Config) -> Qwen35Config:
-    """Return the shape of the prediction head's layer: an attention layer like the model's own."""
-    return config
-
-
-FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape=head_shape)
+FAMILY = Family("qwen3_5", parse, DenseShard, find_text_name, head_shape=use_own_shape)

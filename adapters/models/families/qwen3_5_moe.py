@@ -11,12 +11,11 @@ from adapters.checkpoint.config_fields import check_field, find_text_settings
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_experts
-from adapters.models.decoder.family import Family
+from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.families.qwen3_5 import (
     FULL,
     Qwen35Config,
     find_text_name,
-    head_shape,
     parse_hybrid,
 )
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -59,4 +58,4 @@ def parse(raw: Mapping[str, Any]) -> Qwen35MoeConfig:
     return parse_hybrid(text, Qwen35MoeConfig, experts=experts, inner=experts.inner)
 
 
-FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape=head_shape)
+FAMILY = Family("qwen3_5_moe", parse, DenseShard, find_text_name, head_shape=use_own_shape)

@@ -9,8 +9,8 @@ from attrs import frozen
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.experts_config import read_dense_layers, read_experts
-from adapters.models.decoder.family import Family
-from adapters.models.families.qwen3_5 import find_text_name, head_shape, parse_hybrid
+from adapters.models.decoder.family import Family, use_own_shape
+from adapters.models.families.qwen3_5 import find_text_name, parse_hybrid
 from adapters.models.families.qwen3_5_moe import Qwen35MoeConfig
 
 
@@ -29,4 +29,4 @@ def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
     return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
 
 
-FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape=head_shape)
+FAMILY = Family("qwen3_next", parse, DenseShard, find_text_name, head_shape=use_own_shape)

@@ -64,6 +64,17 @@ class SplitTensor:
     join: Callable[[Any, Sequence[Tensor]], Tensor]
 
 
+# The tensors of a prediction head around its layer, by our names and as llama.cpp calls them.
+HEAD_AROUND_LAYER = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
+# Copies of the embedding and of the head, which a prediction head shares with the model.
+HEAD_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+
+
 @frozen
 class Architecture:
     """The form in which GGUF files of an architecture keep a model.

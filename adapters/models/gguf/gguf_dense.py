@@ -21,6 +21,7 @@ from adapters.models.families.llama import THETA, LlamaConfig
 from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, Architecture, Inverse, read_shared_settings
 
 FREQUENCIES = "rope_freqs.weight"
+ATTENTION_FACTOR = "rope.scaling.yarn_attn_factor"
 
 
 def read_settings(metadata: Metadata, *, theta: float | None = None, keeps_multiplier: bool = False) -> dict[str, Any]:
@@ -49,15 +50,17 @@ def read_scaling(metadata: Metadata, *, keeps_multiplier: bool) -> dict[str, Any
         return {"rope_type": kind, "factor": factor}
     for name, plain in {
         "attn_factor": 1,
-        "yarn_attn_factor": 1,
         "yarn_ext_factor": 1,
         "yarn_log_multiplier": 0,
     }.items():
         if not (keeps_multiplier and name == "yarn_log_multiplier"):
             metadata.refuse(f"rope.scaling.{name}", plain)
+    # The converter stores a published attention_factor. Without one, YaRN recommends one for the factor.
+    given = metadata.find_field(ATTENTION_FACTOR) is not None
     return {
         "rope_type": kind,
         "factor": factor,
+        **({"attention_factor": metadata.read_number(ATTENTION_FACTOR)} if given else {}),
         "original_max_position_embeddings": metadata.read_count("rope.scaling.original_context_length"),
         "beta_fast": metadata.read_number("rope.scaling.yarn_beta_fast", 32),
         "beta_slow": metadata.read_number("rope.scaling.yarn_beta_slow", 1),

@@ -27,7 +27,6 @@ from adapters.models.gguf.other_families import compute_rotated_part
 from adapters.models.gguf.windowed_families import PATTERN, WINDOW
 
 INTERVAL = 4
-ATTENTION_FACTOR = "rope.scaling.yarn_attn_factor"
 LAYER = {
     **FRAME,
     **ATTENTION,
@@ -60,8 +59,6 @@ def read_laguna_settings(metadata: Metadata) -> dict[str, Any]:
         "partial_rotary_factor": compute_rotated_part(metadata.read_count("rope.dimension_count", head), head),
         **read_scaling(metadata, keeps_multiplier=False),
     }
-    if metadata.find_field(ATTENTION_FACTOR) is not None:
-        full["attention_factor"] = metadata.read_number(ATTENTION_FACTOR)
     sliding = {
         "rope_type": "default",
         "rope_theta": metadata.read_number("rope.freq_base_swa", full["rope_theta"]),

@@ -25,6 +25,8 @@ from adapters.models.decoder.latent_config import LatentConfig
 from adapters.models.gguf.architecture import (
     EXPERTS,
     FRAME,
+    HEAD_AROUND_LAYER,
+    HEAD_COPIES,
     SHARED,
     Architecture,
     SplitTensor,
@@ -138,12 +140,12 @@ def join_keys_and_values(config: LatentConfig, parts: Sequence[Tensor]) -> Tenso
 
 
 SPLIT = {KEYS_VALUES: SplitTensor(("attn_k_b.weight", "attn_v_b.weight"), list_part_shapes, join_keys_and_values)}
-HEAD = ("eh_proj", "enorm", "hnorm", "shared_head_norm", "embed_tokens", "shared_head_head")
-# The tensors of a prediction head, which is the layer behind the last one and is not used.
-UNUSED = (
-    *LAYER.values(),
-    *SPLIT[KEYS_VALUES].names,
-    *(f"nextn.{part}.weight" for part in HEAD),
+DEEPSEEK2 = Architecture(
+    read_deepseek_settings,
+    LAYER,
+    find_no_inverse,
+    head_names=HEAD_AROUND_LAYER | {f"mtp.layers.0.{published}": name for published, name in LAYER.items()},
+    split_tensors=SPLIT,
+    spare_parts=HEAD_COPIES,
 )
-DEEPSEEK2 = Architecture(read_deepseek_settings, LAYER, find_no_inverse, split_tensors=SPLIT, spare_parts=UNUSED)
 MISTRAL4 = Architecture(read_mistral4_settings, LAYER, find_no_inverse, split_tensors=SPLIT)

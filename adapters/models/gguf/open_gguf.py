@@ -51,6 +51,7 @@ GGUF_ARCHITECTURES: Mapping[str, Architecture] = {
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 STORED_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+HEAD_LAYER = "mtp.layers.0."  # of a prediction head
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # A tensor that has, for each expert, the rows of its gate and then those of what the gate lets through.
 JOINT = re.compile(r"ffn_(gate|up)_exps\.")
@@ -67,7 +68,7 @@ class OpenedGguf:
     family: Family
     config: ModelConfig
     tensors: Mapping[str, GgufTensor | JoinedTensor]
-    others: Mapping[str, GgufTensor]
+    others: Mapping[str, GgufTensor | JoinedTensor]
 
 
 def open_gguf(path: Path) -> OpenedGguf:
@@ -131,7 +132,7 @@ def list_stored_names(
     joint_name = JOINT.sub(JOINT_NAME, stored_name)
     if stored_name not in metadata.tensors and joint_name in metadata.tensors:
         return (joint_name,)
-    layer = LAYER.fullmatch(name)
+    layer = LAYER.fullmatch(name.replace(HEAD_LAYER, f"model.layers.{config.num_layers}.", 1))
     parts = architecture.split_tensors.get(layer[2]) if layer else None
     if layer is None or parts is None or stored_name in metadata.tensors:
         return (stored_name,)
@@ -214,14 +215,22 @@ def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return drop_leading_ones(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
-def find_head_tensors(metadata: Metadata, architecture: Architecture, config: ModelConfig) -> dict[str, GgufTensor]:
+def find_head_tensors(
+    metadata: Metadata, architecture: Architecture, config: ModelConfig
+) -> dict[str, GgufTensor | JoinedTensor]:
     """Return the tensors of the prediction head, by published name. `HeadCheckpoint.open` checks them if it is used."""
-    tensors = {}
+    tensors = dict[str, GgufTensor | JoinedTensor]()
     for name in architecture.head_names if count_prediction_layers(metadata) else ():
-        stored_name = find_stored_name(architecture, config, name)
+        stored_name, *others = list_stored_names(metadata, architecture, config, name)
         stored = metadata.tensors.get(stored_name)
         experts = getattr(config, "experts", None)
         if stored is None:
+            continue
+        if others:
+            parts = architecture.split_tensors[name.removeprefix(HEAD_LAYER)]
+            # The same tensor of the model's last layer has this shape.
+            shape = config.tensors()[name.replace(HEAD_LAYER, f"model.layers.{config.num_layers - 1}.", 1)]
+            tensors[name] = join_tensor(metadata, parts, config, (stored_name, *others), shape)
             continue
         if "*" in name:
             for number in range(experts.count if experts else 0):

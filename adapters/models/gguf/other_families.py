@@ -15,6 +15,8 @@ from adapters.models.gguf.architecture import (
     ATTENTION,
     EXPERTS,
     FRAME,
+    HEAD_AROUND_LAYER,
+    HEAD_COPIES,
     SHARED,
     Architecture,
     read_shared_settings,
@@ -31,15 +33,7 @@ from adapters.models.gguf.gguf_dense import (
 POST_NORM = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 ROUTED = {**EXPERTS, CORRECTION: "exp_probs_b.bias"}
 GLM = {**FRAME, **POST_NORM, **ATTENTION, **ROUTED, **SHARED}
-GLM_HEAD = {
-    "mtp.fc.weight": "nextn.eh_proj.weight",
-    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
-    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
-    "mtp.norm.weight": "nextn.shared_head_norm.weight",
-    **{f"mtp.layers.0.{published}": name for published, name in GLM.items()},
-}
-# Copies of the embedding and of the head, which a prediction head shares with the model.
-COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+GLM_HEAD = HEAD_AROUND_LAYER | {f"mtp.layers.0.{published}": name for published, name in GLM.items()}
 
 
 def read_mistral_settings(metadata: Metadata) -> dict[str, Any]:
@@ -120,5 +114,5 @@ SEED_OSS = Architecture(
     {**FRAME, **POST_NORM, **ATTENTION, "self_attn.o_proj.bias": "attn_output.bias"},
     find_no_inverse,
 )
-GLM4_MOE = Architecture(read_glm_settings, GLM, find_no_inverse, head_names=GLM_HEAD, spare_parts=COPIES)
+GLM4_MOE = Architecture(read_glm_settings, GLM, find_no_inverse, head_names=GLM_HEAD, spare_parts=HEAD_COPIES)
 MINIMAX_M2 = Architecture(read_minimax_settings, {**FRAME, **ATTENTION, **ROUTED}, find_no_inverse)

@@ -25,6 +25,7 @@ from adapters.models.gguf.architecture import (
     ATTENTION,
     EXPERTS,
     FRAME,
+    HEAD_AROUND_LAYER,
     SHARED,
     Architecture,
     Inverse,
@@ -46,10 +47,7 @@ RECURRENT = {
 LAYER = FRAME | ATTENTION | RECURRENT | {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 SPARSE = LAYER | EXPERTS | SHARED
 HEAD = {
-    "mtp.fc.weight": "nextn.eh_proj.weight",
-    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
-    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
-    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+    **HEAD_AROUND_LAYER,
     **{f"mtp.layers.0.{published}": name for published, name in SPARSE.items() if published not in RECURRENT},
 }
 

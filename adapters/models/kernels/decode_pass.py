@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 from weakref import ref
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.models.kernels.host_addresses import HostAddresses
-from adapters.models.kernels.sampling_interface import TokenMask
 from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -61,10 +62,11 @@ class DecodeRound(Protocol):
         """Set where the next step's row is copied to, for a draft that follows it later: row `row` of each target."""
         ...
 
-    def give(self, copies: Tokens, masks: Sequence[TokenMask]) -> None:
+    def give(self, copies: Tokens, masks: Sequence[NDArray[np.uint8]]) -> None:
         """Set what the next step proposes instead of a draft, and which tokens may follow each of its rows.
 
-        masks: one for each row that is fed; empty: all tokens may follow. Raises ValueError for more than it has rows.
+        masks: one for each row that is fed, as `sampling_interface.TokenMask`; empty: all tokens may follow. Raises
+        ValueError for more than it has rows.
         """
         ...
 

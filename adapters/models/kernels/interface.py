@@ -226,9 +226,11 @@ class Kernels(Protocol):
         ...
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int = 0
     ) -> Tensor:
-        """Return attention of a draft's blocks over their context and themselves, `[R, H hd]`, as `mask` says.
+        """Return attention of a draft's blocks over their context and themselves, as `mask` says.
+
+        It is `[R, H * size of a value]`. latent: as in `AttentionRule`.
 
         The blocks' own keys and values are in the caches at their positions. Only rows of a cache that the block may
         see have an influence. A block's bits depend on what it sees, its positions and its size.

@@ -62,6 +62,10 @@ class RemoteStates:
     checkpoint_count: int
     commits_per_segment: bool = False
 
+    @property
+    def tree_obstacle(self) -> str:
+        return "layers with a window or a state are in another process" if self.specs else ""
+
     def copy(self, source: int, target: int) -> None:
         self.peer.ask(Op.COPY_STATE, CopyState(source, target), Nothing)
 

@@ -23,7 +23,7 @@ from adapters.text.answer.call_tags import GLM, MINIMAX, QWEN, SEED, CallTags
 from adapters.text.answer.gemma_calls import CLOSER, OPENER
 from adapters.text.answer.gemma_grammar import write_gemma_arguments, write_value_rules
 from adapters.text.answer.quoted_rules import to_terminal
-from adapters.text.answer.tagged_arguments import TaggedArguments
+from adapters.text.answer.tagged_arguments import BREAK, OPTIONAL_BREAK, TaggedArguments
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused
 from adapters.text.template import ControlToken
@@ -45,6 +45,7 @@ class CallRules:
     wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
     name_pattern: the names that the form can write.
     extra_rules: rules that the arguments need. write_extra: returns more of them, for these control tokens.
+    optional_breaks: between two calls a line break may be missing.
     """
 
     start: Sequence[str]
@@ -58,6 +59,7 @@ class CallRules:
     name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
     extra_rules: Sequence[str] = ()
     write_extra: Callable[[Container[str]], Sequence[str]] = lambda _: ()
+    optional_breaks: bool = False
 
 
 def make_json_head(arguments: str) -> Callable[[str], str]:
@@ -120,9 +122,10 @@ CALL_RULES: Mapping[str, CallRules] = {
         ("<tool_call>",),
         ("</tool_call>", "\n", "<tool_call>"),
         ("</tool_call>",),
-        lambda name: f"{name}\n",
+        lambda name: name,
         write_in_tags(GLM),
         lambda _: f"{ANY}<tool_call>",
+        optional_breaks=GLM.optional_breaks,
     ),
     "mistral": CallRules(
         ("[TOOL_CALLS]",),
@@ -197,6 +200,8 @@ class CallSection:
         written = self.form
         tools = [*enumerate(self.tools)]
         between = f"({self.join_parts(written.between)} call)*" if self.parallel and written.between else ""
+        if written.optional_breaks:
+            between = between.replace(BREAK, OPTIONAL_BREAK)
         return [
             f"calls: several{self.write_wrapped()}",
             f"several: {self.join_parts(written.start)} call more",

@@ -19,7 +19,9 @@ class CallTags:
     closers: what closes a parameter, a function, and the wrapper if there is one.
     pads_values: one line break at the beginning and one at the end of a value belong to the tags.
     key_ends: the tags behind the key, if the tag of a parameter does not hold it.
-    write_key: returns what opens the value of a key.
+    write_key: returns what opens the value of a key, or what names the key, if `value_tag` opens the value.
+    optional_breaks: some templates write a line break between two tags, and others write none. A template of another
+    form always writes one behind a parameter.
     end: what a template writes behind the last parameter, before the end of the call.
     """
 
@@ -30,6 +32,8 @@ class CallTags:
     pads_values: bool = field(kw_only=True, default=False)
     key_ends: tuple[str, ...] = field(kw_only=True, default=())
     write_key: Callable[[str], str] = field(kw_only=True)
+    value_tag: str = field(kw_only=True, default="")
+    optional_breaks: bool = field(kw_only=True, default=False)
     end: str = field(kw_only=True, default="")
 
     @property
@@ -101,5 +105,7 @@ GLM = CallTags(
     ("<arg_key>",),
     ("</arg_value>", "</tool_call>"),
     key_ends=("</arg_key>", "<arg_value>"),
-    write_key=lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
+    write_key=lambda key: f"<arg_key>{key}</arg_key>",
+    value_tag="<arg_value>",
+    optional_breaks=True,
 )

@@ -32,7 +32,8 @@ from adapters.text.grammars.grammar import GrammarRefused
 KEY = re.compile(r"[^<>\s]{1,128}")
 ANY_KEY = "\0"
 FREE_KEY = r'/[^<>\s"]{1,128}/'
-NEXT = r'"\n"'  # between parameters
+BREAK = r'"\n"'
+OPTIONAL_BREAK = f"{BREAK}?"
 
 
 @frozen
@@ -49,17 +50,31 @@ class TaggedArguments:
         if grammar is not None:
             alone = bare_terminal(grammar)
             held = f"{bare_rules(grammar)} {self._closing}" if alone is None else self._add_value(alone)
-            return " ".join([self._open("input"), held, NEXT, *self._end])
+            return " ".join([*self._start, self._open("input"), held, self._next, *self._end])
         schema = self.tool.parameters or {}
         parts = list[str]()
         for key, needed in iterate_arguments(self.tool, KEY):
-            part = f"{self._open(key)} {self._write_value(find_property(schema, key))} {NEXT}"
+            part = f"{self._open(key)} {self._write_value(find_property(schema, key))} {self._next}"
             parts.append(part if needed else f"({part})?")
         if not parts and schema.get("additionalProperties") is not False:
             before, after = self.tags.write_key(ANY_KEY).split(ANY_KEY)
-            key = " ".join((self.rules.write_text(before), FREE_KEY, self.rules.write_text(after)))
-            parts.append(f"({key} {self._write_value(schema.get('additionalProperties'))} {NEXT})*")
-        return " ".join([*parts, *self._end]) or '""'
+            key = " ".join((self.rules.write_text(before), FREE_KEY, self.rules.write_text(after), *self._value_tag))
+            parts.append(f"({key} {self._write_value(schema.get('additionalProperties'))} {self._next})*")
+        return " ".join([*self._start, *parts, *self._end]) or '""'
+
+    @property
+    def _start(self) -> list[str]:
+        """Return what may stand between the name of the function and its first parameter."""
+        return [OPTIONAL_BREAK] if self.tags.optional_breaks else []
+
+    @property
+    def _next(self) -> str:
+        """Return what stands behind a parameter."""
+        return OPTIONAL_BREAK if self.tags.optional_breaks else BREAK
+
+    @property
+    def _value_tag(self) -> list[str]:
+        return [OPTIONAL_BREAK, self.rules.write_text(self.tags.value_tag)] if self.tags.value_tag else []
 
     @property
     def _end(self) -> list[str]:
@@ -70,7 +85,7 @@ class TaggedArguments:
         return self.rules.write_text(self.tags.value_end)
 
     def _open(self, key: str) -> str:
-        return self.rules.write_text(self.tags.write_key(key))
+        return " ".join((self.rules.write_text(self.tags.write_key(key)), *self._value_tag))
 
     def _add_value(self, terminal: str) -> str:
         """Return the name of a rule for a value of bare text, with its closing tag."""

@@ -31,6 +31,19 @@ def test_rows_of_the_31b_layout_take_less_than_a_twentieth_more_than_the_arithme
     assert count_shared_rows(CHUNK_ROWS) < CHUNK_ROWS
 
 
+@pytest.mark.parametrize(
+    ("slots", "chunk", "excess"), [(1, 1024, 36.7), (1, 256, 11.3), (4, 1024, 12.9), (8, 1024, 8.9), (16, 1024, 7.0)]
+)
+def test_what_slots_share_is_most_of_what_they_take_more(slots, chunk, excess):
+    """The figures of docs/internals/cache-and-restore.md."""
+    needed = slots * (WINDOW * SLIDING_ROW + TOKENS * FULL_ROW)
+    in_pages = -(-TOKENS // KvCache.page) * KvCache.page
+    own = slots * (count_window_rows(WINDOW) * SLIDING_ROW + in_pages * FULL_ROW)
+    taken = own + count_shared_rows(chunk) * SLIDING_ROW
+    assert round(100 * (taken / needed - 1), 1) == excess
+    assert f"{excess} %" in (Path(__file__).parents[3] / "docs/internals/cache-and-restore.md").read_text()
+
+
 @pytest.mark.parametrize("window", [1, 48, 64, 65, 1000, 1024])
 @pytest.mark.parametrize("bucket", [64, 256, 1024])
 def test_a_slot_has_room_for_every_step(window, bucket):

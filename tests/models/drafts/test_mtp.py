@@ -27,7 +27,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import VARIANTS, kernels_for, same_bits, save_model
-from tests.models.draft_models import save_glm_head
+from tests.models.draft_models import save_own_head
 from tests.models.hybrids import save_with_head
 from training.export import load_hybrid
 
@@ -84,19 +84,30 @@ class TargetWithHead:
 
 
 Heads = dict[str, tuple[Path, object, object]]
+# Families whose heads are published in ways of their own, and the models that are tried.
+PUBLISHED = {
+    "glm4_moe": "glm4_moe, groups and norms",
+    "glm4_moe_lite": "glm4_moe_lite",
+    "deepseek_v3": "deepseek_v3, groups, yarn",
+    "mimo": "mimo",
+}
 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory) -> Heads:
-    """Models whose heads have experts, too: their folders, and the oracles of both."""
-    folder, glm = tmp_path_factory.mktemp("sparse"), tmp_path_factory.mktemp("glm4_moe")
-    model_type, told = VARIANTS["glm4_moe, groups and norms"]
-    told = {**told, "vocab_size": 512}
-    target = save_model(glm, model_type, **told)
-    return {"qwen3_next": (folder, *save_with_head(folder)), "glm4_moe": (glm, target, save_glm_head(glm, told))}
+    """Models with heads, most of which have experts: their folders, and the oracles of both."""
+    folder = tmp_path_factory.mktemp("qwen3_next")
+    found = {"qwen3_next": (folder, *save_with_head(folder))}
+    for name, variant in PUBLISHED.items():
+        model_type, told = VARIANTS[variant]
+        told = {**told, "vocab_size": 512}
+        folder = tmp_path_factory.mktemp(name)
+        target = save_model(folder, model_type, **told)
+        found[name] = (folder, target, save_own_head(folder, model_type, told))
+    return found
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "qwen3_next", "glm4_moe"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "qwen3_next", "glm4_moe", "deepseek_v3", "mimo"])
 def pair(request):
     if not request.param.startswith(("float", "bfloat")):
         return TargetWithHead(torch.bfloat16, request.getfixturevalue("sparse")[request.param][0])
@@ -207,26 +218,33 @@ def test_what_cannot_be_proposed_to_is_refused(pair, tokens):
             pair.said(request)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
-def test_a_head_of_experts_says_what_transformers_says_of_such_a_layer(sparse, tokens, family):
+@pytest.mark.parametrize("family", ["qwen3_next", *PUBLISHED])
+def test_a_head_says_what_transformers_says_of_such_a_layer(sparse, tokens, family):
     folder, target, head = sparse[family]
     pair, position = TargetWithHead(torch.float32, folder), 150
     pair.fill(0, tokens[:position], [100])
     [logits], _ = pair.said(ask(tokens, position, count=1))
     own = HeadCheckpoint.open(Checkpoint.open(folder))
-    assert own.tensors["mtp.layers.0.mlp.experts.8.down_proj.weight"].shape == (64, 40)
+    if family != "mimo":
+        assert own.tensors["mtp.layers.0.mlp.experts.8.down_proj.weight"].shape == (64, 40)
 
     def normed(x: Tensor, name: str) -> Tensor:
         norm = copy.deepcopy(head.model.norm)
         norm.weight.copy_(own.read(f"mtp.pre_fc_norm_{name}.weight"))
         return norm(x)
 
+    outputs = []
+    read_from = target.model.layers[-1] if family == "mimo" else target.model.norm
+    hook = read_from.register_forward_hook(lambda _, __, output: outputs.append(output))
     with torch.no_grad():
-        before = target.model(tokens[None, :position]).last_hidden_state
+        target.model(tokens[None, :position])
+        hook.remove()
+        [before] = outputs
         before = torch.nn.functional.pad(before, (0, 0, 1, 0))
         before[:, :position:64] = 0  # of context rows
         embedded = target.model.embed_tokens(tokens[None, : position + 1])
-        joined = torch.cat((normed(embedded, "embedding"), normed(before, "hidden")), -1)
+        parts = (normed(embedded, "embedding"), normed(before, "hidden"))
+        joined = torch.cat(parts[::-1] if family == "mimo" else parts, -1)
         out = head.model(inputs_embeds=joined @ own.read("mtp.fc.weight").T).last_hidden_state
         expected = target.lm_head(out[0, -1])
     torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=5e-4)

@@ -83,7 +83,13 @@ def test_greedy_tokens_in_bfloat16_are_those_of_transformers_in_float32_where_ro
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("cpu", torch.float16), ("reference", torch.bfloat16)], indirect=["kernels"]
+    ("kernels", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        ("reference", torch.bfloat16),
+        pytest.param("cpu", torch.float16, marks=pytest.mark.long),
+    ],
+    indirect=["kernels"],
 )
 def test_logits_in_half_precision_are_as_close_to_float32_as_those_of_transformers(model, kernels, dtype):
     folder, oracle = model

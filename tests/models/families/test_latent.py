@@ -14,6 +14,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
 from adapters.models.decoder.latent_config import LatentConfig
 from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import GroupedExpertsShape, choose_experts
 from adapters.models.kernels.functions.seeded import make_generator
@@ -101,7 +102,7 @@ def test_nodes_of_trees_are_rows_of_chains():
     assert same_bits(*after)
 
 
-def test_a_prediction_head_behind_the_last_layer_is_not_used(tmp_path):
+def test_a_prediction_head_behind_the_last_layer_is_apart_from_the_model(tmp_path):
     save_model(tmp_path, "glm4_moe_lite", **VARIANTS["glm4_moe_lite"][1])
     tensors = load_file(tmp_path / "model.safetensors")
     behind = {name.replace("layers.2.", "layers.3."): tensors[name].clone() for name in tensors if "layers.2." in name}
@@ -109,7 +110,9 @@ def test_a_prediction_head_behind_the_last_layer_is_not_used(tmp_path):
     save_file(tensors | behind, tmp_path / "model.safetensors")
     opened = Checkpoint.open(tmp_path)
     assert opened.tensors.keys() == opened.config.tensors().keys()
-    assert not any(name.startswith("mtp.") for name in opened.others)
+    assert opened.others.keys() >= {"mtp.fc.weight", "mtp.layers.0.self_attn.kv_b_proj.weight"}
+    with pytest.raises(CheckpointError, match=r"tensor mtp\.pre_fc_norm_embedding\.weight is missing"):
+        HeadCheckpoint.open(opened)
 
 
 def test_layers_split_over_two_shards_give_the_bits_of_one(tmp_path):

@@ -126,10 +126,37 @@ def test_a_forward_that_fails_leaves_windows_as_they_were(whole, monkeypatch):
     assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100), expected[100:])
 
 
-def test_trees_are_refused_by_name(whole):
-    shard, tokens, _ = whole
-    with pytest.raises(ValueError, match="a tree: rows of its branches would have to be kept apart"):
-        shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens[:3])
+def run_tree(shard: DenseShard, slot: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Run a tree behind `start` rows, of which a path in its second branch stays. Returns the output of its nodes."""
+    branches = Step((Segment(slot, start, 6), Segment(slot, start + 2, 3)), 16)
+    given = torch.cat((tokens[start : start + 6], tokens[:3]))
+    found = shard.forward(branches, given).hidden[:9].clone()
+    shard.commit(branches, [(0, 1, 6, 7)])
+    return found
+
+
+@pytest.mark.parametrize("start", [3, 250])
+def test_nodes_of_trees_are_rows_of_chains(whole, start):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:start], CHUNKS, slot=1)
+    found = run_tree(shard, 1, tokens, start)
+    assert same_bits(found[:6], expected[start : start + 6])
+    path = torch.cat((tokens[: start + 2], tokens[:3]))
+    assert same_bits(found[6:], computed(shard, path, CHUNKS, slot=2)[start + 2 :])
+    after = torch.cat((path[: start + 4], tokens[50:120]))
+    whole_sequence = computed(shard, after, CHUNKS, slot=2)
+    assert same_bits(computed(shard, after, [(64, 35)], slot=1, start=start + 4), whole_sequence[start + 4 :])
+    first, second = shard.states.export(1), shard.states.export(2)
+    assert all(same_bits(first[name], second[name]) for name in first)
+
+
+def test_trees_are_refused_by_name_where_rows_cross_a_cut():
+    name = "gemma4, inputs of layers, rows shared"
+    shard = shard_of(name, ReferenceKernels(), layers=range(2), aux_layers=())
+    assert shard.states.tree_obstacle == "layers of one shard read rows of layers of another one"
+    with pytest.raises(ValueError, match="a tree: layers of one shard read rows of layers of another one"):
+        shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens_of(3))
+    assert shard_of(name, ReferenceKernels()).states.tree_obstacle == ""
 
 
 class PagedReference(ReferenceKernels):
@@ -151,6 +178,10 @@ def test_windows_in_pages_are_those_in_one_piece(name):
         assert torch.equal(computed(paged, tokens, pieces, slot=slot), computed(shard, tokens, pieces, slot=1))
         first, second = shard.states.export(1), paged.states.export(slot)
         assert all(torch.equal(first[name], second[name]) for name in first)
+    shard, tokens, _ = plain
+    for one in (shard, paged):
+        computed(one, tokens[:250], [(0, 0)], slot=1)
+    assert torch.equal(run_tree(shard, 1, tokens, 250), run_tree(paged, 1, tokens, 250))
 
 
 def test_memory_of_windows_is_counted(whole):

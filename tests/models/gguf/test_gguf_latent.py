@@ -10,9 +10,10 @@ import torch
 
 import gguf
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models import ggufs
-from tests.models.checkpoints import LATENT, VARIANTS, save_model
+from tests.models.checkpoints import LATENT, VARIANTS, YARN, rope, save_model
 from tests.models.gguf.test_gguf_windowed import same
 from tests.models.ggufs import write_gguf
 from tests.models.windowed import FULL, LAGUNA, SLIDING
@@ -47,8 +48,8 @@ def test_a_router_that_is_not_named_is_told_by_its_corrections(variant: str, tmp
     same(Checkpoint.open(path), Checkpoint.open(folder))
 
 
-def test_a_prediction_head_is_left_out(tmp_path: Path) -> None:
-    """It is one more layer, as the head of a published folder is, which is left out as well."""
+def test_a_prediction_head_is_the_layer_behind_the_last(tmp_path: Path) -> None:
+    """It is one more layer, as the head of a published folder is."""
     folder = save(tmp_path / "m", "glm4_moe_lite")
     plain = write_gguf(tmp_path / "plain.gguf", folder)
     reader = gguf.GGUFReader(plain)
@@ -71,7 +72,13 @@ def test_a_prediction_head_is_left_out(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    same(Checkpoint.open(tmp_path / "m.gguf"), Checkpoint.open(folder))
+    file, plain = Checkpoint.open(tmp_path / "m.gguf"), Checkpoint.open(folder)
+    same(file, plain)
+    head = HeadCheckpoint.open(file)
+    assert head.config.layer == file.config
+    for part in ("self_attn.kv_b_proj", "self_attn.q_b_proj", "mlp.experts.8.down_proj", "mlp.shared_expert.up_proj"):
+        stored = plain.read(f"model.layers.{layers - 1}.{part}.weight")
+        assert torch.equal(head.read(f"mtp.layers.0.{part}.weight"), stored + 1), part
 
 
 def test_mistral_large_is_served_as_mistral_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +110,17 @@ def test_published_files_of_laguna_do_not_scale_cosines(tmp_path: Path) -> None:
     file: Any = Checkpoint.open(said).config
     assert file == folder
     assert file.kinds[0].rotary.scaling.attention == 1.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_the_factor_of_cosines_is_read_as_the_file_gives_it(factor: float, tmp_path: Path) -> None:
+    scaling = rope("yarn", **YARN, attention_factor=factor)
+    save_model(tmp_path / "m", "llama", **{**VARIANTS["llama, yarn"][1], **scaling})
+    said = write_gguf(tmp_path / "m.gguf", tmp_path / "m", **{"ARCH.rope.scaling.yarn_attn_factor": factor})
+    folder: Any = Checkpoint.open(tmp_path / "m").config
+    file: Any = Checkpoint.open(said).config
+    assert file.rope_scaling == folder.rope_scaling
+    assert file.rope_scaling.attention == factor
 
 
 WRONG = {

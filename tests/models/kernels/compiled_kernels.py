@@ -149,11 +149,11 @@ def attend(
     return run
 
 
-def attend_block(head: int, bucket: int) -> Body:
+def attend_block(head: int, bucket: int, heads: int = 8, latent: int = 0) -> Body:
     def run(kernels: TritonKernels) -> None:
         batch = make_batch(BlockBatch, bucket)
-        keys = make(2, 2, 4096, head)
-        kernels.attend_block(make(bucket, 8, head), keys, keys, batch, AttentionMask(causal=True))
+        keys = make(2, 1 if latent else 2, 4096, head)
+        kernels.attend_block(make(bucket, heads, head), keys, keys, batch, AttentionMask(causal=True), latent)
 
     return run
 

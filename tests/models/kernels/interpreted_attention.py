@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from adapters.models.decoder.window_rows import WindowPages
-from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
+from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.kernels.step_batch import Batch
+from adapters.models.kernels.step_batch import Batch, BlockBatch
 from effects.ids import PAGE
 
 CPU = torch.device("cpu")
@@ -96,6 +96,29 @@ def attended_latents(kernels, heads: int, pieces: list[tuple[int, int]], *, page
         found.append(kernels.attend(q, cache, cache, batch, AttentionRule(latent=LATENT))[:count].clone())
         at += count
     return torch.cat(found)
+
+
+def attended_blocks(kernels, heads: int, latent: int, first: int, earlier: float) -> torch.Tensor:
+    """Attend to context rows from `first` on and to a block's own rows. earlier: the numbers of rows before them."""
+    head = LATENT + (ROTATED if latent else 0)
+    kv = 1 if latent else 2
+    keys = random(2, kv, CAPACITY, head, seed=7)
+    keys[:, :, :first] = earlier
+    values = keys if latent else keys.flip(3).contiguous()
+    batch = BlockBatch(8, CPU)
+    batch.before = (first, first + 1)
+    batch.load(Step((Segment(1, EARLIER, 4), Segment(0, EARLIER + 30, 3)), 8), [0] * 7)
+    kernels.prepare_step(batch)
+    q = random(8, heads, head, seed=8)
+    return kernels.attend_block(q, keys, values, batch, AttentionMask(causal=True), latent)[:7]
+
+
+def check_blocks() -> None:
+    for heads, latent, first in ((4, 0, 3), (3, LATENT, 0), (40, LATENT, 200)):
+        found = attended_blocks(TritonKernels(CPU), heads, latent, first, float("nan"))
+        theirs = attended_blocks(ReferenceKernels(), heads, latent, first, 0.0)
+        assert found.shape == (7, heads * LATENT)
+        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=2e-5)
 
 
 def check_latents() -> None:

@@ -70,6 +70,7 @@ BODIES = {
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),
     "attention of blocks": compiled.attend_block(128, 16),
+    "attention of blocks over latents": compiled.attend_block(576, 4, 128, 512),
     "recurrent layers": compiled.advance_states(DeltaShape(2, 4, 128, 128), BF16, 4, 64, 1024),
     "recurrent layers in float32": compiled.advance_states(DeltaShape(2, 4, 128, 128), torch.float32, 4, 1024),
     "experts": compiled.run_experts(EXPERTS, BF16, 4, 64, 1024),

@@ -94,6 +94,7 @@ TAGGED = {
     "</minimax:tool_call>",
     "gemma4": '<|tool_call>call:edit{{input:<|"|>{}<|"|>}}<tool_call|>',
     "glm-xml": "<tool_call>edit\n<arg_key>input</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "glm-xml, in one line": "<tool_call>edit<arg_key>input</arg_key><arg_value>{}</arg_value></tool_call>",
 }
 QUOTED = {
     "hermes": '<tool_call>\n{{"name": "edit", "arguments": {{"input": {}}}}}\n</tool_call>',
@@ -120,7 +121,7 @@ def test_an_input_keeps_to_its_grammar(
     rules, good, bad = GRAMMARS[name]
     tool = FunctionTool("edit", None, CUSTOM, input_grammar=rules)
     chosen = ToolChoice("required") if choice == "required" else ToolChoice()
-    reader = AnswerReader(calls=form, tools={"edit": tool}, choice=chosen)
+    reader = AnswerReader(calls=form.partition(",")[0], tools={"edit": tool}, choice=chosen)
     grammar = build_answer_grammar(reader, None, tokenizer.controls)
     assert grammar is not None
     for text in (*good, *bad):
@@ -138,6 +139,31 @@ def test_an_input_keeps_to_its_grammar(
             (found,) = join_blocks([*parser.push(call), *parser.finish()])
             assert isinstance(found, ToolCall)
             assert json.loads(found.arguments)["input"] == text
+
+
+@pytest.mark.parametrize("line", ["\n", ""], ids=["4.5", "4.7"])
+def test_calls_are_possible_as_each_generation_of_glm_writes_them(
+    grammars: Grammars, tokenizer: Tokenizer, line: str
+) -> None:
+    schema = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
+    tools = {name: FunctionTool(name, None, schema) for name in ("read", "read_all")}
+    reader = AnswerReader(calls="glm-xml", tools=tools, choice=ToolChoice("required"))
+    grammar = build_answer_grammar(reader, None, tokenizer.controls)
+    assert grammar is not None
+    argument = f"<arg_key>{{}}</arg_key>{line}<arg_value>{{}}</arg_value>{line}"
+    given = argument.format("path", "a\n b") + argument.format("line", 3)
+    answer = f"<tool_call>read_all{line}{given}</tool_call>{line}<tool_call>read{line}</tool_call>"
+    (tokens,) = tokenizer.encode_now([answer], controls=True)
+    matching = grammars.match(grammar)
+    for token in (*tokens, tokenizer.end_tokens[0]):
+        assert allowed(matching, token)
+        matching.append((token,))
+    parser = reader.start_parser()
+    found = join_blocks([*parser.push(answer), *parser.finish()])
+    assert [(call.name, json.loads(call.arguments)) for call in found] == [
+        ("read_all", {"path": "a\n b", "line": 3}),
+        ("read", {}),
+    ]
 
 
 PARTS = st.sampled_from(

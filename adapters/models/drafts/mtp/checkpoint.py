@@ -12,8 +12,9 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
-from adapters.models.decoder.decoder_layer import layer_tensors
-from adapters.models.decoder.family import HEAD_PREFIX, HeadShape
+from adapters.models.decoder.attention_layer import list_attention_tensors
+from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.family import USUAL_INPUTS, HeadInputs, HeadShape
 from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
@@ -27,10 +28,11 @@ BLOCK = 8
 
 @frozen
 class HeadConfig:
-    """A prediction head. layer: the shape of its layer, which is of the target's own kind."""
+    """A prediction head. layer: the shape of its layer, which is of the target's own kind. inputs: what it joins."""
 
     layer: HeadShape
     target_layers: int
+    inputs: HeadInputs = USUAL_INPUTS
 
     num_layers = 1
     block = BLOCK
@@ -58,10 +60,16 @@ class HeadConfig:
 
     def row_facts(self) -> tuple[object, ...]:
         """Return everything besides the weights on which the numbers of a context row depend."""
-        return (PREFIX, self.rotary, self.layer.rms_norm_eps, self.num_kv_heads)
+        latent = () if self.layer.latent is None else (self.layer.latent,)
+        return (PREFIX, self.rotary, self.layer.rms_norm_eps, self.num_kv_heads, *latent)
+
+    @property
+    def parts(self) -> int:
+        """Return the parts of a context row: keys and values, or one that is both."""
+        return 2 if self.layer.latent is None else 1
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.parts * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def list_head_tensors(shape: HeadShape) -> Shapes:
@@ -71,7 +79,7 @@ def list_head_tensors(shape: HeadShape) -> Shapes:
     return {
         "mtp.fc.weight": (hidden, 2 * hidden),
         **dict.fromkeys(norms, (hidden,)),
-        **layer_tensors(shape, LAYER),
+        **list_attention_tensors(shape, LAYER),
     }
 
 
@@ -94,5 +102,5 @@ class HeadCheckpoint(StoredTensors):
             raise CheckpointError(f"mtp: {target.folder} has no prediction head (tensors mtp.*); {instead}")
         shape = target.family.head_shape(target.config)
         check_tensors(target.folder, tensors, list_head_tensors(shape), "a prediction head of one layer")
-        config = HeadConfig(shape, target.config.num_layers)
+        config = HeadConfig(shape, target.config.num_layers, target.family.head_inputs)
         return cls(folder=target.folder, config=config, tensors=tensors)

@@ -4,9 +4,10 @@ A row of the head combines the embedding of a token with the hidden state of the
 
     x = fc(norm(embedding) | norm(hidden))
 
-For rows that the target has computed, `hidden` is the target's last hidden state after its final norm. One attention
-layer runs over such rows, then a norm, and the target's own output head predicts the token that follows. The next
-proposal continues from the state behind the norm. `chained_draft.py` tells how rows and states are kept.
+For rows that the target has computed, `hidden` is the target's last hidden state, in most families after the final norm
+(`HeadInputs`). One attention layer runs over such rows, then a norm, and the target's own output head predicts the
+token that follows. The next proposal continues from the state behind the norm. `chained_draft.py` tells how rows and
+states are kept. If the target's layers keep compressed rows, the layer of the head keeps such rows as well.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class MtpDraft(ChainedDraft[HeadConfig, LoadedHead]):
     """A prediction head as a draft. See `CachedDraft` for the methods."""
 
     @property
+    def keeps_latents(self) -> bool:
+        return self._config.layer.latent is not None
+
+    @property
     def _eps(self) -> float:
         return self._config.layer.rms_norm_eps
 
@@ -33,6 +38,8 @@ class MtpDraft(ChainedDraft[HeadConfig, LoadedHead]):
         return self._config.hidden_size
 
     def _compute_states(self, loaded: LoadedHead, given: Tensor, *, projected: bool) -> Tensor:  # noqa: ARG002
+        if not self._config.inputs.is_normed:
+            return given
         return self._kernels.add_norm(given, None, self._head.norm, self._eps)
 
     def _enter_layer(self, loaded: LoadedHead, batch: ChainedBatch) -> EnteredLayer:

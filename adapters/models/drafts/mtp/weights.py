@@ -7,11 +7,13 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import layer_products
+from adapters.models.decoder.attention_layer import list_attention_products
+from adapters.models.decoder.family import HeadShape
+from adapters.models.decoder.latent_layer import load_latent_layer, load_row_projection
 from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.chained_draft import ChainedLayer, list_chained_heads, load_chained_layer
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.product_list import Products, Weight
 
 
@@ -30,13 +32,22 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
     def norm(name: str) -> Tensor:
         return read.norm(f"mtp.{name}.weight", zero_centred=config.layer.zero_centred)
 
+    fc = read("mtp.fc.weight")
     return LoadedHead(
         embedding_norm=norm("pre_fc_norm_embedding"),
         hidden_norm=norm("pre_fc_norm_hidden"),
-        fc=kernels.pack(read("mtp.fc.weight")),
-        layer=load_chained_layer(read, kernels, config.layer, LAYER),
+        fc=kernels.pack(fc.roll(config.hidden_size, 1) if config.inputs.hidden_first else fc),
+        layer=load_head_layer(read, kernels, config.layer),
         norm=norm("norm"),
     )
+
+
+def load_head_layer(read: WeightReader, kernels: Kernels, shape: HeadShape) -> ChainedLayer:
+    """Load the layer of a head. It keeps compressed rows if its target does."""
+    if shape.latent is None:
+        return load_chained_layer(read, kernels, shape, LAYER)
+    row = kernels.pack(load_row_projection(read, shape, LAYER))
+    return ChainedLayer(load_latent_layer(read, kernels, shape, LAYER), row, HeadPrep())
 
 
 def list_head_products(config: HeadConfig, target: Products, *, capacity: int, vocab: int) -> Products:
@@ -48,8 +59,8 @@ def list_head_products(config: HeadConfig, target: Products, *, capacity: int, v
     hidden = config.hidden_size
     weights = (
         Weight(hidden, 2 * hidden),
-        *layer_products(shape),
-        Weight(2 * config.num_kv_heads * config.head_dim, hidden),
+        *list_attention_products(shape),
+        Weight(config.parts * config.num_kv_heads * config.head_dim, hidden),
     )
     own = tuple(dict.fromkeys(weight for weight in weights if weight != Weight(vocab, hidden)))
     return evolve(target, weights=own, heads=list_chained_heads(shape, config.block, capacity), deltas=())

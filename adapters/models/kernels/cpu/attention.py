@@ -60,7 +60,7 @@ class CpuAttention:
         capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
             seen = (plan.find_nearest_keys(rule.window, batch), batch.lengths)
-            return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule), q, rule)
+            return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen, rule), q, rule.latent)
 
         def make() -> list[Span]:
             return [
@@ -70,16 +70,17 @@ class CpuAttention:
             ]
 
         spans = plan.make_spans_once(rule.window, make)
-        return keep_values(self._attend_spans(q, k_cache, v_cache, batch, spans, rule), q, rule)
+        return keep_values(self._attend_spans(q, k_cache, v_cache, batch, spans, rule), q, rule.latent)
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int
     ) -> Tensor:
         plan = batch.plan
         how = self._find_proven(*q.shape[2:])
         capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
-            return self._attend_natively(q, k_cache, v_cache, batch, how, plan.find_seen_keys(mask, batch))
+            seen = plan.find_seen_keys(mask, batch)
+            return keep_values(self._attend_natively(q, k_cache, v_cache, batch, how, seen), q, latent)
 
         def make() -> list[Span]:
             pairs = zip(plan.segments_with_rows, batch.before, strict=True)
@@ -89,7 +90,8 @@ class CpuAttention:
                 for span in self._block_spans(row, one, before, mask, how, capacity)
             ]
 
-        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(mask, make))
+        spans = plan.make_spans_once(mask, make)
+        return keep_values(self._attend_spans(q, k_cache, v_cache, batch, spans), q, latent)
 
     def is_native(self, group: int, size: int, rows: int) -> bool:
         """Return whether the compiled library attends in steps of this many rows."""
@@ -253,12 +255,12 @@ class CpuAttention:
         return total
 
 
-def keep_values(attended: Tensor, q: Tensor, rule: AttentionRule) -> Tensor:
+def keep_values(attended: Tensor, q: Tensor, latent: int) -> Tensor:
     """Return what is attended, `[R, H hd]`, without the numbers of keys that belong to no value.
 
-    q: the queries, `[R, KV, H / KV, hd]`.
+    q: the queries, `[R, KV, H / KV, hd]`. latent: as in `AttentionRule`.
     """
-    return attended.view(len(q), -1, q.shape[3])[..., -rule.latent :].flatten(1) if rule.latent else attended
+    return attended.view(len(q), -1, q.shape[3])[..., -latent:].flatten(1) if latent else attended
 
 
 def _weigh_beside_sinks(scores: Tensor, sinks: Tensor) -> Tensor:

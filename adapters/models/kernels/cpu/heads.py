@@ -105,7 +105,8 @@ class CpuHeads:
             return
         heads = k_cache.shape[1]
         head = format_of(k_cache).head_size(k_cache.shape[3])
-        keys, values = rotate_heads(kv, self.prepared(prep, (0, heads, head)), rope, batch, heads)
+        values_of = count_value_heads(k_cache, v_cache)
+        keys, values = rotate_heads(kv, self.prepared(prep, (0, heads, head)), rope, batch, values_of)
         batch.plan.write_caches(keys, values, k_cache, v_cache)
 
     def _prepare_natively(

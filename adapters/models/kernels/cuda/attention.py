@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.descriptors import (
@@ -193,24 +192,28 @@ class CudaAttention:
         )
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int
     ) -> Tensor:
         bucket, heads, head = q.shape
         _, kv, capacity, _ = k_cache.shape
+        size = latent or head  # of a value
         split = SPLIT
         while split * BLOCK_SPLITS < capacity:
             split *= 2
         splits = count_parts(capacity, split)
         query_tile, key_tile = choose_tiles(q)
+        share = count_shares(heads // kv, query_tile)
+        kv *= share
         padded = round_up_to_power(heads // kv)
-        acc, sums = self._block_scratch(bucket, heads, splits, head)
-        out = torch.empty_like(q)
+        acc, sums = self._block_scratch(bucket, heads, splits, size)
+        out = q.new_empty(bucket, heads, size)
+        shape = {"HEADS": heads, "HEAD": size, "SPLIT": split}
+        parts = ((k_cache, size), (v_cache, size), (k_cache, head - size or size))
         launch(
             block.attend_splits,
             (2 * self.processors,),
             q,
-            TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head]),
-            TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head]),
+            *(describe_cache(cache, key_tile, count)[0] for cache, count in parts),
             batch.slots,
             batch.positions,
             batch.starts,
@@ -222,18 +225,18 @@ class CudaAttention:
             capacity,
             splits,
             head**-0.5 * LOG2_E,
-            HEADS=heads,
+            **shape,
             KV=kv,
             GROUP=heads // kv,
             PADDED=padded,
-            HEAD=head,
             BLOCK_M=query_tile,
             BLOCK_N=key_tile,
-            SPLIT=split,
             TILE=query_tile // padded,
             ROWS=round_up_to_power(bucket),
             CAUSAL=mask.causal,
             WINDOW=mask.window,
+            REST=head - size,
+            SHARE=share,
             **self._attention_options(q, query_tile, key_tile),
         )
         launch(
@@ -246,9 +249,7 @@ class CudaAttention:
             batch.firsts,
             out,
             splits,
-            HEADS=heads,
-            HEAD=head,
-            SPLIT=split,
+            **shape,
             LIMIT=round_up_to_power(splits),
             WINDOW=mask.window,
             **self._options(4),

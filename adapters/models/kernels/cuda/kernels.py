@@ -276,9 +276,9 @@ class TritonKernels:
         return self._attention.attend(q, k_cache, v_cache, batch, rule)
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int = 0
     ) -> Tensor:
-        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask, latent)
 
     def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None

@@ -142,14 +142,14 @@ class ReferenceKernels:
         return self._attend(q, k_cache, v_cache, batch, is_hidden, rule)
 
     def attend_block(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask, latent: int = 0
     ) -> Tensor:
         def is_hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:
             past = keys > positions if mask.causal else torch.zeros_like(keys > positions)
             early = keys <= positions - mask.window if mask.window else past
             return past | early | (keys < batch.before[segment])
 
-        return self._attend(q, k_cache, v_cache, batch, is_hidden)
+        return self._attend(q, k_cache, v_cache, batch, is_hidden, AttentionRule(latent=latent))
 
     def _attend(
         self,

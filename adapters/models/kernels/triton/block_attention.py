@@ -30,6 +30,7 @@ def attend_splits(
     q_ptr,
     k_desc,
     v_desc,
+    rest_desc,
     slots_ptr,
     positions_ptr,
     starts_ptr,
@@ -53,6 +54,8 @@ def attend_splits(
     ROWS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    REST: tl.constexpr,
+    SHARE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -61,7 +64,8 @@ def attend_splits(
 
     Each leaves acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums float32 `[bucket,
     HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is named by the row that opens
-    it.
+    it. REST: where it is not 0, a row is key and value at once, and its first REST numbers are part of the key alone.
+    SHARE programs have some query heads of a key head each, and KV counts all these parts.
     """
     if PDL:
         gdc_launch_dependents()
@@ -93,7 +97,10 @@ def attend_splits(
         if PDL:
             gdc_wait()
         count = tl.minimum(TILE, stop0 - position0)
-        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, 0, HEAD, HEAD)
+        q, real, at = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, REST, HEAD, REST + HEAD)
+        q_rest = q
+        if REST > 0:
+            q_rest, _, __ = load_q(q_ptr, row0, count, kv_head, HEADS, GROUP, PADDED, BLOCK_M, 0, REST, REST + HEAD)
         here = tl.minimum(position0 + tl.arange(0, BLOCK_M) // PADDED, stop0 - 1)
         last = tl.zeros_like(here) + stop0 - 1
         if CAUSAL:
@@ -101,17 +108,22 @@ def attend_splits(
         early = tl.zeros_like(here) + first0
         if WINDOW > 0:
             early = tl.maximum(early, here - WINDOW + 1)
-        base = (slot * KV + kv_head) * capacity
+        base = (slot * (KV // SHARE) + kv_head // SHARE) * capacity
         acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
         peak = tl.full((BLOCK_M,), NOTHING, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         low = tl.maximum(split * SPLIT, lowest0 // BLOCK_N * BLOCK_N)
         high = tl.minimum((split + 1) * SPLIT, stop0)
         for tile in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-            k = k_desc.load([base + tile, 0])
-            v = v_desc.load([base + tile, 0])
+            k = k_desc.load([base + tile, REST])
+            v = k
+            if REST == 0:
+                v = v_desc.load([base + tile, 0])
             key = tile + tl.arange(0, BLOCK_N)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
+            if REST > 0:
+                k_rest = rest_desc.load([base + tile, 0])
+                scores = tl.dot(q_rest, k_rest.T, scores, input_precision=PRECISION)
             seen = (key[None, :] <= last[:, None]) & (key[None, :] >= early[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             # Rows outside the block may hold anything, NaN included.
