@@ -291,13 +291,13 @@ def plan_proposals(
         return plan  # no member can propose: no price matters
     shape = get_step_shape(decode_steps)
     if has_draft:
-        drafting = [
-            (effect.propose if control is not None and control.widths else 0, control)
+        candidates = [
+            speculation_control.ProposalCandidate(effect.propose if control is not None and control.widths else 0, control)
             for effect, control in zip(effects, controls, strict=True)
         ]
         prices = step_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
         plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and prices.plain_suspect)
-        plan = speculation_control.plan_launch(drafting, prices, rates, 0 if plain_is_due else row_limit)
+        plan = speculation_control.plan_launch(candidates, prices, rates, 0 if plain_is_due else row_limit)
     if copies:
         times = suffix_control.merge_copy_times(rates)
         prices = step_prices.estimate_prices(times, shape.span, shape.members, row_limit)

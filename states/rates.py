@@ -22,6 +22,19 @@ FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends
 
 
 @frozen
+class ClassGains:
+    """The gains of copies after matches of one class."""
+
+    seen: int  # decode steps in which something was copied after such a match
+    gains: tuple[int, ...]  # copied tokens that are expected to be right, in thousandths, one for each width
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse impossible values, as `Rates` does."""
+        if min(self.seen, *self.gains, 0) < 0:
+            raise ValueError(f"impossible gains: {self}")
+
+
+@frozen
 class Rates:
     """Times and counts that were measured. 0, or an empty tuple or mapping, where nothing was.
 
@@ -48,7 +61,7 @@ class Rates:
     # What `states/suffix_control.py` has learned of all requests together. Times are those of steps with copies, in the
     # format of `decode`; their plain steps are in `decode`.
     copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
-    copied: tuple[tuple[int, ...], ...] = ()  # by class of matches: decode steps, then gains by width in thousandths
+    copied: tuple[ClassGains, ...] = ()  # one for each class of matches
     copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
     copy_next_trial_gap: int = 1  # plain steps from the next trial of copies to the one after it
 
@@ -59,7 +72,7 @@ class Rates:
         copying = (self.copy_steps_until_trial, self.copy_next_trial_gap)
         if (
             min(chain(single, copying, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
-            or min(chain(*self.copy_times, *self.copied), default=0) < 0
+            or min(chain(*self.copy_times), default=0) < 0
             or len(self.prefill) > 64
         ):
             raise ValueError(f"impossible rates: {self}")

@@ -151,19 +151,16 @@ def estimate_gain(control: SpeculationControl | None, propose: int) -> int:
 # --- which members of a launch propose, and how much ---
 
 
-def plan_launch(
-    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: StepPrices, rates: Rates, row_limit: int
-) -> Plan:
+def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rates: Rates, row_limit: int) -> Plan:
     """Choose what each member of a step proposes.
 
-    wanted: for each member the most that it may propose, and its control. row_limit: rows of the step with proposals;
-    0: a plain step is due.
+    candidates: all members of the step. row_limit: rows of the step with proposals; 0: a plain step is due.
     """
-    plain = Plan((0,) * len(wanted), plain_ns=prices.plain_ns)
-    if prices.needs_plain_step or not row_limit or not any(most for most, _ in wanted):
+    plain = Plan((0,) * len(candidates), plain_ns=prices.plain_ns)
+    if prices.needs_plain_step or not row_limit or not any(one.limit for one in candidates):
         return plain
-    options = list(list_options(wanted, prices, row_limit))
-    balance, is_self_funded = find_balance([control for _, control in wanted], rates)
+    options = list(list_options(candidates, prices, row_limit))
+    balance, is_self_funded = find_balance([one.control for one in candidates], rates)
     affordable = [option for option in options if option.price - UNIT <= balance]
     cheapest = min((option.price for option in affordable), default=UNIT)
     bearable = [
@@ -172,28 +169,29 @@ def plan_launch(
         if option.price == cheapest or FRUITLESS_STEPS * (option.price - UNIT) <= balance
     ]
     best = max(bearable, key=rate_option, default=None)
-    pays = rate_option(best) > UNIT * len(wanted) if best else False
+    pays = rate_option(best) > UNIT * len(candidates) if best else False
     if best is None or not (pays or rates.steps_until_trial == 0):
-        would_pay = max(map(rate_option, options), default=0) > UNIT * len(wanted)
+        would_pay = max(map(rate_option, options), default=0) > UNIT * len(candidates)
         reason = "loss_limit" if would_pay else "does_not_pay"
         return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, balance))
-    proposals = [0] * len(wanted)
-    for _, propose, member in best.members:
-        proposals[member] = propose
-    draft_behind = any(
-        control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose
+    proposals = [0] * len(candidates)
+    for member in best.members:
+        proposals[member.index] = member.proposals
+    # In a request's first step with proposals, the draft first catches up with rows of the prompt.
+    catches_up = any(
+        one.control and not one.control.seen for propose, one in zip(proposals, candidates, strict=True) if propose
     )
-    price_doubted = round_up_to_bucket(len(wanted) + sum(proposals)) in prices.doubted_buckets
+    price_doubted = round_up_to_bucket(len(candidates) + sum(proposals)) in prices.doubted_buckets
     return Plan(
         tuple(proposals),
         best.price,
         prices.plain_ns,
         is_trial=not pays,
-        charges_measured_time=draft_behind or not pays,
+        charges_measured_time=catches_up or not pays,
         price_doubted=price_doubted,
         self_funded=is_self_funded,
         reason="does_not_pay",  # for the members that got no proposals
-        steps=count_bearable_steps(best.price, balance) if pays and not (draft_behind or price_doubted) else 1,
+        steps=count_bearable_steps(best.price, balance) if pays and not (catches_up or price_doubted) else 1,
     )
 
 
@@ -232,31 +230,49 @@ def count_bearable_steps(price: int, balance: int) -> int:
 
 
 @frozen
+class ProposalCandidate:
+    """A member of a step that may propose."""
+
+    limit: int  # the most that it may propose; 0: nothing
+    control: SpeculationControl | None  # None: it has neither a draft nor copies
+
+
+@frozen
+class ProposingMember:
+    """A member of an option, with the number of its proposals."""
+
+    index: int  # of the member in its step
+    proposals: int
+    gain: int  # how many of these are expected to be right, in thousandths
+
+
+@frozen
 class ProposalOption:
     """One way in which a step could propose."""
 
     tokens: int  # expected of all members together, in thousandths
     price: int
-    members: Sequence[tuple[int, int, int]]  # that propose, each as (gain, proposals, index of the member)
+    members: Sequence[ProposingMember]
 
 
-def list_options(
-    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: StepPrices, row_limit: int
-) -> Iterator[ProposalOption]:
+def list_options(candidates: Sequence[ProposalCandidate], prices: StepPrices, row_limit: int) -> Iterator[ProposalOption]:
     """Yield, for each width and each size of forward, the option with as many proposing members as the forward holds.
 
     The members that gain most by proposing come first.
     """
-    member_count = len(wanted)
-    widths = next(control.widths for most, control in wanted if most and control is not None)
+    member_count = len(candidates)
+    widths = next(one.control.widths for one in candidates if one.limit and one.control is not None)
     bucket_count = (round_up_to_bucket(row_limit) // SMALLEST_BUCKET).bit_length()
     forward_rows = [min(SMALLEST_BUCKET << step, row_limit) for step in range(bucket_count)]
     for width in widths:
-        bounded = [(min(most, width), control, index) for index, (most, control) in enumerate(wanted) if most]
-        gains = ((estimate_gain(control, propose), propose, index) for propose, control, index in bounded)
-        members = sorted(gains, key=lambda member: -member[0])
-        rows = list(accumulate((propose for _, propose, _ in members), initial=member_count))
-        tokens = list(accumulate((gain for gain, _, _ in members), initial=UNIT * member_count))
+        proposing = [
+            ProposingMember(index, min(one.limit, width), estimate_gain(one.control, min(one.limit, width)))
+            for index, one in enumerate(candidates)
+            if one.limit
+        ]
+        members = sorted(proposing, key=lambda member: -member.gain)
+        rows = list(accumulate((member.proposals for member in members), initial=member_count))
+        tokens = list(accumulate((member.gain for member in members), initial=UNIT * member_count))
         for count in sorted({bisect_right(rows, size) - 1 for size in forward_rows}):
             if count > 0:
                 yield ProposalOption(tokens[count], prices.price_of(rows[count]), members[:count])

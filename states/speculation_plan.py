@@ -8,6 +8,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from effects.decode import Copying
+from states.rates import ClassGains
 from states.step_prices import UNIT, StepPrices
 
 NO_PRICES = StepPrices()
@@ -47,5 +48,5 @@ class SpeculationControl:
     account: int = 0  # thousandths of a plain step that may still be lost
     plan: Plan = NO_PLAN  # of the step that the request takes part in, or took part in last
     copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
-    copied: tuple[tuple[int, ...], ...] = ()  # as in `Rates.copied`, of this request
+    copied: tuple[ClassGains, ...] = ()  # as in `Rates.copied`, of this request
     matched: int = 0  # as in `Decoded`, of the last outcome

@@ -31,13 +31,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from heapq import merge
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from attrs import evolve
 
 from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
-from states.rates import Rates
+from states.rates import ClassGains, Rates
 from states.settings import Settings
 from states.speculation_control import (
     FRUITLESS_STEPS,
@@ -54,10 +54,6 @@ from states.speculation_control import (
 from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices, record_step_time
 
-# For each class, the decode steps with a match of that class, then the proposals that are expected to be right of each
-# width, in thousandths.
-ClassGains: TypeAlias = tuple[tuple[int, ...], ...]
-
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
 # Decode steps after which the core decides again although nothing is copied, because what is not worth copying now may
@@ -71,9 +67,12 @@ def list_copy_widths(settings: Settings) -> tuple[int, ...]:
 
 
 @cache
-def list_prior_gains(widths: tuple[int, ...]) -> ClassGains:
+def list_prior_gains(widths: tuple[int, ...]) -> tuple[ClassGains, ...]:
     """Return what is expected of every class before anything is known."""
-    return tuple((0, *(estimate_chain_gain(width, acceptance) for width in widths)) for acceptance in PRIOR_ACCEPTANCES)
+    return tuple(
+        ClassGains(0, tuple(estimate_chain_gain(width, acceptance) for width in widths))
+        for acceptance in PRIOR_ACCEPTANCES
+    )
 
 
 def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
@@ -85,15 +84,15 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
     return evolve(control, copy_widths=widths, copied=forget_steps(find_server_gains(widths, rates)))
 
 
-def find_server_gains(widths: tuple[int, ...], rates: Rates) -> ClassGains:
+def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains, ...]:
     """Return what copies have gained in all requests, or the prior gains."""
-    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(len(gains) == 1 + len(widths) for gains in rates.copied)
+    is_known = len(rates.copied) == len(MATCH_CLASSES) and all(len(one.gains) == len(widths) for one in rates.copied)
     return rates.copied if is_known else list_prior_gains(widths)
 
 
-def forget_steps(copied: ClassGains) -> ClassGains:
+def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
     """Return the gains as a new request starts from them: it has had no steps itself."""
-    return tuple((0, *gains) for _, *gains in copied)
+    return tuple(ClassGains(0, one.gains) for one in copied)
 
 
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
@@ -113,15 +112,15 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
 
 
 def update_class_gains(
-    copied: ClassGains, widths: tuple[int, ...], matched: int, done: Decoded, memory: int
-) -> ClassGains:
+    copied: tuple[ClassGains, ...], widths: tuple[int, ...], matched: int, done: Decoded, memory: int
+) -> tuple[ClassGains, ...]:
     """Return the gains after one more step with copies. matched: the length of the match before that step."""
     at = find_match_class(matched)
     if at < 0:
         return copied
-    seen, *gains = copied[at]
-    now = update_gains(SpeculationControl(widths, tuple(gains)), seen, done, memory)
-    return (*copied[:at], (min(seen + 1, memory), *now), *copied[at + 1 :])
+    before = copied[at]
+    now = update_gains(SpeculationControl(widths, before.gains), before.seen, done, memory)
+    return (*copied[:at], ClassGains(min(before.seen + 1, memory), now), *copied[at + 1 :])
 
 
 # --- what the members of a launch copy ---
@@ -214,8 +213,8 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     options = list_copy_options(control.copy_widths, terms)
     members = terms.members
     found = list[ClassChoice]()
-    for _, *gains in control.copied:
-        rates = {one: rate_copies(members, gains[one.at], one.price) for one in options}
+    for known in control.copied:
+        rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
         best = max(options, key=rates.__getitem__, default=None)
         if best is not None and rates[best] > terms.rival:
             found.append(ClassChoice(best.width))

@@ -88,7 +88,7 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
     ("scorer", "prefill", "missing", "pays"),
     [
         (0, 0, 5, True),  # nothing is known
-        (0, 100, 5, False),  # a drafter that nobody has heard of is as slow as the model
+        (0, 100, 5, False),  # a scorer that was never timed is taken to be as slow as the model
         (0, 100, 20, False),
         (10, 100, 20, True),  # nothing is kept: 10 tokens scored and 14 computed instead of 20
         (10, 100, 15, True),
@@ -98,9 +98,9 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
     ],
 )
 def test_auto_freezes_what_fits_only_where_this_very_turn_gains(
-    drafter: int, prefill: int, missing: int, pays: bool
+    scorer: int, prefill: int, missing: int, pays: bool
 ) -> None:
-    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), scoring=drafter))
+    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), scoring=scorer))
     prompt = make_prompt(job(mode="auto", threshold=10))
     assert policy.decide_compression(known, prompt, missing) == policy.Decision(
         pays, "aged" if pays else "does_not_pay"

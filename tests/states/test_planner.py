@@ -15,7 +15,7 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
 from states.events import ForRequest, Submitted
-from states.rates import Rates, estimate_prefill_time, fill_gaps, find_span, get_load_time
+from states.rates import ClassGains, Rates, estimate_prefill_time, fill_gaps, find_span, get_load_time
 from states.request_states import Prefilling, Prompt, Restoring, SlotLease
 from states.settings import DecisionContext
 from states.world import make_world
@@ -217,6 +217,12 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="impossible rates"):
         Rates(**wrong)
+
+
+@pytest.mark.parametrize(("seen", "gains"), [(-1, (1,)), (1, (1, -1))])
+def test_gains_of_copies_that_cannot_be_are_refused(seen: int, gains: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="impossible gains"):
+        ClassGains(seen, gains)
 
 
 # How the world learns them.

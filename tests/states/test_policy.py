@@ -98,8 +98,8 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
         (7, 19, Decision(NO, "does_not_pay")),
     ],
 )
-def test_compression_is_weighed_against_computing(drafter: int, missing: int, decision: Decision) -> None:
-    known = DecisionContext(PFLASH, Rates(prefill=(10,), scoring=drafter))
+def test_compression_is_weighed_against_computing(scorer: int, missing: int, decision: Decision) -> None:
+    known = DecisionContext(PFLASH, Rates(prefill=(10,), scoring=scorer))
     assert policy.decide_compression(known, some(PFLASH).early[1], missing) == decision
 
 
@@ -166,7 +166,7 @@ SHARED = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
         (STORE, {"valid": 4}, Decision(YES, "new_rows")),
         (STORE, {"valid": 19, "stored": 16}, Decision(NO, "nothing_new")),
         (STORE, {"valid": 20, "stored": 16}, Decision(YES, "new_rows")),
-        (STORE, {"valid": 20, "restored": 20}, Decision(YES, "new_rows")),  # kept on the device, and nowhere else
+        (STORE, {"valid": 20, "reused": 20}, Decision(YES, "new_rows")),  # kept on the device, and nowhere else
         (STORE, {**ANSWERED, "stored": 20}, Decision(YES, "new_rows")),
         (evolve(STORE, keep_decoded=False), {**ANSWERED, "stored": 20}, Decision(NO, "nothing_new")),
         (evolve(STORE, keep_decoded=False), {**ANSWERED, "stored": 16}, Decision(YES, "new_rows")),

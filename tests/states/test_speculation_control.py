@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import pytest
@@ -153,7 +153,7 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
         assert offer.prices == (1200,)
         assert offer.doubted_buckets == doubted
         assert step_prices.record_step_time(decode, one, 1400)[1][4] == plain
-        plan = control.plan_launch([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
+        plan = plan_for([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
         assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
         assert control.charge_step(plan, evolve(done(3, 0), ns=2 * plain)) == (2 * UNIT if doubted else 1200)
     quick = ((0, 1, 0, 500, 0), then)
@@ -195,7 +195,7 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
         said = 0
         while said < tokens:
             offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
-            plan = control.plan_launch(
+            plan = plan_for(
                 [(15, own)], offer, rates, 0 if proposing >= 64 or (proposing and offer.plain_suspect) else 64
             )
             proposed = plan.proposals[0]
@@ -223,6 +223,17 @@ KNOWN = control.make_control(CHAIN, STEEP)
 ALONE = step_prices.estimate_prices(STEEP.decode, 0, 1, 64)
 
 
+def make_candidates(members: Sequence[tuple[int, SpeculationControl | None]]) -> list[control.ProposalCandidate]:
+    return [control.ProposalCandidate(limit, known) for limit, known in members]
+
+
+def plan_for(
+    members: Sequence[tuple[int, SpeculationControl | None]], prices: StepPrices, rates: Rates, row_limit: int
+) -> Plan:
+    """Plan a step of members, each with the most that it may propose and its control."""
+    return control.plan_launch(make_candidates(members), prices, rates, row_limit)
+
+
 def done(proposed: int, right: int, ns: int = 0) -> Decoded:
     return Decoded((7,) * (1 + right), proposed, ns=ns, accepted=right)
 
@@ -243,7 +254,7 @@ def done(proposed: int, right: int, ns: int = 0) -> Decoded:
 def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
     gains: tuple[int, ...], wanted: int, proposed: int
 ) -> None:
-    assert control.plan_launch([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
+    assert plan_for([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +267,7 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
     """The accounts must bear a step four times unless it is the cheapest: one wide step without gain ends nothing."""
     rates, member = evolve(STEEP, account=server), sure(3000, 7000, 15000, account=own)
-    plan = control.plan_launch([(15, member)], ALONE, rates, 64)
+    plan = plan_for([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
     earning = -(-(200 - min(server, own)) // control.REFILL)
     assert proposed or plan == Plan((0,), plain_ns=1000, reason="loss_limit", steps=earning), (
@@ -267,15 +278,13 @@ def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own
 def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     """And no more: where it ends, it is no later than without a draft, so the server has not lost anything by it."""
     empty, good = evolve(STEEP, account=0), sure(2500, 4000, 5000, account=INITIAL_ACCOUNT + 2000)
-    plan = control.plan_launch([(15, good)], ALONE, empty, 64)
+    plan = plan_for([(15, good)], ALONE, empty, 64)
     assert (plan.proposals, plan.price, plan.self_funded) == ((7,), 1500, True)
-    assert control.plan_launch(
-        [(15, good), (15, evolve(good, account=INITIAL_ACCOUNT))], ALONE, empty, 64
-    ).proposals == (
+    assert plan_for([(15, good), (15, evolve(good, account=INITIAL_ACCOUNT))], ALONE, empty, 64).proposals == (
         0,
         0,
     )
-    assert not control.plan_launch([(15, good)], ALONE, evolve(STEEP, account=INITIAL_ACCOUNT), 64).self_funded, (
+    assert not plan_for([(15, good)], ALONE, evolve(STEEP, account=INITIAL_ACCOUNT), 64).self_funded, (
         "the server can bear it"
     )
     lost, won = done(7, 0), done(7, 7)
@@ -289,9 +298,9 @@ def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
     bad = sure(100, 100, 100, seen=9)
-    plan = control.plan_launch([(15, bad)], ALONE, evolve(STEEP, steps_until_trial=1), 64)
+    plan = plan_for([(15, bad)], ALONE, evolve(STEEP, steps_until_trial=1), 64)
     assert plan == Plan((0,), plain_ns=1000, reason="does_not_pay")
-    plan = control.plan_launch([(15, bad)], ALONE, STEEP, 64)
+    plan = plan_for([(15, bad)], ALONE, STEEP, 64)
     assert plan == Plan((3,), 1200, 1000, is_trial=True, charges_measured_time=True, reason="does_not_pay")
 
 
@@ -303,7 +312,7 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
     own, proposing, paid = control.make_control(CHAIN, rates), 0, list[int]()
     for number in range(200):
         offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
-        plan = control.plan_launch([(15, own)], offer, rates, 0 if proposing and offer.plain_suspect else 64)
+        plan = plan_for([(15, own)], offer, rates, 0 if proposing and offer.plain_suspect else 64)
         proposed = plan.proposals[0]
         proposing = proposing + 1 if proposed else 0
         shape = Shape(0, 1, proposed and 1 + proposed)
@@ -335,13 +344,13 @@ def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
 
 def test_without_a_request_for_any_nothing_is_proposed() -> None:
     for members in ([(0, KNOWN)], [(0, KNOWN), (0, KNOWN)], [(0, None), (0, None)]):
-        assert control.plan_launch(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain_ns=1000)
+        assert plan_for(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain_ns=1000)
 
 
 def test_a_plain_step_is_measured_first() -> None:
     offer = step_prices.estimate_prices(STEEP.decode, 0, 4, 64)
     assert offer.needs_plain_step
-    assert control.plan_launch([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain_ns=offer.plain_ns)
+    assert plan_for([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain_ns=offer.plain_ns)
     assert not step_prices.estimate_prices((), 0, 4, 64).needs_plain_step, "nothing is measured here"
     assert not ALONE.needs_plain_step
 
@@ -359,8 +368,8 @@ GOOD, BAD = sure(2500, 4000, 5000, account=INITIAL_ACCOUNT), sure(100, 100, 100,
 
 
 def test_a_step_has_one_price_however_many_propose() -> None:
-    assert control.plan_launch([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
-    assert control.plan_launch([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
+    assert plan_for([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
+    assert plan_for([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
         7,
         0,
         0,
@@ -370,17 +379,15 @@ def test_a_step_has_one_price_however_many_propose() -> None:
 
 def test_who_gains_most_goes_first() -> None:
     """Seven rows of one that is right, rather than three of each: as many rows in all, and more tokens."""
-    plan = control.plan_launch([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
+    plan = plan_for([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
     assert plan.proposals == (0, 7, 0, 0)
     assert plan.price == 1500
 
 
 def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> None:
     poor = evolve(BAD, account=499)
-    assert control.plan_launch([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
-    assert control.plan_launch([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), (
-        "it has no account"
-    )
+    assert plan_for([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
+    assert plan_for([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), "it has no account"
 
 
 @given(
@@ -395,7 +402,7 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     rates = evolve(data.draw(some_rates()), steps_until_trial=rest)
     known = control.make_control(CHAIN, rates)
     members = [(most if drafts else 0, evolve(known, account=own) if drafts else None) for most, drafts, own in wanted]
-    plan = control.plan_launch(members, step_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit)
+    plan = plan_for(members, step_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit)
     assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
     assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
     assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
@@ -503,8 +510,8 @@ def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int
 
 
 def test_a_first_step_with_proposals_is_late_and_the_next_is_not() -> None:
-    assert control.plan_launch([(15, KNOWN)], ALONE, STEEP, 64).charges_measured_time
-    assert not control.plan_launch([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).charges_measured_time
+    assert plan_for([(15, KNOWN)], ALONE, STEEP, 64).charges_measured_time
+    assert not plan_for([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).charges_measured_time
 
 
 # --- what comes of it ---
@@ -520,7 +527,7 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
         # However many members there are, the prices are those of a single request.
         offer = step_prices.estimate_prices(rates.decode, 0, 1, 64)
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
-        plan = control.plan_launch(wanted, offer, rates, 64)
+        plan = plan_for(wanted, offer, rates, 64)
         rates, took = control.record_step(rates, plan), plan.price + late * plan.charges_measured_time
         cost += took
         assert min(rates.account, *(members[at].account for at in busy)) >= 0 or late or not any(plan.proposals)
@@ -686,7 +693,7 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
     while tokens < 10_000:
         busy += [(control.make_control(CHAIN, rates), 64)] * (members - len(busy))
         offer = step_prices.estimate_prices(rates.decode, 0, members, 64)
-        plan = control.plan_launch([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
+        plan = plan_for([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
         rates, time = control.record_step(rates, plan), time + took
@@ -721,7 +728,7 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
     rates, member, found = MEASURED, control.make_control(CHAIN, MEASURED), list[tuple[int, int]]()
     for number, accepted in enumerate(right):
-        plan = control.plan_launch([(15, member)], step_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
+        plan = plan_for([(15, member)], step_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
             suffix_control.update_control(evolve(member, plan=plan), step),
@@ -747,5 +754,5 @@ def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, 
         evolve(MEASURED, account=INITIAL_ACCOUNT),
     )
     members = [(15, sure(*each, account=INITIAL_ACCOUNT)) for each in gains]
-    assert [control.rate_option(way) for way in control.list_options(members, offer, 64)] == worth
-    assert control.plan_launch(members, offer, rich, 64).proposals == proposed
+    assert [control.rate_option(way) for way in control.list_options(make_candidates(members), offer, 64)] == worth
+    assert plan_for(members, offer, rich, 64).proposals == proposed

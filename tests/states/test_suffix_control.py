@@ -13,7 +13,7 @@ from states import launch_choice, speculation_control
 from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
 from states.lane import can_join
-from states.rates import Rates
+from states.rates import ClassGains, Rates
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
 from states.speculation_plan import Plan
@@ -43,10 +43,10 @@ def counts_of(plan: Plan) -> list[tuple[int, ...]]:
     return [() if one is None else one.counts for one in plan.copying]
 
 
-def worthless(*groups: int) -> tuple[tuple[int, ...], ...]:
+def worthless(*groups: int) -> tuple[ClassGains, ...]:
     """Gains of which those of some classes are none."""
     prior = control.list_prior_gains((3, 7))
-    return tuple((16, 0, 0) if at in groups else row for at, row in enumerate(prior))
+    return tuple(ClassGains(16, (0, 0)) if at in groups else known for at, known in enumerate(prior))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_matches_are_told_apart_by_their_length(matched: int, group: int) -> Non
 
 def test_a_longer_match_is_worth_more_at_first() -> None:
     gains = control.list_prior_gains((3, 7))
-    assert [row[2] for row in gains] == sorted(row[2] for row in gains)
+    assert [known.gains[1] for known in gains] == sorted(known.gains[1] for known in gains)
     (counts,) = counts_of(plan_for(copier()))
     assert list(counts) == sorted(counts)
     assert counts[LONG] == 7
@@ -141,8 +141,8 @@ def test_an_outcome_teaches_the_class_of_the_match_before_it() -> None:
     after = control.update_control(before, Decoded((1,), 7, accepted=0, matched=4, copied=True, rows=8))
     assert after.matched == 4
     assert after.copied[:4] == before.copied[:4]
-    assert after.copied[4][0] == 1
-    assert all(now < then for now, then in zip(after.copied[4][1:], before.copied[4][1:], strict=True))
+    assert after.copied[4].seen == 1
+    assert all(now < then for now, then in zip(after.copied[4].gains, before.copied[4].gains, strict=True))
     assert after.account == before.account + 1010 - 1200, "the account pays the price of the step's rows"
 
 
@@ -264,7 +264,7 @@ def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None
     assert isinstance(state.speculation, MayPropose)
     assert state.speculation.reason == "", "something was copied"
     assert (0, 1, 8, 1209, 1000) in world.rates.copy_times, "a slower time counts a 32nd"
-    assert world.rates.copied[LONG][0] == 1
+    assert world.rates.copied[LONG].seen == 1
     assert world.lanes[MAIN].proposing_steps == 1
     world, _ = advance(world, ForLaunch((EffectOutcome(ONE, outcome(3)),)))
     assert world.lanes[MAIN].proposing_steps == 0, "its time is measured, so the next one is not due for a while"

@@ -29,8 +29,7 @@ Invariants:
   draft is shared by the members, and what is worth copying depends on their number.
 
 Example: two requests with `steps=4`, and the first one ends after its second step. Where nothing is proposed, the other
-one takes its four steps. With a draft, or where something may be copied, the launch ends after two, and the engine
-composes the next one.
+one takes its four steps. Else the launch ends after two, and the engine composes the next one.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ Invariants:
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
 
-Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 marks A as ended,
-step 6 commits B's row only, and step 7 has B alone. A gets its last outcome with step 5.
+Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 ends A, which gets
+its last outcome then. Step 6 commits B's row only, and step 7 has B alone.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ class InFlightStep:
 class OverlappedDecode:
     """Runs overlapped decode steps. Every method but `set_pace` is called on the lane.
 
-    follow: called with each step after its rows are committed, so that a draft's own context keeps up. find_ready_slot:
-    returns the state of a request's slot, or why it cannot decode. is_abandoned: has the request been given up?
-    copies: asked what matches when the picks of a step are appended.
+    follow: called with each step after its rows are committed, so that a draft keeps up. find_ready_slot: returns the
+    state of a request's slot, or why it cannot decode. copies: asked what matches when a step's picks are appended.
     """
 
     shard: Pipeline
