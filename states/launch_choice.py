@@ -292,7 +292,9 @@ def plan_proposals(
     shape = get_step_shape(decode_steps)
     if has_draft:
         candidates = [
-            speculation_control.ProposalCandidate(effect.propose if control is not None and control.widths else 0, control)
+            speculation_control.ProposalCandidate(
+                effect.propose if control is not None and control.widths else 0, control
+            )
             for effect, control in zip(effects, controls, strict=True)
         ]
         prices = step_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)

@@ -255,7 +255,9 @@ class ProposalOption:
     members: Sequence[ProposingMember]
 
 
-def list_options(candidates: Sequence[ProposalCandidate], prices: StepPrices, row_limit: int) -> Iterator[ProposalOption]:
+def list_options(
+    candidates: Sequence[ProposalCandidate], prices: StepPrices, row_limit: int
+) -> Iterator[ProposalOption]:
     """Yield, for each width and each size of forward, the option with as many proposing members as the forward holds.
 
     The members that gain most by proposing come first.

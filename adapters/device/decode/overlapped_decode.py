@@ -27,8 +27,8 @@ Invariants:
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
 
-Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 ends A, which gets
-its last outcome then. Step 6 commits B's row only, and step 7 has B alone.
+Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 ends A, which
+gets its last outcome then. Step 6 commits B's row only, and step 7 has B alone.
 """
 
 from __future__ import annotations
