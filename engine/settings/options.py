@@ -8,7 +8,7 @@ with `build_options` from flat names.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import attrs
 from attrs import field, frozen
@@ -31,6 +31,8 @@ FLAT = Parameter(name="*")
 """The fields of a group are flags of their own, without the name of the group before them."""
 FILE_NAMES = ("model", "draft", "prefill_drafter", "api_key_file", "kv_cache_dir", "trace", "shard_secret_file")
 """Options whose folders are not shown: they tell about this machine."""
+Grouped = TypeVar("Grouped", bound=attrs.AttrsInstance)
+"""Options in groups, each of which is a class of attrs."""
 
 
 @frozen
@@ -103,8 +105,8 @@ def build_options(**values: Any) -> Options:
     return evolve_options(Options(), **values)
 
 
-def evolve_options(options: Options, **values: Any) -> Options:
-    """Return a copy of `options` with other values, by flat name.
+def evolve_options(options: Grouped, **values: Any) -> Grouped:
+    """Return a copy of options in groups with other values, by flat name.
 
     The values are not validated as flags are; `config_file.checked` does that. Raises TypeError for a name that no
     option has, and UserError for options that contradict each other.
@@ -115,4 +117,4 @@ def evolve_options(options: Options, **values: Any) -> Options:
         groups[name] = attrs.evolve(group, **{own_name: values.pop(own_name) for own_name in own_names})
     if values:
         raise TypeError(f"no such options: {', '.join(sorted(values))}")
-    return attrs.evolve(options, **groups)
+    return type(options)(**groups)
