@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from effects.ids import Tokens
 from engine.tools.bench.bench_figures import compute_percentile
-from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.bench_options import MeasuredServer, RequestOptions
 from engine.tools.bench.bench_prompts import LoadPrompt, draw_tokens, make_random
 from engine.tools.bench.load_client import LoadClient, Sample, TimestampSelector
 from engine.tools.simulation.tally import InfiniteCache
@@ -140,7 +140,7 @@ def ask_in_turn(url: str, prompts: Sequence[LoadPrompt]) -> list[Sample]:
 
 def run_with_client(url: str, work: Callable[[LoadClient], Awaitable[Result]]) -> Result:
     """Run work on a loop whose client notes when data came. A short request before it warms the server up."""
-    client = LoadClient.from_options(LoadOptions(url=url))
+    client = LoadClient.from_options(MeasuredServer(url=url), RequestOptions())
     selector = TimestampSelector()
     client.clock = lambda: selector.at
 

@@ -108,7 +108,7 @@ def build_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=kept.loader)],
+        middleware=[Middleware(Guard, access=options.access, metrics=metrics, paths=paths, history_loader=kept.loader)],
         exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
         lifespan=lifespan,
     )
@@ -136,10 +136,10 @@ class Edge:
     props_watch: PropsWatch = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.preparation_limit = PreparationLimit(self.options.max_jobs)
+        self.preparation_limit = PreparationLimit(self.options.limits.max_jobs)
         self.stored_responses = StoredResponses(self.responses, self.options)
-        self.props_watch = PropsWatch(self._collect_props, self.options)
-        self.body_budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
+        self.props_watch = PropsWatch(self._collect_props, self.options.times)
+        self.body_budget = BodyBudget(BUDGETED_BODIES * self.options.limits.max_body, self.options.times.retry_after_s)
 
     def make_routes(self) -> list[Route]:
         get = ["GET"]
@@ -224,14 +224,14 @@ class Edge:
         except ClientLeft:
             if self.door.get_acceptance() != "draining":
                 raise client_gone() from None
-            raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
+            raise unavailable(SHUTTING_DOWN, self.options.times.retry_after_s) from None
 
     @asynccontextmanager
     async def _read_if_accepting(self, request: Request) -> AsyncIterator[Fields]:
         """Read the body, unless nothing can be generated now. Raises ApiError 429 or 503 then."""
         takes = self.door.get_acceptance()
         if takes == "draining":
-            raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
+            raise unavailable(SHUTTING_DOWN, self.options.times.retry_after_s)
         if takes == "queue_full":
             raise queue_full(self._retry_after())
         async with self._read_fields(request) as fields:
@@ -279,10 +279,10 @@ class Edge:
 
     async def detokenize(self, request: Request) -> JSONResponse:
         async with self._read_fields(request) as fields:
-            listed = fields.items("tokens", self.options.max_body)
+            listed = fields.items("tokens", self.options.limits.max_body)
             if listed is None:
                 raise fields.wrong_value("tokens", "an array of token ids")
-            tokens = controls.check_tokens(listed, fields.path_of("tokens"), self.options)
+            tokens = controls.check_tokens(listed, fields.path_of("tokens"), self.options.model)
             content = await anyio.to_thread.run_sync(lambda: self.text.tokenizer.decode(tokens, special=True))
             return JSONResponse({"content": content})
 
@@ -297,14 +297,14 @@ class Edge:
     # -- about the server
 
     async def list_models(self, _: Request) -> JSONResponse:
-        return JSONResponse(models.list_models(self.options))
+        return JSONResponse(models.list_models(self.options.model))
 
     async def show_model(self, request: Request) -> JSONResponse:
-        name = models.check_name(request.path_params["model"], self.options)
-        return JSONResponse(models.describe_model(name, self.options))
+        name = models.check_name(request.path_params["model"], self.options.model)
+        return JSONResponse(models.describe_model(name, self.options.model))
 
     async def show_health(self, _: Request) -> JSONResponse:
-        return make_health(self.door.status(), self.options.retry_after_s)
+        return make_health(self.door.status(), self.options.times.retry_after_s)
 
     async def show_props(self, _: Request) -> JSONResponse:
         return JSONResponse(self._collect_props())
@@ -333,8 +333,11 @@ class Edge:
     async def show_server(self, _: Request) -> JSONResponse:
         """Tell a program what this server is. A browser gets the page instead."""
         state = self.door.status().state
-        about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
-        about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.make_routes())}
+        about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model.model_id}
+        about |= {
+            "version": self.options.model.version,
+            "endpoints": sorted(route.path for route in self.make_routes()),
+        }
         return JSONResponse(about, headers={"vary": "Accept"})
 
 

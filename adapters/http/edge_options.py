@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
@@ -38,23 +38,14 @@ class CompressionDefaults:
 
 
 @frozen
-class EdgeOptions:
-    """The options of one server. Sizes are in bytes, times in seconds.
+class ServedModel:
+    """The model as clients see it.
 
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
     * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
-    * sampling: for requests that do not say; OpenAI's, unless the checkpoint says otherwise. Its seed and logprobs are
-      not used.
-    * scope: of the prefix cache, for requests that do not say.
-    * disk: whether there is a disk tier. A request cannot turn it on.
-    * stabilize: with `known`, what agents change in every prompt is left out or moved, if a request does not say `off`.
     * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
-    * allowed_hosts: names besides the loopback ones that a Host header may have. `*` accepts any; `0.0.0.0` or `::`
-      accepts any IP address.
-    * allowed_origins: `scheme://host[:port]` of pages that may call from a browser; `*`: any page.
-    * keepalive_s: seconds of silence before a stream says that the server is alive. sign_of_life_s: seconds of nothing
-      but pings before a stream of Messages has an event that clients count.
-    * retry_after_s: what a server that is not ready says.
+    * model_info: n_params, size, dtype and more. /v1/models shows them as `meta`.
+    * created: Unix time at which the model was made or loaded. version: of this server.
     """
 
     model_id: str
@@ -62,43 +53,10 @@ class EdgeOptions:
     vocab: int
     aliases: tuple[str, ...] = ()
     any_model: bool = False
-    sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
-    scope: Scope = field(factory=Scope)
-    disk: bool = True
-    compression: CompressionDefaults = field(factory=CompressionDefaults)
-    stabilize: Literal["off", "known"] = "known"
-    api_keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
     numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
-    model_info: Mapping[str, Any] = field(factory=dict)  # n_params, size, dtype ...: /v1/models shows them as `meta`
-    created: int = 0  # when the model was made or loaded, Unix time
+    model_info: Mapping[str, Any] = field(factory=dict)
+    created: int = 0
     version: str = "0"
-    max_body: int = 32 << 20
-    max_choices: int = 128  # as in OpenAI's API
-    max_prompts: int = 64
-    max_jobs: int = 512  # jobs of one request, prompts times choices: as many as slots and queue hold
-    body_timeout_s: float = 30
-    request_timeout_s: float | None = 600
-    write_timeout_s: float = 60
-    keepalive_s: float = 5
-    sign_of_life_s: float = 120
-    retry_after_s: int = 1
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The number of tokens from which on prompts are refused, whatever is in them."""
-        # With freezing, messages are scored one by one, so the prompt may be longer than the scorer's limit.
-        frozen = MAX_FROZEN_CONTEXTS * self.max_ctx if self.compression.freeze else 0
-        return max(self.max_ctx, self.compression.max_scored_tokens + 1, frozen)
-
-    @property
-    def max_counted_tokens(self) -> int:
-        """The number of tokens of a prompt that are counted before it is refused as having at least this many. It is
-        twice the
-        context, or what the prompt scorer takes.
-        """
-        return max(2 * self.max_ctx, self.max_prompt_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -112,3 +70,90 @@ class EdgeOptions:
     def names(self) -> tuple[str, ...]:
         """All names of the model, each once."""
         return tuple(dict.fromkeys((self.model_id, *self.aliases)))
+
+
+@frozen
+class RequestDefaults:
+    """The settings of requests that do not name their own.
+
+    * sampling: OpenAI's, unless the checkpoint says otherwise. Its seed and logprobs are not used.
+    * scope: of the prefix cache. disk: whether there is a disk tier. A request cannot turn it on.
+    * stabilize: with `known`, what agents change in every prompt is left out or moved.
+    """
+
+    sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
+    scope: Scope = field(factory=Scope)
+    disk: bool = True
+    compression: CompressionDefaults = field(factory=CompressionDefaults)
+    stabilize: Literal["off", "known"] = "known"
+
+
+def lower_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(str.lower, names))
+
+
+@frozen
+class AccessOptions:
+    """The clients that may call. Names of hosts and origins are compared in lower case.
+
+    * allowed_hosts: names besides the loopback ones that a Host header may have. `*` accepts any; `0.0.0.0` or `::`
+      accepts any IP address.
+    * allowed_origins: `scheme://host[:port]` of pages that may call from a browser; `*`: any page.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = field(default=(), converter=lower_names)
+    allowed_origins: tuple[str, ...] = field(default=(), converter=lower_names)
+
+
+@frozen
+class RequestLimits:
+    """The limits of one request. max_body: bytes of its body."""
+
+    max_body: int = 32 << 20
+    max_choices: int = 128  # as in OpenAI's API
+    max_prompts: int = 64
+    max_jobs: int = 512  # jobs of one request, prompts times choices: as many as slots and queue hold
+
+
+@frozen
+class EdgeTimes:
+    """The times of a connection in seconds.
+
+    * keepalive_s: silence before a stream says that the server is alive. sign_of_life_s: nothing but pings before a
+      stream of Messages has an event that clients count.
+    * retry_after_s: what a server that is not ready says.
+    """
+
+    body_timeout_s: float = 30
+    request_timeout_s: float | None = 600
+    write_timeout_s: float = 60
+    keepalive_s: float = 5
+    sign_of_life_s: float = 120
+    retry_after_s: int = 1
+
+
+@frozen
+class EdgeOptions:
+    """The options of one server, in groups. A reader that needs one group takes that group."""
+
+    model: ServedModel
+    defaults: RequestDefaults = field(factory=RequestDefaults)
+    access: AccessOptions = field(factory=AccessOptions)
+    limits: RequestLimits = field(factory=RequestLimits)
+    times: EdgeTimes = field(factory=EdgeTimes)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The number of tokens from which on prompts are refused, whatever is in them."""
+        compression = self.defaults.compression
+        # With freezing, messages are scored one by one, so the prompt may be longer than the scorer's limit.
+        frozen = MAX_FROZEN_CONTEXTS * self.model.max_ctx if compression.freeze else 0
+        return max(self.model.max_ctx, compression.max_scored_tokens + 1, frozen)
+
+    @property
+    def max_counted_tokens(self) -> int:
+        """The number of tokens of a prompt that are counted before it is refused as having at least this many. It is
+        twice the context, or what the prompt scorer takes.
+        """
+        return max(2 * self.model.max_ctx, self.max_prompt_tokens)

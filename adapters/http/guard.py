@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.http.answer.access_log import ARRIVED, CALLER, LOG_IDS, NOTE, describe_refusal
 from adapters.http.apis.registry import make_error_response, needs_history
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import AccessOptions
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.page import files
 from adapters.http.wire.address import MAX_HEAD_BYTES
@@ -41,18 +41,18 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        options: EdgeOptions,
+        access: AccessOptions,
         metrics: Metrics,
         paths: frozenset[str],
         history_loader: HistoryLoader | None,
     ) -> None:
         self.app = app
-        self.options = options
+        self.access = access
         self.metrics = metrics
         self.paths = paths
         self.history_loader = history_loader
-        self.keys = tuple(digest_key(key.encode()) for key in options.api_keys)
-        self.listens_everywhere = any(is_address(host, "is_unspecified") for host in options.allowed_hosts)
+        self.keys = tuple(digest_key(key.encode()) for key in access.api_keys)
+        self.listens_everywhere = any(is_address(host, "is_unspecified") for host in access.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,14 +116,14 @@ class Guard:
 
     def check_host(self, headers: Headers) -> None:
         host = parse_hostname(headers.get("host", ""))
-        known = host is not None and (is_loopback(host) or {host, "*"} & set(self.options.allowed_hosts))
+        known = host is not None and (is_loopback(host) or {host, "*"} & set(self.access.allowed_hosts))
         # A page can rebind a name, but never an address.
         if not known and not (self.listens_everywhere and host is not None and is_address(host)):
             message = "This server does not answer to that Host name. Allow it with --allow-host."
             raise ApiError(421, message, code="misdirected_request")
 
     def is_allowed(self, origin: str) -> bool:
-        return bool({origin.lower(), "*"} & set(self.options.allowed_origins))
+        return bool({origin.lower(), "*"} & set(self.access.allowed_origins))
 
     def check_origin(self, scope: Scope, headers: Headers) -> None:
         """Refuse pages of other origins. Pages that this server's name brought, over the same protocol, may call."""

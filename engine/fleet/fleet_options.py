@@ -113,7 +113,7 @@ def read_gpus(options: Options, *, has_gpu: bool) -> int:
 
 def list_arguments(options: Options, fleet: FleetOptions) -> dict[str, Any]:
     """Return the arguments of the application, as a file for `serve deploy` has them. Raises UserError."""
-    if fleet.prefill_elsewhere and not options.cache.kv_shared_tier:
+    if fleet.prefill_elsewhere and not options.shared_tier.kv_shared_tier:
         raise UserError("--prefill-elsewhere needs a store that all replicas share: add --kv-shared-tier")
     replicas = ReplicaRange.parse(fleet.replicas)
     arguments: dict[str, Any] = {"replicas": replicas.least if replicas.is_fixed else str(replicas)}

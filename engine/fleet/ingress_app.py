@@ -71,7 +71,7 @@ class IngressApp:
     _repeats: Counter = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.budget = BodyBudget(KEPT_BODIES * self.options.max_body, self.options.retry_after_s)
+        self.budget = BodyBudget(KEPT_BODIES * self.options.limits.max_body, self.options.times.retry_after_s)
         self.holders = ResponseHolders(self.picker, self.relay)
         self.status = FleetStatus(self.picker, self.relay, self.metrics)
         self.prefills = RemotePrefills(self.picker, self.relay, make_prefill_counter(self.metrics.registry))
@@ -86,7 +86,7 @@ class IngressApp:
             await (await work())(scope, receive, send)
             return
         # The body is kept until the request is answered, since it may have to be sent again.
-        with self.budget.open_body(self.options.body_timeout_s) as incoming:
+        with self.budget.open_body(self.options.times.body_timeout_s) as incoming:
             body = await read_bytes(request, self.options, self.budget, incoming)
             asked = await self._read_request(request, body)
             await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
@@ -100,7 +100,7 @@ class IngressApp:
         headers = request.scope["headers"]
         own: dict[str, Callable[[], Awaitable[Response]]] = {
             FLEET: lambda: self.status.show_fleet(headers),
-            "/health": lambda: self.status.show_health(headers, self.options.retry_after_s),
+            "/health": lambda: self.status.show_health(headers, self.options.times.retry_after_s),
             "/metrics": lambda: self.status.render_metrics(headers),
         }
         return own.get(path)
@@ -136,7 +136,7 @@ class IngressApp:
     async def _answer(self, asked: AskedRequest, scope: Scope, send: Send) -> None:
         """Send the request to one replica after another until one has answered it."""
         answer = HeldAnswer(send, asked.can_repeat)
-        with anyio.move_on_after(self.options.request_timeout_s):
+        with anyio.move_on_after(self.options.times.request_timeout_s):
             await self._try_replicas(asked, answer, scope)
             return
         await self._give_up(answer, scope, ApiError(504, "No replica could answer in time.", "timeout_error"))

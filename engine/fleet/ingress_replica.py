@@ -9,7 +9,14 @@ import anyio
 from attrs import define, field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import (
+    AccessOptions,
+    EdgeOptions,
+    EdgeTimes,
+    RequestDefaults,
+    RequestLimits,
+    ServedModel,
+)
 from adapters.http.guard import Guard
 from adapters.http.page import files
 from adapters.metrics import Metrics
@@ -74,8 +81,8 @@ class IngressGate:
         """Return the application of the ingress behind the guard of the HTTP server."""
         edge = build_edge_options(self.options, self.text)
         metrics = Metrics()
-        finder = KeyFinder(PromptReader(self.text, edge), edge.max_body, self.thread)
-        return Guard(IngressApp(self.picker, finder, edge, metrics), edge, metrics, paths, None)
+        finder = KeyFinder(PromptReader(self.text, edge), edge.limits.max_body, self.thread)
+        return Guard(IngressApp(self.picker, finder, edge, metrics), edge.access, metrics, paths, None)
 
 
 async def answer_lifespan(receive: Receive, send: Send) -> None:
@@ -88,19 +95,11 @@ async def answer_lifespan(receive: Receive, send: Send) -> None:
 def build_edge_options(options: Options, text: Text) -> EdgeOptions:
     """Return the options of the HTTP server, without what only a loaded model decides."""
     http = options.http
+    names = ServedModel("", 0, 0, options.model.alias, options.model.any_model, version=__version__)
     return EdgeOptions(
-        model_id="",
-        max_ctx=0,
-        vocab=0,
-        api_keys=http.api_key,
-        aliases=options.model.alias,
-        any_model=options.model.any_model,
-        allowed_origins=tuple(map(str.lower, http.allow_origin)),
-        allowed_hosts=(http.host.lower(), *map(str.lower, http.allow_host)),
-        sampling=text.sampling,
-        scope=options.cache.default_scope,
-        stabilize=http.stabilize,
-        version=__version__,
-        max_body=http.max_body << 20,
-        request_timeout_s=http.request_timeout,
+        names,
+        RequestDefaults(text.sampling, options.cache.default_scope, stabilize=http.stabilize),
+        AccessOptions(http.api_key, (http.host, *http.allow_host), http.allow_origin),
+        RequestLimits(http.max_body << 20),
+        EdgeTimes(request_timeout_s=http.request_timeout),
     )

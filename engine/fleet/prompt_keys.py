@@ -77,6 +77,7 @@ class PromptReader:
     def _adapt_options(self, facts: ReplicaFacts) -> EdgeOptions:
         """Return the options of the HTTP server of a replica, as far as prompts depend on them."""
         if self._adapted is None or self._adapted[0] != facts.identity:
-            adapted = evolve(self.options, model_id=facts.model_id, max_ctx=facts.max_ctx, vocab=facts.vocab)
+            served = evolve(self.options.model, model_id=facts.model_id, max_ctx=facts.max_ctx, vocab=facts.vocab)
+            adapted = evolve(self.options, model=served)
             self._adapted = (facts.identity, adapted)
         return self._adapted[1]

@@ -109,8 +109,8 @@ def choose_settings(
         stateful=stateful,
         state_checkpoints=shard.states.checkpoint_count,
         state_tokens=count_state_tokens(shard),
-        checkpoint_interval=options.cache.kv_cache_interval,
-        shared_checkpoint_limit=options.cache.kv_cache_cold_max,
+        checkpoint_interval=options.checkpoints.kv_cache_interval,
+        shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
     return with_expert_counts(found, parts.experts)
 

@@ -283,7 +283,9 @@ def load_with_peers(
     scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
     on_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
-    transfer = open_transfer(options.cache, layout, shard, parts.slots, lane, drafting=proposer, memory=memory)
+    transfer = open_transfer(
+        options.cache, options.shared_tier, layout, shard, parts.slots, lane=lane, drafting=proposer, memory=memory
+    )
     settings = settings if transfer is None else with_store(settings, transfer, shard, chunk=numerics.chunk, kept=cache)
     executor = build_executor(parts, settings, drafting=proposer, scorer=scorer, transfer=transfer)
     offload_unused_draft(proposer, settings)
@@ -333,7 +335,7 @@ def plan_shard_room(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft | None
         capacity=proven.fit.context,
         buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
-        state_checkpoints=options.cache.state_checkpoints,
+        state_checkpoints=options.checkpoints.state_checkpoints,
         pages=proven.fit.pages,
         offload_embedding=hosts_embedding(checkpoint.config, plan.dtype, plan.placements, checkpoint.layouts),
     )

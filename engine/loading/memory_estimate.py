@@ -88,7 +88,7 @@ def choose_fit(
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
     shape = draft.shape if draft and on_host else None
     rows = read_row_types(options.weights.kv_dtype, dtype)
-    check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
+    check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.checkpoints.state_checkpoints, found)
     return found
 
 
@@ -151,7 +151,7 @@ def estimate_needs(
             fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
         if plan[0] in placements:
             fixed -= table
-        fixed += options.cache.state_checkpoints * sum(placement for _, placement in states)
+        fixed += options.checkpoints.state_checkpoints * sum(placement for _, placement in states)
         if device.type == "cuda":
             chunk = choose_chunk(options.runtime, plan)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)

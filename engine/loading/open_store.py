@@ -28,7 +28,7 @@ from adapters.watched_thread import WatchedThread
 from engine.loading.calibrate_restore import add_restore_times
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import find_cache_folder
-from engine.settings.server_options import CacheOptions
+from engine.settings.server_options import CacheOptions, SharedTierOptions
 from engine.settings.user_error import UserError
 from states.settings import Settings
 
@@ -49,11 +49,11 @@ def disk_folder(cache: CacheOptions) -> Path | None:
     return cache.kv_cache_dir or find_cache_folder()
 
 
-def find_shared_store(cache: CacheOptions) -> SharedStoreSettings | None:
+def find_shared_store(options: SharedTierOptions) -> SharedStoreSettings | None:
     """Return where the shared tier is, or None if there is none."""
-    if not cache.kv_shared_tier:
+    if not options.kv_shared_tier:
         return None
-    return SharedStoreSettings(cache.kv_shared_tier, cache.kv_shared_budget << 20, cache.kv_shared_max_age * 3600)
+    return SharedStoreSettings(options.kv_shared_tier, options.kv_shared_budget << 20, options.kv_shared_max_age * 3600)
 
 
 def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
@@ -65,13 +65,15 @@ def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender
     return create_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
 
 
-def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Store[ReadableTier] | None:
+def build_store(
+    cache: CacheOptions, shared_tier: SharedTierOptions, layout: Layout, memory: SlabMemory
+) -> Store[ReadableTier] | None:
     """Return the store. A folder that cannot be used stops the start only if it was named by an option.
 
     A shared store that cannot be used always stops it: it was named, and a server without it would seem to work.
     """
     folder = disk_folder(cache)
-    shared = find_shared_store(cache)
+    shared = find_shared_store(shared_tier)
 
     def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
         return open_store(
@@ -87,7 +89,7 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
     try:
         return open_with(folder)
     except StoreUnusable as error:
-        raise UserError(f"--kv-shared-tier {cache.kv_shared_tier}: {error}") from error
+        raise UserError(f"--kv-shared-tier {shared_tier.kv_shared_tier}: {error}") from error
     except FolderUnusable as error:
         if cache.kv_cache_dir is not None:
             raise UserError(f"--kv-cache-dir {error}") from error
@@ -97,16 +99,17 @@ def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Stor
 
 def open_transfer(
     cache: CacheOptions,
+    shared_tier: SharedTierOptions,
     kind: Layout,
     shard: Pipeline,
     slots: SlotTable,
-    lane: DeviceLane,
     *,
+    lane: DeviceLane,
     drafting: DraftProposer[Any] | None,
     memory: SlabMemory,
 ) -> Transfer | None:
     """Return what copies rows between slots and the store, or None if the options ask for no store."""
-    store = build_store(cache, kind, memory)
+    store = build_store(cache, shared_tier, kind, memory)
     if store is None:
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up

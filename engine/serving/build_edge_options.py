@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import time
 
-from adapters.http.edge_options import CompressionDefaults, EdgeOptions
+from adapters.http.edge_options import (
+    AccessOptions,
+    CompressionDefaults,
+    EdgeOptions,
+    EdgeTimes,
+    RequestDefaults,
+    RequestLimits,
+    ServedModel,
+)
 from effects.job import Sampling
 from engine import __version__
 from engine.loading.load_target import LoadedModel
@@ -13,32 +21,35 @@ from engine.settings.options import Options
 
 def build_edge_options(options: Options, target: LoadedModel, sampling: Sampling) -> EdgeOptions:
     """Return the options of the HTTP edge."""
+    compression = options.compression
+    http = options.http
     return EdgeOptions(
-        model_id=target.model_id,
-        max_ctx=target.settings.max_context,
-        vocab=target.checkpoint.config.vocab_size,
-        api_keys=options.http.api_key,
-        aliases=options.model.alias,
-        any_model=options.model.any_model,
-        allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
-        allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
-        numerics=target.numerics_facts,
-        model_info=target.model_info,
-        sampling=sampling,
-        scope=target.scope,
-        disk=target.has_disk,
-        compression=CompressionDefaults(
-            options.compression.prefill_compression,
-            options.compression.prefill_threshold,
-            round(options.compression.prefill_keep_ratio * 1000),
-            options.compression.keep_ratio_curve,
-            target.settings.scorer_max_tokens,
-            freeze=target.freezes,
+        ServedModel(
+            target.model_id,
+            target.settings.max_context,
+            target.checkpoint.config.vocab_size,
+            aliases=options.model.alias,
+            any_model=options.model.any_model,
+            numerics=target.numerics_facts,
+            model_info=target.model_info,
+            created=int(time.time()),
+            version=__version__,
         ),
-        stabilize=options.http.stabilize,
-        created=int(time.time()),
-        version=__version__,
-        max_body=options.http.max_body << 20,
-        max_jobs=target.settings.slots + options.http.max_queue,
-        request_timeout_s=options.http.request_timeout,
+        RequestDefaults(
+            sampling,
+            target.scope,
+            target.has_disk,
+            CompressionDefaults(
+                compression.prefill_compression,
+                compression.prefill_threshold,
+                round(compression.prefill_keep_ratio * 1000),
+                compression.keep_ratio_curve,
+                target.settings.scorer_max_tokens,
+                freeze=target.freezes,
+            ),
+            http.stabilize,
+        ),
+        AccessOptions(http.api_key, (http.host, *http.allow_host), http.allow_origin),
+        RequestLimits(http.max_body << 20, max_jobs=target.settings.slots + http.max_queue),
+        EdgeTimes(request_timeout_s=http.request_timeout),
     )

@@ -94,10 +94,10 @@ def make_reading_route(edge: Edge, publisher: PromptPublisher) -> Route:
     async def read_prompt(request: Request) -> Response:
         if publisher.submissions.get_acceptance() != "ready":
             raise unavailable("This server takes no prompt now.", 1)
-        with edge.body_budget.open_body(options.body_timeout_s) as incoming:
+        with edge.body_budget.open_body(options.times.body_timeout_s) as incoming:
             message = await read_bytes(request, options, edge.body_budget, incoming)
             try:
-                order = read_order(message, options.vocab, options.max_ctx)
+                order = read_order(message, options.model.vocab, options.model.max_ctx)
             except ValueError as error:
                 raise invalid("$", str(error)[:200]) from error
         job = make_reading_job(order, separate_salt(order.salt, request.scope.get(CALLER, "")))

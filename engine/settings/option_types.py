@@ -43,6 +43,8 @@ Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Shell: TypeAlias = Literal["bash", "zsh", "fish"]
 Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative="", show_default=False)]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
+FLAT = Parameter(name="*")
+"""The fields of a group of options are flags of their own, without the name of the group before them."""
 
 
 def flag(group: Group | str, **more: Any) -> Parameter:

@@ -1,18 +1,17 @@
 """All options of `rekindle serve` in one object: from flags, then the environment, then a TOML file, then defaults.
 
-`model_options.py` and `server_options.py` hold the options themselves, in nine groups. Here they are put together, and
-contradictions between options of different groups are refused. Tests, benchmarks and other commands build the object
-with `build_options` from flat names.
+`model_options.py` and `server_options.py` hold the options themselves, in eleven groups. Here they are put together,
+and contradictions between options of different groups are refused. Tests, benchmarks and other commands build the
+object with `build_options` from flat names.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import attrs
 from attrs import field, frozen
-from cyclopts import Parameter
 
 from adapters import demo
 from engine.settings.model_options import (
@@ -23,14 +22,21 @@ from engine.settings.model_options import (
     SpeculationOptions,
     WeightOptions,
 )
+from engine.settings.option_types import FLAT
 from engine.settings.placement import find_misplacement
-from engine.settings.server_options import CacheOptions, DiagnosticOptions, HttpOptions
+from engine.settings.server_options import (
+    CacheOptions,
+    CheckpointOptions,
+    DiagnosticOptions,
+    HttpOptions,
+    SharedTierOptions,
+)
 from engine.settings.user_error import UserError
 
-FLAT = Parameter(name="*")
-"""The fields of a group are flags of their own, without the name of the group before them."""
 FILE_NAMES = ("model", "draft", "prefill_drafter", "api_key_file", "kv_cache_dir", "trace", "shard_secret_file")
 """Options whose folders are not shown: they tell about this machine."""
+Grouped = TypeVar("Grouped", bound=attrs.AttrsInstance)
+"""Options in groups, each of which is a class of attrs."""
 
 
 @frozen
@@ -45,6 +51,8 @@ class Options:
     compression: Annotated[CompressionOptions, FLAT] = field(factory=CompressionOptions)
     http: Annotated[HttpOptions, FLAT] = field(factory=HttpOptions)
     cache: Annotated[CacheOptions, FLAT] = field(factory=CacheOptions)
+    shared_tier: Annotated[SharedTierOptions, FLAT] = field(factory=SharedTierOptions)
+    checkpoints: Annotated[CheckpointOptions, FLAT] = field(factory=CheckpointOptions)
     diagnostics: Annotated[DiagnosticOptions, FLAT] = field(factory=DiagnosticOptions)
 
     def __attrs_post_init__(self) -> None:
@@ -103,8 +111,8 @@ def build_options(**values: Any) -> Options:
     return evolve_options(Options(), **values)
 
 
-def evolve_options(options: Options, **values: Any) -> Options:
-    """Return a copy of `options` with other values, by flat name.
+def evolve_options(options: Grouped, **values: Any) -> Grouped:
+    """Return a copy of options in groups with other values, by flat name.
 
     The values are not validated as flags are; `config_file.checked` does that. Raises TypeError for a name that no
     option has, and UserError for options that contradict each other.
@@ -115,4 +123,4 @@ def evolve_options(options: Options, **values: Any) -> Options:
         groups[name] = attrs.evolve(group, **{own_name: values.pop(own_name) for own_name in own_names})
     if values:
         raise TypeError(f"no such options: {', '.join(sorted(values))}")
-    return attrs.evolve(options, **groups)
+    return type(options)(**groups)

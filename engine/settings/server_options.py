@@ -72,7 +72,7 @@ class HttpOptions:
 
 @frozen(kw_only=True)
 class CacheOptions:
-    """The prefix cache in host memory and on disk, and the states that recurrent models keep for it."""
+    """The prefix cache in host memory and on disk."""
 
     disk_prefix_cache: Annotated[str, flag(CACHE, validator=check_scope)] = "full"
     """What the cache on disk keeps. full: prompts and answers. auto:N: the part that a prompt shares with the most
@@ -97,6 +97,31 @@ class CacheOptions:
     """How cache files are stored. zstd: compressed. store: uncompressed, for disks that read faster than zstd decodes.
     auto: the one that was restored faster when the folder was first used; the folder remembers it."""
 
+    kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
+        512
+    )
+    """Prompts with fewer tokens are not kept."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raise UserError if a cache folder is named, but the disk is not used."""
+        if self.kv_cache_dir is not None and not self.uses_disk:
+            raise UserError("--disk-prefix-cache off uses no folder, but --kv-cache-dir names one: leave one out")
+
+    @property
+    def uses_disk(self) -> bool:
+        """True if `--disk-prefix-cache` lets the cache use a disk. The budget may still be 0."""
+        return parse_scope(self.disk_prefix_cache).kind != "off"
+
+    @property
+    def default_scope(self) -> Scope:
+        """The scope of requests that do not name one. Host memory still keeps everything if no disk is used."""
+        return parse_scope(self.disk_prefix_cache) if self.uses_disk else Scope("full")
+
+
+@frozen(kw_only=True)
+class SharedTierOptions:
+    """The store of objects behind the prefix cache that several servers share."""
+
     kv_shared_tier: Annotated[str, flag(CACHE)] = ""
     """Store of objects that several servers share: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
     file:///folder. Servers of one model restore there what others have read. Credentials come from the environment, as
@@ -108,10 +133,10 @@ class CacheOptions:
     kv_shared_max_age: Annotated[float, flag(CACHE, validator=Number(gt=0, lte=100_000))] = 168
     """Hours after which unused prompts leave the shared store."""
 
-    kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
-        512
-    )
-    """Prompts with fewer tokens are not kept."""
+
+@frozen(kw_only=True)
+class CheckpointOptions:
+    """The states of recurrent models that are kept for prompts to come, on the device and in the prefix cache."""
 
     kv_cache_cold_max: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         10240
@@ -128,21 +153,6 @@ class CacheOptions:
     state_checkpoints: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 8
     """For models with recurrent state: number of earlier states that stay on the device for turns that return to them.
     0: none. Each takes 147 MiB in a 27B model, so eight take 1.2 GiB."""
-
-    def __attrs_post_init__(self) -> None:
-        """Raise UserError if a cache folder is named, but the disk is not used."""
-        if self.kv_cache_dir is not None and not self.uses_disk:
-            raise UserError("--disk-prefix-cache off uses no folder, but --kv-cache-dir names one: leave one out")
-
-    @property
-    def uses_disk(self) -> bool:
-        """True if `--disk-prefix-cache` lets the cache use a disk. The budget may still be 0."""
-        return parse_scope(self.disk_prefix_cache).kind != "off"
-
-    @property
-    def default_scope(self) -> Scope:
-        """The scope of requests that do not name one. Host memory still keeps everything if no disk is used."""
-        return parse_scope(self.disk_prefix_cache) if self.uses_disk else Scope("full")
 
 
 @frozen(kw_only=True)

@@ -24,7 +24,7 @@ from engine.tools.simulation.logs.read_log import Logs, read_logs
 from engine.tools.simulation.parallel_runs import count_cores, run_side_by_side
 from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
 from engine.tools.simulation.simulated_costs import Costs, list_figures, read_costs
-from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.simulation.simulation_options import SimulatedPolicies, SimulatedServerOptions, SimulationOptions
 from engine.tools.simulation.simulation_plot import draw_simulation
 from engine.tools.simulation.simulation_report import print_report
 from engine.tools.simulation.tally import FinishedRun
@@ -37,19 +37,20 @@ LONG = 1 << 23
 
 def run(paths: Sequence[Path], wanted: SimulationOptions) -> int:
     """Simulate and report. Return the exit status. Raises UserError or OSError."""
-    if wanted.plot is not None:
-        check_plot_path(wanted.plot)
-    logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
-    if wanted.replicas:
-        return simulate_fleet(wanted, logs, build_setup(wanted, logs))
-    setup = build_setup(wanted, logs)
-    runs = run_scopes(setup, logs, wanted.scopes)
-    if wanted.json:
-        print(json.dumps(build_json(wanted, logs, setup, runs), indent=2))
+    if wanted.output.plot is not None:
+        check_plot_path(wanted.output.plot)
+    server = wanted.server
+    logs = read_logs(paths, server.model, shared_head=server.shared_head)
+    if wanted.fleet.replicas:
+        return simulate_fleet(wanted.fleet, wanted.output, logs, build_setup(wanted.policies, server, logs))
+    setup = build_setup(wanted.policies, server, logs)
+    runs = run_scopes(setup, logs, wanted.policies.scopes)
+    if wanted.output.json:
+        print(json.dumps(build_json(server, logs, setup, runs), indent=2))
     else:
         print_report(Console(), logs, setup, runs)
-    if wanted.plot is not None:
-        draw_simulation(wanted.plot, runs, describe_run(logs, runs[0]))
+    if wanted.output.plot is not None:
+        draw_simulation(wanted.output.plot, runs, describe_run(logs, runs[0]))
     return 0
 
 
@@ -59,38 +60,38 @@ def describe_run(logs: Logs, run: FinishedRun) -> str:
     return f"{format_count(figures_.requests, 'request')} of {format_count(len(logs.sessions), 'session')}, {tokens}"
 
 
-def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
+def build_setup(policies: SimulatedPolicies, server: SimulatedServerOptions, logs: Logs) -> Setup:
     try:
         costs = logs.measured.apply_to(Costs(), "recorded in the traces")
     except (ValueError, OverflowError) as error:
         raise UserError(f"the times that the traces tell cannot be: {error}") from error
-    if wanted.costs is not None:
-        costs = read_costs(wanted.costs, costs)
-    if wanted.state_bytes is not None:
-        costs = evolve(costs, state_bytes=wanted.state_bytes)
+    if server.costs is not None:
+        costs = read_costs(server.costs, costs)
+    if server.state_bytes is not None:
+        costs = evolve(costs, state_bytes=server.state_bytes)
     settings = with_state(
-        evolve(build_served_settings(logs.settings), store=True, rates=costs.build_rates()), costs, wanted
+        evolve(build_served_settings(logs.settings), store=True, rates=costs.build_rates()), costs, server
     )
-    if wanted.slots is not None:
-        settings = evolve(settings, slots=wanted.slots)
-    if wanted.min_tokens is not None:
-        settings = evolve(settings, min_tokens=wanted.min_tokens)
-    keep = max(1, round(wanted.prefill_keep_ratio * WHOLE))
-    compression = Compression(wanted.prefill_compression, wanted.prefill_threshold, keep, freeze=wanted.freeze)
+    if server.slots is not None:
+        settings = evolve(settings, slots=server.slots)
+    if policies.min_tokens is not None:
+        settings = evolve(settings, min_tokens=policies.min_tokens)
+    keep = max(1, round(policies.prefill_keep_ratio * WHOLE))
+    compression = Compression(policies.prefill_compression, policies.prefill_threshold, keep, freeze=policies.freeze)
     if compression.mode != "off":
         settings = evolve(settings, scorer_max_tokens=MOST_TOKENS)
-    elif wanted.freeze:
+    elif policies.freeze:
         raise UserError(
             "--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always"
         )
-    budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
+    budget = policies.budget * MIB if policies.budget_tokens is None else policies.budget_tokens * costs.token_bytes
     return Setup(
         fit_settings(settings, logs.sessions),
         costs,
         disk_budget=budget,
-        host_budget=wanted.host_budget * MIB,
-        restart_every=wanted.restart_every,
-        interleave=wanted.interleave,
+        host_budget=policies.host_budget * MIB,
+        restart_every=server.restart_every,
+        interleave=server.interleave,
         compression=compression,
     )
 
@@ -123,11 +124,11 @@ def build_served_settings(recorded: Settings | None) -> Settings:
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 
-def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> Settings:
+def with_state(settings: Settings, costs: Costs, server: SimulatedServerOptions) -> Settings:
     """Return the settings with recurrent state if the costs have any, or else without anything that belongs to it."""
     if not costs.state_bytes:
         return evolve(settings, state_checkpoints=0)
-    checkpoints = settings.state_checkpoints if wanted.state_checkpoints is None else wanted.state_checkpoints
+    checkpoints = settings.state_checkpoints if server.state_checkpoints is None else server.state_checkpoints
     return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_checkpoints=checkpoints)
 
 
@@ -148,14 +149,14 @@ def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Finish
         return run_side_by_side([partial(run, scope) for scope in scopes], step, most)
 
 
-def build_json(wanted: SimulationOptions, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> dict[str, Any]:
+def build_json(server: SimulatedServerOptions, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """Return what --json prints."""
     return {
         "logs": {
             "files": logs.formats,
             "sessions": len(logs.sessions),
             "texts": logs.texts or None,
-            "shared_head": wanted.shared_head,
+            "shared_head": server.shared_head,
         },
         "costs": {"source": setup.costs.source, **list_figures(setup.costs)},
         "settings": {

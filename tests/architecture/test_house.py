@@ -7,15 +7,18 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Generic, Protocol
+
+import attrs
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import PositionalStates, Shard, ShardPlacement, ShardSpec, SlotRows
 from adapters.remote.client.remote_shard import RemoteShard
-from tests.architecture.parsed import read_module, walk_module
+from tests.architecture.parsed import parse_module, read_module, walk_module
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adapters", "effects", "engine", "states")
@@ -90,6 +93,7 @@ IRREGULAR = {
 VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "shed", "speed"}
 MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
+MOST_FIELDS = 12  # of one object of options
 EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
 MOST_PARTICIPLES = 0.005  # of all functions
 # Words that say nothing to a reader who has never met the author, and class names that were replaced.
@@ -238,6 +242,22 @@ def test_no_function_takes_more_than_eight_parameters() -> None:
                 if count > MOST_PARAMETERS:
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count}")
     assert found == []
+
+
+def test_no_object_of_options_has_many_fields() -> None:
+    """More options than that are groups, and a reader of one group takes that group."""
+    found = [kind for path in modules() for kind in list_options(path)]
+    assert len(found) > 30
+    assert {kind: len(attrs.fields(kind)) for kind in found if len(attrs.fields(kind)) > MOST_FIELDS} == {}
+
+
+def list_options(path: Path) -> Iterator[type[attrs.AttrsInstance]]:
+    """Yield the objects of options of a module, and the groups that they consist of."""
+    nodes = [node.name for node in parse_module(path).body if isinstance(node, ast.ClassDef)]
+    names = [name for name in nodes if name.endswith("Options") or path.stem.endswith("options")]
+    if names:
+        module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        yield from filter(attrs.has, (getattr(module, name) for name in names))
 
 
 def list_members(*kinds: type) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import asdict
 
 from adapters.http.apis.openai_responses import ItemReferences, read_conversation
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, ServedModel
 from adapters.http.history import persistent_lru
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.tool_definitions import SkippedTools
@@ -44,7 +44,7 @@ EXAMPLES: tuple[tuple[What, Any, str], ...] = (
     ("numerics", Numerics, NUMERICS.to_json()),
     ("rates", RestoreTimes, RestoreTimes(5, 7, 1100, 1500).to_json()),
 )
-OPTIONS = EdgeOptions("small", 4096, 500)
+OPTIONS = EdgeOptions(ServedModel("small", 4096, 500))
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 OWNERS = ("", "a" * 64)
@@ -225,7 +225,7 @@ def responses(path: Path) -> Iterator[Case]:
             found.load()
         for shelf in (ResponseFolder(found, owner) for owner in OWNERS):
             for number in range(3):
-                earlier = shelf.find_conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
+                earlier = shelf.find_conversation(f"resp_{number:024x}", OPTIONS.limits.max_body) or []
                 with suppress(ApiError):
                     read_conversation(
                         Fields({"input": "And?"}), earlier, ItemReferences(shelf, OPTIONS), SkippedTools()

@@ -18,7 +18,7 @@ from engine.settings.user_error import UserError
 from engine.tools.simulate import build_setup, run_scopes
 from engine.tools.simulation.logs.read_log import Logs, read_logs
 from engine.tools.simulation.simulate_scope import Setup
-from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.simulation.simulation_options import SimulatedPolicies, SimulationOptions
 from engine.tools.timeline.timeline_page import write_page
 from tests.campaign.case import Case
 from tests.campaign.damage import BYTES
@@ -47,7 +47,7 @@ TEXTS = [
 
 def simulated(path: Path) -> None:
     """Read, and run as far as it is short."""
-    wanted = SimulationOptions(min_tokens=4)
+    wanted = SimulationOptions(policies=SimulatedPolicies(min_tokens=4))
     try:
         logs = read_logs([path])
         setup = build_setup(wanted, logs)

@@ -144,10 +144,10 @@ def test_a_trace_is_executed_with_the_places_for_states_that_it_was_recorded_wit
     """It names them, and the device refuses one that it does not have."""
     settings = Settings(slots=1, max_context=2048, chunk=256)
     header = Header(VERSION, "test", settings, "the demo's", {**SHAPE, "state_checkpoints": 20})
-    assert read_options(header, None).cache.state_checkpoints == 20
+    assert read_options(header, None).checkpoints.state_checkpoints == 20
     assert (
-        read_options(evolve(header, config=SHAPE), None).cache.state_checkpoints
-        == parse_values(SHAPE).cache.state_checkpoints
+        read_options(evolve(header, config=SHAPE), None).checkpoints.state_checkpoints
+        == parse_values(SHAPE).checkpoints.state_checkpoints
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from attrs import define, evolve
+from attrs import define
 from starlette.routing import Route
 
 from adapters.http.app import Edge, build_app
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, ServedModel
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.histories import Histories
@@ -25,6 +25,7 @@ from adapters.metrics import Metrics
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.text.model_text import Text
 from effects.job import Job
+from engine.settings.options import evolve_options
 from tests.http.fake_door import FakeDoor, digest_script
 from tests.text import small
 
@@ -84,7 +85,7 @@ async def served(
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
     text = Text.load(folder)
     await text.check()
-    edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
+    edge = evolve_options(EdgeOptions(ServedModel("small", 4096, text.tokenizer.size)), **options)
     metrics = Metrics()
     archive = ResponseStore(None if kept is None else PrivateFolder.open(kept))
     archive.load()

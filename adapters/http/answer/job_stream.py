@@ -192,8 +192,8 @@ def run_jobs(
     try:
         for one in planned:
             run.add(one, door.submit(one.job))
-        if options.request_timeout_s is not None:
-            run.start_deadline(options.request_timeout_s)
+        if options.times.request_timeout_s is not None:
+            run.start_deadline(options.times.request_timeout_s)
         yield run
     finally:
         run.close()

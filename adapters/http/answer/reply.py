@@ -82,8 +82,8 @@ class Reply:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with anyio.create_task_group() as tasks:
-            stalled = Alarm(self.options.write_timeout_s, lambda: self._give_up(scope, tasks.cancel_scope))
-            quiet = Alarm(self.options.keepalive_s, lambda: tasks.start_soon(self._keep_alive, quiet, send_timed))
+            stalled = Alarm(self.options.times.write_timeout_s, lambda: self._give_up(scope, tasks.cancel_scope))
+            quiet = Alarm(self.options.times.keepalive_s, lambda: tasks.start_soon(self._keep_alive, quiet, send_timed))
 
             async def send_timed(message: Message) -> None:
                 quiet.stop()

@@ -35,7 +35,7 @@ def collect_props(door: Door, text: Text, options: EdgeOptions) -> dict[str, Any
     template = text.template
     return {
         "default_generation_settings": make_default_settings(options),
-        "model_alias": options.model_id,
+        "model_alias": options.model.model_id,
         "chat_template": template.source if template is not None else None,
         "tool_parser": text.calls,
         "reasoning_parser": text.reasoning,
@@ -44,8 +44,8 @@ def collect_props(door: Door, text: Text, options: EdgeOptions) -> dict[str, Any
         "eos_token": text.tokenizer.variables.get("eos_token", ""),
         "modalities": {"vision": False, "audio": False},
         "eos_tokens": list(text.tokenizer.end_tokens),
-        "build_info": f"rekindle {options.version}",
-        "numerics": dict(options.numerics),
+        "build_info": f"rekindle {options.model.version}",
+        "numerics": dict(options.model.numerics),
         "total_slots": len(status.slots),
         **status.props,
         **asdict(status, filter=exclude("props")),

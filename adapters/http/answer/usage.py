@@ -103,7 +103,7 @@ def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, An
             "selected": report.cache.boundary,
             "kept": kept,
             "reason": "disk_off"
-            if ended.planned_job.requests_scope and kept and not options.disk
+            if ended.planned_job.requests_scope and kept and not options.defaults.disk
             else report.cache.reason,
             "followed": report.followed_tokens,
             "follow_wait_ms": round(report.follow_wait_ns / 1e6, 3),
@@ -120,7 +120,7 @@ def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, An
             "why": report.speculation or None,
         },
         "tool_choice": TOOL_CHOICE_RESULTS[ended.planned_job.reader.check_choice(ended.called_functions)],
-        "numerics": options.numerics.get("mode", "exact"),
+        "numerics": options.model.numerics.get("mode", "exact"),
         "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.outcome.stages_ms.items()},
     }
 

@@ -93,7 +93,7 @@ class MessageShape:
 
     def stream_heartbeat(self) -> Iterable[bytes]:
         yield encode_message_event(PING)
-        if time.monotonic() - self._last_event_time >= self.options.sign_of_life_s:
+        if time.monotonic() - self._last_event_time >= self.options.times.sign_of_life_s:
             self._last_event_time = time.monotonic()
             yield encode_message_event(NOTHING_NEW)
 

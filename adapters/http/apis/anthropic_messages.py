@@ -90,7 +90,7 @@ async def read_request(fields: Fields, options: EdgeOptions, text: Text, caller:
 
 
 async def count_tokens(fields: Fields, options: EdgeOptions, text: Text, caller: ApiClient) -> Tokens:
-    read_model(fields, options)
+    read_model(fields, options.model)
     conversation = await read_conversation(fields, text, SkippedTools())
     turns = caller.find_turns(read_salt(fields))
     return (await render_chat_prompt(conversation, fields, text, options, caller.has_left, turns=turns)).tokens

@@ -69,8 +69,8 @@ async def read_request(
     path = fields.path_of("prompt")
     several = isinstance(prompt, list) and int not in set(map(type, prompt))
     listed = [unwrap_prompt(one) for one in (prompt if isinstance(prompt, list) and several else [prompt])]
-    if not listed or len(listed) > options.max_prompts:
-        raise invalid(path, f"must have 1 to {options.max_prompts} prompts, not {len(listed)}")
+    if not listed or len(listed) > options.limits.max_prompts:
+        raise invalid(path, f"must have 1 to {options.limits.max_prompts} prompts, not {len(listed)}")
     paths = [f"{path}[{index}]" if several else path for index in range(len(listed))]
     special = fields.flag("parse_special", True)  # its clients render templates themselves
     encoding = TextEncoding(special, caller.has_left)
@@ -109,16 +109,16 @@ async def encode_mixed_prompt(
     if not set(map(type, parts)) <= {str, int} or sum(isinstance(part, str) for part in parts) > MOST_PARTS:
         raise invalid(path, f"must be {KINDS}, with at most {MOST_PARTS} strings in one, not {quote_value(prompt)}")
     if len(parts) >= options.max_prompt_tokens:  # this comes before millions of tokens are checked
-        raise context_exceeded(len(parts), options.max_ctx, path)
+        raise context_exceeded(len(parts), options.model.max_ctx, path)
     tokens: list[int] = []
     for index, part in enumerate(parts):
         where = f"{path}[{index}]" if isinstance(prompt, list) else path
         if isinstance(part, str):
             tokens += await encode_prompt(part, where, evolve(encoding, starts_prompt=index == 0), text, options)
-        elif 0 <= part < options.vocab:
+        elif 0 <= part < options.model.vocab:
             tokens.append(part)
         else:
-            raise invalid(where, f"must be a token id from 0 to {options.vocab - 1}, not {quote_value(part)}")
+            raise invalid(where, f"must be a token id from 0 to {options.model.vocab - 1}, not {quote_value(part)}")
     return tuple(tokens)
 
 

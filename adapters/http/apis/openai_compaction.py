@@ -16,7 +16,7 @@ from attrs import define, evolve
 from adapters.http.answer.job_stream import FinishedChoice
 from adapters.http.apis.openai_items_as_text import TRIGGER
 from adapters.http.apis.openai_response_answer import ResponseDetails, ResponseShape
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import ServedModel
 from adapters.http.history.response_store import ENCODER
 from adapters.http.request.parsed_request import ParsedRequest
 from adapters.http.wire.errors import context_exceeded
@@ -43,13 +43,13 @@ def add_trigger(fields: Fields, items: Sequence[Any]) -> Fields:
     return Fields({**fields.data, **again}, fields.path)
 
 
-def expect_summary(request: ParsedRequest[ResponseDetails], options: EdgeOptions) -> ParsedRequest[ResponseDetails]:
+def expect_summary(request: ParsedRequest[ResponseDetails], model: ServedModel) -> ParsedRequest[ResponseDetails]:
     """Return the request with an answer that is text only. Raises ApiError where the prompt leaves no room for it.
 
     The prompt still describes the tools, as all prompts of the conversation do, so that the cache has its rows.
     """
-    if len(request.prompts[0]) + min(LEAST_SUMMARY, options.max_ctx // 8) > options.max_ctx:
-        raise context_exceeded(len(request.prompts[0]), options.max_ctx, request.paths[0])
+    if len(request.prompts[0]) + min(LEAST_SUMMARY, model.max_ctx // 8) > model.max_ctx:
+        raise context_exceeded(len(request.prompts[0]), model.max_ctx, request.paths[0])
     controls = evolve(request.controls, response_format=None, max_tokens=request.controls.max_tokens or MOST_SUMMARY)
     reader = evolve(request.reader, tools={}, choice=ToolChoice())
     details = evolve(request.details, is_compacting=True)

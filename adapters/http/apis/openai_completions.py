@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from adapters.http.apis.api import Api
 from adapters.http.apis.openai_answer import BestOf, CompletionShape
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, RequestLimits
 from adapters.http.request.controls import ApiFieldNames, Controls, check_tokens, read_controls
 from adapters.http.request.parsed_request import ApiClient, ParsedRequest
 from adapters.http.request.unsupported import UNSUPPORTED
@@ -40,7 +40,7 @@ async def read_request(
     fields: Fields, options: EdgeOptions, text: Text, caller: ApiClient
 ) -> ParsedRequest[BestOf | None]:
     controls = read_completion_controls(fields, options, text)
-    controls, best = read_best_of(fields, controls, options)
+    controls, best = read_best_of(fields, controls, options.limits)
     prompts, paths = await read_prompts(fields, options, text, caller.has_left)
     return ParsedRequest(controls, prompts, paths, best)
 
@@ -51,9 +51,9 @@ def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -
     return evolve(controls, echo=fields.flag("echo"))
 
 
-def read_best_of(fields: Fields, controls: Controls, options: EdgeOptions) -> tuple[Controls, BestOf | None]:
+def read_best_of(fields: Fields, controls: Controls, limits: RequestLimits) -> tuple[Controls, BestOf | None]:
     """Return controls that generate `best_of` answers to a prompt, and what the shape needs to give the `n` best."""
-    best_of = fields.integer("best_of", 1, options.max_choices)
+    best_of = fields.integer("best_of", 1, limits.max_choices)
     if best_of is None or best_of == controls.choices:
         return controls, None
     if best_of < controls.choices:
@@ -79,8 +79,8 @@ async def read_prompts(
     listed: list[Any] = [prompt]
     if many := isinstance(prompt, list) and set(map(type, prompt)) - {int}:
         listed = list(prompt)
-    if len(listed) > options.max_prompts:
-        raise invalid(path, f"must have at most {options.max_prompts} entries, not {len(listed)}")
+    if len(listed) > options.limits.max_prompts:
+        raise invalid(path, f"must have at most {options.limits.max_prompts} entries, not {len(listed)}")
     paths = [f"{path}[{index}]" for index in range(len(listed))] if many else [path]
     kinds = {type(item) for item in listed}
     if kinds == {str}:
@@ -90,8 +90,8 @@ async def read_prompts(
     if kinds == {list}:
         for item, where in zip(listed, paths, strict=True):
             if len(item) >= options.max_prompt_tokens:  # this comes before millions of tokens are checked
-                raise context_exceeded(len(item), options.max_ctx, where)
-        return [check_tokens(item, where, options) for item, where in zip(listed, paths, strict=True)], paths
+                raise context_exceeded(len(item), options.model.max_ctx, where)
+        return [check_tokens(item, where, options.model) for item, where in zip(listed, paths, strict=True)], paths
     raise invalid(path, f"must be {KINDS}, not {quote_value(prompt)}")
 
 
@@ -105,7 +105,7 @@ async def encode_prompt(prompt: str, path: str, encoding: TextEncoding, text: Te
             is_disconnected=encoding.has_left,
         )
     except TooManyTokens as error:
-        raise length_not_counted(error.tokens, options.max_ctx, path) from None
+        raise length_not_counted(error.tokens, options.model.max_ctx, path) from None
     except ClientLeft:
         raise client_gone() from None
     return tokens

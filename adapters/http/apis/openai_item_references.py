@@ -28,7 +28,7 @@ class ItemReferences:
 
     def __attrs_post_init__(self) -> None:
         """Let the request read as many bytes of earlier responses as its body may have."""
-        self.bytes_left = self.options.max_body
+        self.bytes_left = self.options.limits.max_body
 
     def __call__(self, item: str) -> Mapping[str, Any] | None:
         response, index = locate_item(item)

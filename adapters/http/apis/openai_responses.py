@@ -23,7 +23,7 @@ from adapters.http.apis.openai_item_references import ItemReferences
 from adapters.http.apis.openai_offered_tools import OfferedTools, read_tools
 from adapters.http.apis.openai_response_answer import ResponseDetails, ResponseShape
 from adapters.http.apis.openai_response_items import ConversationBuilder, guess_speaker
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, RequestLimits
 from adapters.http.history.response_store import ENCODER, ResponseFolder
 from adapters.http.history.response_store import decode_response as read_kept
 from adapters.http.request.controls import ApiFieldNames, Controls, read_controls, read_model, read_salt
@@ -98,7 +98,7 @@ async def read_request(
     )
     headers = {**skipped.headers, **make_template_headers(conversation, text)}
     found = build_request(controls, prompt, [fields.path_of("input")], headers, turns, details=details)
-    return expect_summary(found, options) if is_triggered(read_input(fields)) else found
+    return expect_summary(found, options.model) if is_triggered(read_input(fields)) else found
 
 
 async def read_compaction(
@@ -106,7 +106,7 @@ async def read_compaction(
 ) -> ParsedRequest[ResponseDetails]:
     """Read a request for a summary. It has the same fields, without those about how an answer is given."""
     found = await read_request(folder, add_trigger(fields, read_input(fields)), options, text, caller)
-    earlier = read_previous(fields, folder, options)
+    earlier = read_previous(fields, folder, options.limits)
     users = await anyio.to_thread.run_sync(list_user_messages, fields, earlier, options, limiter=parser_limiter())
     return evolve(found, details=evolve(found.details, user_messages=users))
 
@@ -114,13 +114,13 @@ async def read_compaction(
 def list_user_messages(fields: Fields, earlier: Sequence[bytes], options: EdgeOptions) -> list[Mapping[str, Any]]:
     """Return the user's messages, up to a quarter of the context at four bytes a token."""
     kept = [item for raw in earlier for item in read_kept(raw, options).items]
-    return retain_user_messages([*kept, *read_input(fields)], options.max_ctx)
+    return retain_user_messages([*kept, *read_input(fields)], options.model.max_ctx)
 
 
 async def count_tokens(
     folder: ResponseFolder, fields: Fields, options: EdgeOptions, text: Text, caller: ApiClient
 ) -> Tokens:
-    read_model(fields, options)
+    read_model(fields, options.model)
     conversation, _ = await read_with_history(folder, fields, options, text, SkippedTools())
     turns = caller.find_turns(read_salt(fields))
     return (
@@ -135,19 +135,19 @@ async def read_with_history(
 ) -> tuple[Conversation, OfferedTools]:
     """Return the whole conversation, with earlier responses and the new items, and the tools."""
     check_template(text)
-    earlier = read_previous(fields, folder, options)
+    earlier = read_previous(fields, folder, options.limits)
     find = ItemReferences(folder, options)
     # What was stored may be as large as a body, and is parsed again: one such conversation at a time.
     return await anyio.to_thread.run_sync(read_conversation, fields, earlier, find, skipped, limiter=parser_limiter())
 
 
-def read_previous(fields: Fields, folder: ResponseFolder, options: EdgeOptions) -> list[bytes]:
+def read_previous(fields: Fields, folder: ResponseFolder, limits: RequestLimits) -> list[bytes]:
     name = fields.text("previous_response_id")
     if name is None:
         return []
     where = fields.path_of("previous_response_id")
     try:
-        found = folder.find_conversation(name, options.max_body)
+        found = folder.find_conversation(name, limits.max_body)
     except OverflowError:
         raise invalid(where, "the conversation is larger than this server accepts; begin a new one") from None
     if found is None:

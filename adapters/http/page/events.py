@@ -18,7 +18,7 @@ from attrs import define, field
 from starlette.types import Message, Receive, Scope, Send
 
 from adapters.http.answer.reply import STREAM_HEADERS
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeTimes
 from adapters.http.wire.connection import ABORT, STOPPING
 from adapters.http.wire.errors import ApiError
 
@@ -35,7 +35,7 @@ class PropsWatch:
     """
 
     read_props: Callable[[], Mapping[str, Any]]
-    options: EdgeOptions
+    times: EdgeTimes
     listener_count: int = 0
     # Of each property: the version that changed it last, and its JSON.
     _parts: dict[str, tuple[int, bytes]] = field(factory=dict)
@@ -46,7 +46,7 @@ class PropsWatch:
         """Return an application for one more listener. Raises ApiError 429 if too many listen."""
         if self.listener_count >= MAX_LISTENERS:
             message = f"{MAX_LISTENERS} pages watch this server already. Close one of them."
-            headers = {"retry-after": str(max(5, self.options.retry_after_s))}
+            headers = {"retry-after": str(max(5, self.times.retry_after_s))}
             raise ApiError(429, message, "rate_limit_error", code="too_many_listeners", headers=headers)
         return Listener(self)
 
@@ -102,7 +102,7 @@ class Listener:
         told_at = 0.0
         while not stopping.is_set():
             seen, event = self.watch.read_changes(seen)
-            if event or time.monotonic() - told_at >= self.watch.options.keepalive_s:
+            if event or time.monotonic() - told_at >= self.watch.times.keepalive_s:
                 body = event or COMMENT
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
                 told_at = time.monotonic()
@@ -111,7 +111,7 @@ class Listener:
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        with anyio.fail_after(self.watch.options.write_timeout_s):
+        with anyio.fail_after(self.watch.times.write_timeout_s):
             await send(message)
 
 

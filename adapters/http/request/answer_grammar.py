@@ -57,7 +57,9 @@ async def compile_answer_grammar(
         given = None if form is None else RequestedForm(form.grammar, form.path, form.schema, form.strict)
         found = await FormFitter(request.reader, given, text.grammars, has_left, owner).fit()
     except TooManyGrammars:
-        raise unavailable("Too many grammars are waiting. Try again in a moment.", options.retry_after_s) from None
+        raise unavailable(
+            "Too many grammars are waiting. Try again in a moment.", options.times.retry_after_s
+        ) from None
     except SchemaRefused as refused:
         raise refuse_format(refused.path, str(refused)) from None
     except GrammarRefused as refused:

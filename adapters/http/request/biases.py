@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import ServedModel
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.fields import Fields, quote_value
 from adapters.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ class Bias:
     path: str
 
 
-def read_biases(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+def read_biases(fields: Fields, model: ServedModel, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return token ids with their biases. Every token of a text gets its bias, as in llama.cpp."""
     path = fields.path_of("logit_bias")
     listed = [*parse_biases(fields)]
@@ -42,10 +42,10 @@ def read_biases(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> t
         bias = check_bias(one)
         if isinstance(one.target, str):
             read |= dict.fromkeys(next(tokens), bias)
-        elif 0 <= one.target < options.vocab:
+        elif 0 <= one.target < model.vocab:
             read[one.target] = bias
         else:
-            raise invalid(path, f"the key {one.target} is not a token id from 0 to {options.vocab - 1}")
+            raise invalid(path, f"the key {one.target} is not a token id from 0 to {model.vocab - 1}")
     if len(read) > MAX_BIASES:
         raise too_many(path, len(read))
     return tuple(sorted(read.items()))

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, ServedModel
 from adapters.http.request.compression import RequestedCompression, read_compression
 from adapters.http.request.response_format import ResponseFormat, read_response_format
 from adapters.http.request.sampling_fields import read_sampling
@@ -73,20 +73,20 @@ def read_controls(
     fields: Fields, names: ApiFieldNames, options: EdgeOptions, tokenizer: Tokenizer, logprobs: int = -1
 ) -> Controls:
     """Read the shared fields. Raises ApiError for the first field that is wrong."""
-    model = read_model(fields, options)
+    model = read_model(fields, options.model)
     refuse_unsupported(fields, names.unsupported)
     stream_options = fields.read_object("stream_options")
     extra_ends = () if fields.flag("ignore_eos") else tokenizer.end_tokens
     return Controls(
         model=model,
         sampling=evolve(read_sampling(fields, options, tokenizer), logprobs=logprobs),
-        choices=(names.choices and fields.integer(names.choices, 1, options.max_choices)) or 1,
+        choices=(names.choices and fields.integer(names.choices, 1, options.limits.max_choices)) or 1,
         stop_strings=read_stops(fields, names.stops),
         stop_tokens=tuple(
-            dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options)))
+            dict.fromkeys((*extra_ends, *read_tokens(fields, "stop_token_ids", MAX_STOP_TOKENS, options.model)))
         ),
         max_tokens=read_max_tokens(fields, names),
-        scope=read_scope(fields, options.scope) if fields.flag("cache_prompt", True) else Scope("off"),
+        scope=read_scope(fields, options.defaults.scope) if fields.flag("cache_prompt", True) else Scope("off"),
         speculate=fields.choice("speculation", ("auto", "off")) != "off",
         stream=fields.flag("stream"),
         include_usage=stream_options is not None and stream_options.flag("include_usage"),
@@ -95,7 +95,7 @@ def read_controls(
         salt=read_salt(fields),
         response_format=read_response_format(fields, names.formats),
         one_off=fields.flag("one_off") if fields.has("one_off") else None,
-        compression=read_compression(fields, options.compression),
+        compression=read_compression(fields, options.defaults.compression),
         shows_timings=fields.flag("timings_per_token"),
         names_tier=fields.text("service_tier") is not None,
     )
@@ -134,9 +134,9 @@ def read_max_tokens(fields: Fields, names: ApiFieldNames) -> int | None:
     return names.default_max_tokens if count is None else None if count == -1 else count
 
 
-def read_model(fields: Fields, options: EdgeOptions) -> str:
+def read_model(fields: Fields, model: ServedModel) -> str:
     asked = fields.text("model")
-    return options.model_id if asked is None else check_name(asked, options)
+    return model.model_id if asked is None else check_name(asked, model)
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
@@ -152,17 +152,17 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def read_tokens(fields: Fields, name: str, most: int, options: EdgeOptions) -> Tokens:
-    return check_tokens(fields.items(name, most) or [], fields.path_of(name), options)
+def read_tokens(fields: Fields, name: str, most: int, model: ServedModel) -> Tokens:
+    return check_tokens(fields.items(name, most) or [], fields.path_of(name), model)
 
 
-def check_tokens(tokens: list[Any], path: str, options: EdgeOptions) -> Tokens:
-    if set(map(type, tokens)) <= {int} and 0 <= min(tokens, default=0) <= max(tokens, default=0) < options.vocab:
+def check_tokens(tokens: list[Any], path: str, model: ServedModel) -> Tokens:
+    if set(map(type, tokens)) <= {int} and 0 <= min(tokens, default=0) <= max(tokens, default=0) < model.vocab:
         return tuple(tokens)  # the usual case, quickly
     for index, token in enumerate(tokens):
-        if type(token) is not int or not 0 <= token < options.vocab:
+        if type(token) is not int or not 0 <= token < model.vocab:
             raise invalid(
-                f"{path}[{index}]", f"must be a token id from 0 to {options.vocab - 1}, not {quote_value(token)}"
+                f"{path}[{index}]", f"must be a token id from 0 to {model.vocab - 1}, not {quote_value(token)}"
             )
     return tuple(tokens)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, RequestLimits
 from adapters.http.history.answer_tokens import PendingTurn
 from adapters.http.history.frozen_messages import FrozenMessages, MessageFreezing
 from adapters.http.request.compression import (
@@ -73,7 +73,7 @@ class JobPlanner:
 
         Raises ApiError for too many jobs, or for a prompt that is empty or leaves no room.
         """
-        check_job_count(request, self.options)
+        check_job_count(request, self.options.limits)
         jobs = list[PlannedJob]()
         for number in range(len(request.prompts)):
             jobs += self._plan_prompt(request, number)
@@ -90,7 +90,7 @@ class JobPlanner:
         opened = self.openings.find_boundaries(prompt)
         session = find_session(request)
         compression = self._compress(request, prompt, opened, session)
-        room = options.max_ctx - count_tokens(select_remaining_spans(compression.parts, len(prompt)))
+        room = options.model.max_ctx - count_tokens(select_remaining_spans(compression.parts, len(prompt)))
         # An answer with the prompt's logprobs takes nothing from other requests, and leaves nothing to them.
         is_alone = controls.echo and controls.sampling.logprobs >= 0
         for choice in range(controls.choices):
@@ -110,7 +110,13 @@ class JobPlanner:
                 opens=request.opens_conversation,
             )
             if room < 1:
-                job = fit_job(job, controls.max_tokens, options.max_ctx, options.compression.max_scored_tokens, path)
+                job = fit_job(
+                    job,
+                    controls.max_tokens,
+                    options.model.max_ctx,
+                    options.defaults.compression.max_scored_tokens,
+                    path,
+                )
             yield PlannedJob(
                 index=number * controls.choices + choice,
                 prompt_index=number,
@@ -128,7 +134,7 @@ class JobPlanner:
     def _compress(self, request: ParsedRequest[Any], prompt: Tokens, opened: Tokens, session: str) -> Compression:
         """Return how a prompt may be shortened. opened: the positions just after what opens each message."""
         requested = find_compression(request)
-        defaults = self.options.compression
+        defaults = self.options.defaults.compression
         compression = add_prompt_parts(
             make_compression(requested, prompt, defaults, self.sessions.find_keep(session)),
             prompt,
@@ -146,14 +152,12 @@ class JobPlanner:
         return freezing.apply(compression, prompt, len(request.messages))
 
 
-def check_job_count(request: ParsedRequest[Any], options: EdgeOptions) -> None:
+def check_job_count(request: ParsedRequest[Any], limits: RequestLimits) -> None:
     """Raise ApiError if the request makes more jobs than slots and queue hold."""
     choices = request.controls.choices
     jobs = len(request.prompts) * choices
-    if jobs > options.max_jobs:
-        message = (
-            f"asks for {jobs} answers at once; this server takes at most {options.max_jobs} (--slots, --max-queue)"
-        )
+    if jobs > limits.max_jobs:
+        message = f"asks for {jobs} answers at once; this server takes at most {limits.max_jobs} (--slots, --max-queue)"
         raise invalid("$.n" if choices > 1 else "$.prompt", message)
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import anyio
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, ServedModel
 from adapters.http.history.answer_tokens import CallerTurns, PendingTurn
 from adapters.http.request.controls import Controls
 from adapters.http.request.parsed_request import ParsedRequest
@@ -68,11 +68,11 @@ async def render_chat_prompt(
     most = options.max_counted_tokens
     check_value_count(conversation, path)
     conversation = await stabilize_conversation(conversation, fields, options, turns)
-    check_text_length(conversation, text, most, options, path)
+    check_text_length(conversation, text, most, options.model, path)
     try:
         return await translate_errors(text.build_prompt(conversation, most, has_left, turns), path)
     except TooManyTokens as error:
-        raise length_not_counted(error.tokens, options.max_ctx, path) from None
+        raise length_not_counted(error.tokens, options.model.max_ctx, path) from None
     except ClientLeft:
         raise client_gone() from None
 
@@ -83,7 +83,7 @@ async def render_text(
     """Return the text of a conversation, not tokenized. Raises ApiError."""
     check_value_count(conversation, "$.messages")
     conversation = await stabilize_conversation(conversation, fields, options, turns)
-    check_text_length(conversation, text, options.max_counted_tokens, options, "$.messages")
+    check_text_length(conversation, text, options.max_counted_tokens, options.model, "$.messages")
     return await translate_errors(text.render_conversation(conversation), "$.messages")
 
 
@@ -93,7 +93,7 @@ async def stabilize_conversation(
     """Return the conversation without what agents change in every prompt, unless the request or the server says
     `off`.
     """
-    if (fields.choice("stabilize", STABILIZE) or options.stabilize) == "off":
+    if (fields.choice("stabilize", STABILIZE) or options.defaults.stabilize) == "off":
         return conversation
     return await anyio.to_thread.run_sync(stabilize, conversation, turns.find_moved_texts)
 
@@ -149,7 +149,7 @@ def check_value_count(conversation: Conversation, path: str) -> None:
         raise invalid(path, f"the arguments of its tool calls have more than {MAX_ARGUMENT_VALUES} values in all")
 
 
-def check_text_length(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:
+def check_text_length(conversation: Conversation, text: Text, most: int, model: ServedModel, path: str) -> None:
     """Refuse, before rendering, a conversation that cannot fit. Templates may leave out an assistant's reasoning, but
     nothing else. Raises ApiError.
     """
@@ -162,6 +162,6 @@ def check_text_length(conversation: Conversation, text: Text, most: int, options
         said += min_byte_length(answer)
         thought += min_byte_length(message.reasoning) + len(content) - len(answer)
     if said > knowledge.most_bytes(most):
-        raise length_not_counted(knowledge.min_tokens(said), options.max_ctx, path)
+        raise length_not_counted(knowledge.min_tokens(said), model.max_ctx, path)
     if thought > MAX_REASONING_CONTEXTS * knowledge.most_bytes(most):
-        raise length_not_counted(0, options.max_ctx, path)
+        raise length_not_counted(0, model.max_ctx, path)

@@ -50,9 +50,9 @@ def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) ->
     if given["top_p"] == 0:  # only the most likely token
         given |= {"top_p": 1.0, "top_k": 1}
     sampling = evolve(
-        options.sampling,
+        options.defaults.sampling,
         **{name: value for name, value in given.items() if value is not None},
-        logit_bias=read_biases(fields, options, tokenizer),
+        logit_bias=read_biases(fields, options.model, tokenizer),
         seed=read_seed(fields),
     )
     check_window(fields, sampling)
@@ -78,8 +78,8 @@ def check_window(fields: Fields, sampling: Sampling) -> None:
 
 def make_default_settings(options: EdgeOptions) -> Mapping[str, Any]:
     """Return the settings for a request that names none, in the shape that llama.cpp's clients read."""
-    parameters = {**list_settings(options.sampling), "seed": -1, "max_tokens": -1, "n_predict": -1}
-    return {"n_ctx": options.max_ctx, **parameters, "params": parameters}
+    parameters = {**list_settings(options.defaults.sampling), "seed": -1, "max_tokens": -1, "n_predict": -1}
+    return {"n_ctx": options.model.max_ctx, **parameters, "params": parameters}
 
 
 def list_settings(sampling: Sampling) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ async def read_request_fields(request: Request, options: EdgeOptions, budget: Bo
     400, 408, 413, 415 or 503.
     """
     check_headers(request)
-    with budget.open_body(options.body_timeout_s) as body:
+    with budget.open_body(options.times.body_timeout_s) as body:
         value, repairs = await parse_body(await read_bytes(request, options, budget, body), options)
         yield evolve(Fields.from_value(value, "$"), repairs=repairs)
 
@@ -83,7 +83,7 @@ def parse_large_json(raw: bytes | bytearray, options: EdgeOptions) -> Any:
     """Parse a body that would take much time and memory if it held millions of small values. Raises ApiError where it
     does.
     """
-    most = min(MAX_VALUES, MAX_CONTAINERS + options.max_prompts * options.max_ctx)
+    most = min(MAX_VALUES, MAX_CONTAINERS + options.limits.max_prompts * options.model.max_ctx)
     for found in measure_json(raw):
         if found.depth > MAX_DEPTH:
             raise invalid("$", f"the body is nested deeper than {MAX_DEPTH}")
@@ -108,26 +108,26 @@ def check_headers(request: Request) -> None:
 async def read_bytes(request: Request, options: EdgeOptions, budget: BodyBudget, body: IncomingBody) -> bytearray:
     too_large = ApiError(
         413,
-        f"The body is larger than {options.max_body} bytes (--max-body).",
+        f"The body is larger than {options.limits.max_body} bytes (--max-body).",
         code="body_too_large",
         headers=CLOSE_HEADERS,
     )
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > options.max_body:
+    if declared.isdecimal() and int(declared[:20]) > options.limits.max_body:
         raise too_large
     announced = request.scope.get(ANNOUNCED, int)
     raw = bytearray()
     try:
         with body.scope:
             async for part in receive_parts(request):
-                if max(len(raw) + len(part), announced()) > options.max_body:
+                if max(len(raw) + len(part), announced()) > options.limits.max_body:
                     raise too_large
                 await budget.grow(body, len(part))
                 raw += part
     except ClientDisconnect:
         raise ApiError(400, "The body was not sent completely.", headers=CLOSE_HEADERS) from None
     if body.scope.cancelled_caught:
-        raise make_timeout_error(body, options.body_timeout_s)
+        raise make_timeout_error(body, options.times.body_timeout_s)
     budget.finish(body)
     return raw
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
-from attrs import frozen
+from attrs import field, frozen
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
+
+from engine.settings.option_types import FLAT
 
 ASKED = Group("Server", sort_key=1)
 LOAD = Group("Load", sort_key=2)
@@ -82,8 +84,8 @@ def check_body(_: Any, value: str) -> None:
 
 
 @frozen(kw_only=True)
-class LoadOptions:
-    """Options of `rekindle bench serve`."""
+class MeasuredServer:
+    """The server that is measured, and how it is asked."""
 
     url: Annotated[str, Parameter(group=ASKED, validator=check_url)] = "http://127.0.0.1:8000"
     """Address of the server; /v1 is added."""
@@ -100,6 +102,15 @@ class LoadOptions:
     timeout: Annotated[float, Parameter(group=ASKED, validator=Number(gt=0, lte=86_400))] = 600.0
     """Seconds without a byte after which a request counts as failed."""
 
+    @property
+    def base(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+@frozen(kw_only=True)
+class ArrivalOptions:
+    """The arrival of requests: by streams, or at a rate."""
+
     concurrency: Annotated[str, Parameter(group=LOAD, validator=check_concurrency)] = "1"
     """Number of concurrent streams. Each stream sends its next request when the last one is answered. Several numbers
     with commas are measured one after the other."""
@@ -113,6 +124,19 @@ class LoadOptions:
 
     warm_up: Annotated[int, Parameter(group=LOAD, validator=Number(gte=0, lte=1024))] = 1
     """Requests of each stream before a level that are not counted."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        return parse_whole_numbers(self.concurrency, MOST_STREAMS, "a number of streams")
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return parse_rates(self.rate)
+
+
+@frozen(kw_only=True)
+class RequestOptions:
+    """The requests: their prompts, the lengths of their answers, and their other fields."""
 
     prompt_tokens: Annotated[str, Parameter(group=PROMPTS, validator=check_lengths)] = "512"
     """Length of prompts, or a range such as 100-2000."""
@@ -147,24 +171,27 @@ class LoadOptions:
     )
     """Repeat the lengths, arrivals and prompts of an earlier run. By default all prompts are new."""
 
+    @property
+    def more(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self.body))
+
+
+@frozen(kw_only=True)
+class LoadOutput:
+    """The form of the result."""
+
     json: Annotated[bool, Parameter(group=SHOWN, negative="", show_default=False)] = False
     """Print only JSON on standard output: the figures, and every request."""
 
     plot: Annotated[Path | None, Parameter(group=SHOWN)] = None
     """Draw the result to this file, .svg or .png."""
 
-    @property
-    def streams(self) -> tuple[int, ...]:
-        return parse_whole_numbers(self.concurrency, MOST_STREAMS, "a number of streams")
 
-    @property
-    def rates(self) -> tuple[float, ...]:
-        return parse_rates(self.rate)
+@frozen(kw_only=True)
+class LoadOptions:
+    """Options of `rekindle bench serve`."""
 
-    @property
-    def base(self) -> str:
-        return self.url.rstrip("/").removesuffix("/v1")
-
-    @property
-    def more(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self.body))
+    server: Annotated[MeasuredServer, FLAT] = field(factory=MeasuredServer)
+    arrivals: Annotated[ArrivalOptions, FLAT] = field(factory=ArrivalOptions)
+    requests: Annotated[RequestOptions, FLAT] = field(factory=RequestOptions)
+    output: Annotated[LoadOutput, FLAT] = field(factory=LoadOutput)

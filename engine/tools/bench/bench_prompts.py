@@ -9,7 +9,7 @@ from random import Random
 from attrs import define, field, frozen
 
 from effects.ids import Tokens
-from engine.tools.bench.bench_options import LoadOptions, parse_lengths
+from engine.tools.bench.bench_options import RequestOptions, parse_lengths
 from engine.tools.simulation.logs.logged_requests import Session
 
 # Token ids that are ordinary tokens in every known vocabulary: control tokens and bytes come first or last.
@@ -60,24 +60,24 @@ class Prompts:
     of the answers.
     """
 
-    load: LoadOptions
+    requests: RequestOptions
     seed: int
     sessions: Sequence[Session] = ()
     _shared: Tokens = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._shared = draw_tokens(make_random(f"{self.seed} shared"), self.load.shared_prefix)
+        self._shared = draw_tokens(make_random(f"{self.seed} shared"), self.requests.shared_prefix)
 
     def make_chains(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
         """Return chains of `count` prompts in all. The prompts of one chain are sent one after the other."""
-        if self.sessions and not self.load.lengths_only:
+        if self.sessions and not self.requests.lengths_only:
             return self._read_log(level, count)
         return (iter((prompt,)) for prompt in self._draw(level, count))
 
     def _draw(self, level: str, count: int) -> Iterator[LoadPrompt]:
         draw = make_random(f"{self.seed} {level}")
-        prompts = parse_lengths(self.load.prompt_tokens)
-        answers = parse_lengths(self.load.answer_tokens)
+        prompts = parse_lengths(self.requests.prompt_tokens)
+        answers = parse_lengths(self.requests.answer_tokens)
         logged = cycle(
             (request.length, len(request.answer))
             for session in self.sessions

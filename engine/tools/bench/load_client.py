@@ -19,7 +19,7 @@ from attrs import define, field
 
 from engine.settings.sse_client import Chunk, StreamBroken, Usage, describe_error, read_chunks
 from engine.settings.user_error import UserError
-from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.bench_options import MeasuredServer, RequestOptions
 from engine.tools.bench.bench_prompts import LoadPrompt
 
 # There are as many connections as streams.
@@ -63,40 +63,44 @@ class TimestampSelector(DefaultSelector):
 class LoadClient:
     """The client that sends all requests of a run. clock: returns the time at which the data that is read now came."""
 
-    load: LoadOptions
+    server: MeasuredServer
+    requests: RequestOptions
     http: httpx2.AsyncClient
     model: str = ""
     clock: Callable[[], float] = time.perf_counter
 
     @staticmethod
-    def from_options(load: LoadOptions) -> LoadClient:
-        headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    def from_options(server: MeasuredServer, requests: RequestOptions) -> LoadClient:
+        headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         http = httpx2.AsyncClient(
-            base_url=load.base, headers=headers, timeout=load.timeout, limits=OPEN_ENDED, trust_env=False
+            base_url=server.base, headers=headers, timeout=server.timeout, limits=OPEN_ENDED, trust_env=False
         )
-        return LoadClient(load, http, load.model)
+        return LoadClient(server, requests, http, server.model)
 
     async def find_model(self) -> None:
         """Return the model that the server has. Raises UserError if no server answers."""
         try:
             answer = await self.http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise UserError(f"--url {self.load.url}: no server answers there ({describe_error(error)})") from error
+            raise UserError(f"--url {self.server.url}: no server answers there ({describe_error(error)})") from error
         if answer.status_code in (401, 403):
-            raise UserError(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
+            raise UserError(f"--url {self.server.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
         if not self.model:
             try:
                 self.model = str(answer.json()["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
-                raise UserError(f"--url {self.load.url}: it lists no models; name one with --model") from error
+                raise UserError(f"--url {self.server.url}: it lists no models; name one with --model") from error
 
     def build_body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
-        load = self.load
-        body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.answer, "temperature": load.temperature}
-        body |= {"stream": True, "stream_options": {"include_usage": True}, **load.more}
-        if load.api == "chat":
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": prompt.answer,
+            "temperature": self.requests.temperature,
+        }
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **self.requests.more}
+        if self.server.api == "chat":
             return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt.text}]}
-        return "/v1/completions", {**body, "prompt": prompt.text if load.words else list(prompt.tokens)}
+        return "/v1/completions", {**body, "prompt": prompt.text if self.requests.words else list(prompt.tokens)}
 
     async def ask(self, prompt: LoadPrompt, sample: Sample) -> None:
         """Send a prompt and fill in the sample as the answer comes."""

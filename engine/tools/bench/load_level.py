@@ -38,9 +38,12 @@ class Level:
     def name(self) -> str:
         return f"{self.rate:g} / s" if self.rate else f"{self.streams} stream{'s' * (self.streams != 1)}"
 
-    async def run(self, client: LoadClient, prompts: Prompts, count: int, step: Advance) -> None:
-        """Send the prompts. Everything that was sent counts, even if the run is interrupted."""
-        warm = client.load.warm_up * max(1, self.streams)
+    async def run(self, client: LoadClient, prompts: Prompts, count: int, warm_up: int, step: Advance) -> None:
+        """Send the prompts, after `warm_up` requests of each stream that do not count.
+
+        Everything that was sent counts, even if the run is interrupted.
+        """
+        warm = warm_up * max(1, self.streams)
         if warm:
             await run_streams(
                 client, prompts.make_chains(f"{self.name}: warm-up", warm), max(1, self.streams), [], lambda: None

@@ -16,7 +16,7 @@ from engine.settings import plot_style
 from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError, find_innermost
 from engine.tools.bench.bench_figures import LoadFigures, compute_figures
-from engine.tools.bench.bench_options import LoadOptions, parse_lengths
+from engine.tools.bench.bench_options import ArrivalOptions, LoadOptions, parse_lengths
 from engine.tools.bench.bench_plot import draw_load
 from engine.tools.bench.bench_prompts import Prompts
 from engine.tools.bench.bench_report import print_report
@@ -34,11 +34,12 @@ INTERRUPTED = 130
 def run_bench(load: LoadOptions) -> int:
     """Run a load and report it. Raises UserError or OSError. The exit status is 1 if a request failed."""
     check_options(load)
-    sessions = read_logs(load.log).sessions if load.log else []
-    prompts = Prompts(load, secrets.randbits(32) if load.seed is None else load.seed, sessions)
+    requests = load.requests
+    sessions = read_logs(requests.log).sessions if requests.log else []
+    prompts = Prompts(requests, secrets.randbits(32) if requests.seed is None else requests.seed, sessions)
     levels = list[Level]()
     interrupted = False
-    client = LoadClient.from_options(load)
+    client = LoadClient.from_options(load.server, requests)
     selector = TimestampSelector()
     client.clock = lambda: selector.at
     try:
@@ -46,6 +47,7 @@ def run_bench(load: LoadOptions) -> int:
             measure_levels,
             client,
             prompts,
+            load.arrivals,
             levels,
             backend_options={"loop_factory": lambda: SelectorEventLoop(selector)},
         )
@@ -54,73 +56,84 @@ def run_bench(load: LoadOptions) -> int:
     except BaseExceptionGroup as group:
         raise find_innermost(group) from group
     every = [compute_figures(level) for level in levels if level.samples]
-    if load.json:
-        print(json.dumps(build_json(client, prompts, levels, every, interrupted=interrupted), indent=2))
+    if load.output.json:
+        print(json.dumps(build_json(load, client, prompts, levels, every, interrupted=interrupted), indent=2))
     else:
         print_report(Console(), describe_run(client), every, list_notes(prompts, interrupted=interrupted))
-    if load.plot is not None and every:
-        draw_load(load.plot, levels, every, describe_run(client))
+    if load.output.plot is not None and every:
+        draw_load(load.output.plot, levels, every, describe_run(client))
     return INTERRUPTED if interrupted else int(any(one.errors or one.unsent for one in every))
 
 
 def check_options(load: LoadOptions) -> None:
     """Check the options before anything is sent. Raises UserError."""
-    if load.plot is not None:
-        plot_style.check_plot_path(load.plot)
-    if load.lengths_only and not load.log:
+    if load.output.plot is not None:
+        plot_style.check_plot_path(load.output.plot)
+    requests = load.requests
+    if requests.lengths_only and not requests.log:
         raise UserError("--lengths-only needs --log")
-    if load.rate and load.concurrency != "1":
+    if load.arrivals.rate and load.arrivals.concurrency != "1":
         raise UserError("use either --concurrency or --rate")
-    if not load.log and load.shared_prefix >= parse_lengths(load.prompt_tokens)[0]:
+    if not requests.log and requests.shared_prefix >= parse_lengths(requests.prompt_tokens)[0]:
         raise UserError(
-            f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}"
+            f"--shared-prefix {requests.shared_prefix}: accepted: less than --prompt-tokens {requests.prompt_tokens}"
         )
 
 
-async def measure_levels(client: LoadClient, prompts: Prompts, levels: list[Level]) -> None:
-    load = client.load
-    wanted = [Level(0, rate) for rate in load.rates] or [Level(streams, 0.0) for streams in load.streams]
-    counts = [load.requests or (AT_A_RATE if one.rate else max(LEAST, EACH * one.streams)) for one in wanted]
+async def measure_levels(client: LoadClient, prompts: Prompts, arrivals: ArrivalOptions, levels: list[Level]) -> None:
+    wanted = [Level(0, rate) for rate in arrivals.rates] or [Level(streams, 0.0) for streams in arrivals.streams]
+    counts = [arrivals.requests or (AT_A_RATE if one.rate else max(LEAST, EACH * one.streams)) for one in wanted]
     async with client.http:
         await client.find_model()
         with count_progress("requests answered", sum(counts)) as step:
             for level, count in zip(wanted, counts, strict=True):
                 levels.append(level)
                 await level.run(
-                    client, prompts, count, lambda level=level: step(name=f"{level.name}: requests answered")
+                    client,
+                    prompts,
+                    count,
+                    arrivals.warm_up,
+                    lambda level=level: step(name=f"{level.name}: requests answered"),
                 )
 
 
 def describe_run(client: LoadClient) -> str:
-    load = client.load
-    if load.log:
-        lengths = f"prompts and answers as in {', '.join(path.name for path in load.log)}"
+    requests = client.requests
+    if requests.log:
+        lengths = f"prompts and answers as in {', '.join(path.name for path in requests.log)}"
     else:
-        lengths = f"prompts of {load.prompt_tokens} tokens, answers of {load.answer_tokens}"
-    return f"{client.model or 'a model'} at {load.base}, {load.api}: {lengths}"
+        lengths = f"prompts of {requests.prompt_tokens} tokens, answers of {requests.answer_tokens}"
+    return f"{client.model or 'a model'} at {client.server.base}, {client.server.api}: {lengths}"
 
 
 def list_notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
-    load = prompts.load
     lines = list[str]()
     if interrupted:
         lines.append("Interrupted: these are the figures so far.")
-    if load.shared_prefix:
-        lines.append(f"All prompts begin with the same {load.shared_prefix} tokens.")
+    if prompts.requests.shared_prefix:
+        lines.append(f"All prompts begin with the same {prompts.requests.shared_prefix} tokens.")
     return [*lines, f"To repeat these prompts: --seed {prompts.seed}"]
 
 
 def build_json(
-    client: LoadClient, prompts: Prompts, levels: Sequence[Level], every: Sequence[LoadFigures], *, interrupted: bool
+    load: LoadOptions,
+    client: LoadClient,
+    prompts: Prompts,
+    levels: Sequence[Level],
+    every: Sequence[LoadFigures],
+    *,
+    interrupted: bool,
 ) -> dict[str, Any]:
     """Return what --json prints. The key of the server is left out."""
-    options = attrs.asdict(client.load, filter=attrs.filters.exclude("api_key", "json", "plot"))
+    shown = attrs.filters.exclude("api_key")
+    groups = (load.server, load.arrivals, load.requests)
+    options = {name: value for group in groups for name, value in attrs.asdict(group, filter=shown).items()}
     return {
-        "url": client.load.base,
+        "url": client.server.base,
         "model": client.model,
         "seed": prompts.seed,
         "interrupted": interrupted,
-        "options": {**options, "log": [path.name for path in client.load.log]},
+        "options": {**options, "log": [path.name for path in load.requests.log]},
         "levels": [{**attrs.asdict(one), "hit_share": one.hit_share} for one in every],
         "requests": {
             level.name: [build_request_json(level, at) for at in range(len(level.samples))] for level in levels

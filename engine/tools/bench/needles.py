@@ -20,7 +20,7 @@ from engine.settings.formatting import WIDTH
 from engine.settings.progress import count_progress
 from engine.settings.sse_client import describe_error
 from engine.settings.user_error import UserError, find_innermost
-from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.bench_options import MeasuredServer, RequestOptions
 from engine.tools.bench.haystack import Haystack, build_haystack, keep_last, keep_random
 from engine.tools.bench.load_client import LoadClient
 from engine.tools.bench.needles_cell import Cell
@@ -44,8 +44,8 @@ def run_needles(wanted: NeedleOptions) -> int:
     seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
     cells = list[Cell]()
     interrupted = False
-    load = LoadOptions(url=wanted.url, model=wanted.model, api_key=wanted.api_key, timeout=wanted.timeout)
-    client = LoadClient.from_options(load)
+    server = MeasuredServer(url=wanted.url, model=wanted.model, api_key=wanted.api_key, timeout=wanted.timeout)
+    client = LoadClient.from_options(server, RequestOptions())
     try:
         anyio.run(measure_cells, client, wanted, seed, cells)
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ async def measure_tokens_per_word(client: LoadClient) -> float:
         return len(answer.json()["tokens"]) / SAMPLE
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"--url {client.load.url}: it cannot count tokens (/tokenize); accepted: a Rekindle server"
+            f"--url {client.server.url}: it cannot count tokens (/tokenize); accepted: a Rekindle server"
         ) from error
 
 
@@ -156,7 +156,7 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
     """Print a table with a row for each kind of question and a column for each method."""
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    console.print(f"{describe_run(client, wanted)}, at {client.load.base}", highlight=False)
+    console.print(f"{describe_run(client, wanted)}, at {client.server.base}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("tokens", "needles", "depth", *METHODS):
         table.add_column(name, justify="right")
@@ -184,7 +184,7 @@ def build_json(client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequ
     options = asdict(wanted, filter=filters.exclude("api_key", "json", "plot"))
     found = {method: compute_average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
     return {
-        "url": client.load.base,
+        "url": client.server.base,
         "model": client.model,
         "seed": seed,
         "options": options,

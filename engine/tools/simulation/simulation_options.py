@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from attrs import frozen
+from attrs import field, frozen
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from effects.scope import ACCEPTED_FORMS, Scope, parse_scope
+from engine.settings.option_types import FLAT
 
 POLICY = Group("Policies", sort_key=1)
 SERVER = Group("Server and logs", sort_key=2)
@@ -36,8 +37,8 @@ def natural_number(most: int = 1 << 30, least: int = 0) -> Number:
 
 
 @frozen(kw_only=True)
-class SimulationOptions:
-    """Options of `rekindle simulate`. None: as it was recorded, or else as `rekindle serve` has it."""
+class SimulatedPolicies:
+    """The policies of the cache and of compression that are compared. None: as it was recorded."""
 
     scope: Annotated[str, Parameter(group=POLICY, validator=check_scopes)] = "off,full,auto"
     """Cache policies to compare, with commas between them: off, full, auto, auto:N, N."""
@@ -66,6 +67,16 @@ class SimulationOptions:
     freeze: Annotated[bool, Parameter(group=POLICY, negative="", show_default=False)] = False
     """Freeze old messages, as --disk-prefix-cache-compress."""
 
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(parse_scope(word.strip()) for word in self.scope.split(",")))
+
+
+@frozen(kw_only=True)
+class SimulatedServerOptions:
+    """The server that is simulated, and how logs are read. None: as it was recorded, or as `rekindle serve` has it."""
+
     restart_every: Annotated[int, Parameter(group=SERVER, validator=natural_number())] = 0
     """Restart the server after so many requests: slots and host memory are lost, the disk stays. 0: never."""
 
@@ -90,6 +101,11 @@ class SimulationOptions:
     model: Annotated[Path | None, Parameter(group=SERVER)] = None
     """Checkpoint whose tokenizer reads logs with texts. By default the demo."""
 
+
+@frozen(kw_only=True)
+class SimulatedFleetOptions:
+    """The fleet that is simulated in the place of one server."""
+
     replicas: Annotated[int, Parameter(group=FLEET, validator=natural_number(4096))] = 0
     """Simulate a fleet of so many replicas behind a router (docs/ROUTING.md). 0: one server. Scopes and compression do
     not count then: everything is kept."""
@@ -111,18 +127,28 @@ class SimulationOptions:
     """Missing tokens from which an idle replica may read a prompt for another one, by way of the shared tier. 0: none
     does."""
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(word.strip() for word in self.router.split(",")))
+
+
+@frozen(kw_only=True)
+class SimulationOutput:
+    """The form of the result."""
+
     json: Annotated[bool, Parameter(group=OUTPUT, negative="", show_default=False)] = False
     """Print only JSON on standard output."""
 
     plot: Annotated[Path | None, Parameter(group=OUTPUT)] = None
     """Draw the result to this file, .svg or .png."""
 
-    @property
-    def routers(self) -> tuple[str, ...]:
-        """Each once."""
-        return tuple(dict.fromkeys(word.strip() for word in self.router.split(",")))
 
-    @property
-    def scopes(self) -> tuple[Scope, ...]:
-        """Each once."""
-        return tuple(dict.fromkeys(parse_scope(word.strip()) for word in self.scope.split(",")))
+@frozen(kw_only=True)
+class SimulationOptions:
+    """Options of `rekindle simulate`."""
+
+    policies: Annotated[SimulatedPolicies, FLAT] = field(factory=SimulatedPolicies)
+    server: Annotated[SimulatedServerOptions, FLAT] = field(factory=SimulatedServerOptions)
+    fleet: Annotated[SimulatedFleetOptions, FLAT] = field(factory=SimulatedFleetOptions)
+    output: Annotated[SimulationOutput, FLAT] = field(factory=SimulationOutput)

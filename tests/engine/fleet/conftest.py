@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from adapters.http.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions, ServedModel
 from adapters.http.guard import Guard
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
@@ -26,6 +26,7 @@ from engine.fleet.prompt_keys import PromptReader
 from engine.fleet.reading_thread import ReadingThread
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.replica_picker import ReplicaPicker
+from engine.settings.options import evolve_options
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 from tests.http.conftest import Site, served
 from tests.text import small
@@ -128,15 +129,17 @@ async def run_ingress(servers: Servers, **options: Any) -> AsyncIterator[FakeFle
     async with AsyncExitStack() as stack:
         first = servers.sites["a"]
         about = (await first.client.get("/", headers=credentials(options))).json()
-        facts = ReplicaFacts("", IDENTITY, BLOCK, "small", 4096, first.options.vocab, 4, tuple(about["endpoints"]))
+        facts = ReplicaFacts(
+            "", IDENTITY, BLOCK, "small", 4096, first.options.model.vocab, 4, tuple(about["endpoints"])
+        )
         urls = {name: str(site.client.base_url).rstrip("/") for name, site in servers.sites.items()}
         handle = FakeHandle({name: evolve(facts, url=url) for name, url in urls.items()})
-        edge = evolve(EdgeOptions("", 0, 0), **options)
+        edge = evolve_options(EdgeOptions(ServedModel("", 0, 0)), **options)
         metrics = Metrics()
-        finder = KeyFinder(PromptReader(servers.text, edge), edge.max_body, servers.thread)
+        finder = KeyFinder(PromptReader(servers.text, edge), edge.limits.max_body, servers.thread)
         app = IngressApp(ReplicaPicker(handle), finder, edge, metrics)
         stack.push_async_callback(app.relay.close)
-        guard = Guard(app, edge, metrics, frozenset({*about["endpoints"], FLEET}), None)
+        guard = Guard(app, edge.access, metrics, frozenset({*about["endpoints"], FLEET}), None)
         url = await stack.enter_async_context(run_application(guard))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
         yield FakeFleet(client, servers.sites, handle, app)

@@ -14,7 +14,7 @@ import anyio
 import httpx
 import msgspec
 import pytest
-from attrs import define, evolve
+from attrs import define
 
 pytest.importorskip("obstore")
 
@@ -23,7 +23,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slot_table import SlotTable
 from adapters.http.app import build_app
-from adapters.http.edge_options import CompressionDefaults, EdgeOptions
+from adapters.http.edge_options import CompressionDefaults, EdgeOptions, ServedModel
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
@@ -37,6 +37,7 @@ from engine.core.fleet_paths import PROMPT_PATH, READ_PATH, REFRESH_PATH
 from engine.loading.load_target import LoadedModel
 from engine.serving.fleet_routes import make_fleet_routes
 from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import evolve_options
 from tests.engine.loading.test_stateful import BUCKETS, SETTINGS, ReadBack, clocks, prompt
 from tests.models.recurrent_shard import VOCAB
 from tests.text import small
@@ -100,7 +101,7 @@ async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) 
         slots=slots,
     )
     executor = DeviceExecutor(parts)
-    edge = evolve(EdgeOptions("small", SETTINGS.max_context, VOCAB), **options)
+    edge = evolve_options(EdgeOptions(ServedModel("small", SETTINGS.max_context, VOCAB)), **options)
     target = cast(LoadedModel, SimpleNamespace(identity="34" * 16, transfer=moving))
     async with (
         run_engine(SETTINGS, executor, transfer=moving, paranoid=True) as running,

@@ -280,14 +280,14 @@ def test_a_file_may_give_a_scope_as_a_number(served: list[Options], tmp_path: Pa
     file.write_text("disk-prefix-cache = 1000\nkv-cache-cold-max = 0\nkv-cache-interval = 0\n")
     assert command.main(["serve", "--config", str(file)]) == 0
     assert served[0].cache.default_scope == Scope("fixed", 1000)
-    assert (served[0].cache.kv_cache_cold_max, served[0].cache.kv_cache_interval) == (0, 0)
+    assert (served[0].checkpoints.kv_cache_cold_max, served[0].checkpoints.kv_cache_interval) == (0, 0)
 
 
 def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
     assert command.main(["serve"]) == 0
     assert (
-        served[0].cache.kv_cache_cold_max,
-        served[0].cache.kv_cache_interval,
+        served[0].checkpoints.kv_cache_cold_max,
+        served[0].checkpoints.kv_cache_interval,
         served[0].cache.kv_cache_min_tokens,
     ) == (
         10240,

@@ -143,7 +143,7 @@ async def test_what_agents_send_is_taken_as_it_is(site: Site, body: dict[str, An
     assert found[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert found[-1]["usage"]["completion_tokens"] > 0
     job = site.door.tickets[0].job
-    assert job.max_tokens == site.options.max_ctx - len(job.prompt)
+    assert job.max_tokens == site.options.model.max_ctx - len(job.prompt)
     prompt = site.text.tokenizer.decode(job.prompt)
     assert "system\nYou are an agent." in prompt
     assert "<tool_response>\n3\n" in prompt

@@ -452,8 +452,8 @@ async def test_a_request_tells_the_engine_whether_it_may_be_all_that_there_is(si
 async def test_a_fingerprint_stands_for_what_decides_an_answer(site: Site) -> None:
     """One seed gives one answer where it is the same. It begins as llama.cpp's clients expect of a build."""
     shown = (await site.chat(max_tokens=1)).json()["system_fingerprint"]
-    assert shown.startswith(f"b{site.options.version}-")
+    assert shown.startswith(f"b{site.options.model.version}-")
     assert {chunk["system_fingerprint"] for chunk in await chunks(site, PATH, chat(max_tokens=1))} == {shown}
     others = {"version": "9"}, {"numerics": {"mode": "fast"}}, {"model_info": {"dtype": "int8"}}, {"model_id": "b"}
-    prints = {shown, *(evolve(site.options, **other).fingerprint for other in others)}
+    prints = {shown, *(evolve(site.options.model, **other).fingerprint for other in others)}
     assert len(prints) == 1 + len(others)

@@ -107,7 +107,7 @@ async def test_another_ratio_and_another_salt_find_nothing(freezing: Site) -> No
 
 async def test_what_fits_the_context_once_it_is_frozen_is_taken_and_what_does_not_is_told(freezing: Site) -> None:
     job = await asked(freezing, talk(8, "long "))
-    assert len(job.prompt) > freezing.options.max_ctx
+    assert len(job.prompt) > freezing.options.model.max_ctx
     full = {"messages": talk(8, "long "), "compression": {"keep_ratio": 0.9}}
     error = (await freezing.post("/v1/chat/completions", full)).json()["error"]
     assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 4096)

@@ -135,7 +135,7 @@ async def test_a_prompt_longer_than_the_context_is_taken_where_what_is_kept_fits
     response = await drafting.chat(LONG, max_tokens=1)
     assert response.status_code == 200, response.text
     job = drafting.door.tickets[-1].job
-    assert len(job.prompt) > drafting.options.max_ctx
+    assert len(job.prompt) > drafting.options.model.max_ctx
     await drafting.chat(LONG)
     job = drafting.door.tickets[-1].job
     assert job.max_tokens == 4096 - len(job.prompt) // 10, "what the kept tokens leave"

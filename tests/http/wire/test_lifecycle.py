@@ -29,6 +29,7 @@ from adapters.http.answer.job_stream import (
     run_jobs,
 )
 from adapters.http.answer.reply import Alarm, Reply
+from adapters.http.edge_options import EdgeTimes
 from adapters.http.request.plan_jobs import PlannedJob
 from effects.job import Job
 from tests.http.conftest import Site, chat, served
@@ -324,7 +325,7 @@ async def test_a_client_is_given_up_by_the_first_thing_that_it_does_not_take(
     reply.door, reply.planned_jobs, reply.tokenizer, reply.finish_reason = site.door, (), site.text.tokenizer, ""
     is_waiting = anyio.Event()
     reply.shape = SimpleNamespace(stream_heartbeat=lambda: (COMMENT,), is_waiting=is_waiting)  # type: ignore[assignment]
-    reply.options = evolve(site.options, keepalive_s=0.1, write_timeout_s=1.0)
+    reply.options = evolve(site.options, times=EdgeTimes(keepalive_s=0.1, write_timeout_s=1.0))
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -336,7 +337,7 @@ async def test_a_client_is_given_up_by_the_first_thing_that_it_does_not_take(
 
     def note_start(alarm: Alarm) -> None:
         restart(alarm)
-        if alarm.seconds == reply.options.write_timeout_s:
+        if alarm.seconds == reply.options.times.write_timeout_s:
             starts.append(len(waiting))
 
     monkeypatch.setattr(Alarm, "restart", note_start)

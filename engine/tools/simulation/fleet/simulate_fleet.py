@@ -20,7 +20,7 @@ from engine.tools.simulation.logs.read_log import Logs
 from engine.tools.simulation.parallel_runs import count_cores, run_side_by_side
 from engine.tools.simulation.simulate_scope import Setup
 from engine.tools.simulation.simulated_costs import list_figures
-from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.simulation.simulation_options import SimulatedFleetOptions, SimulationOutput
 
 MIB = 1 << 20
 CONVERSATIONS = 16  # for each replica
@@ -42,30 +42,30 @@ ROWS: tuple[tuple[str, Callable[[FleetFigures], str]], ...] = (
 )
 
 
-def simulate_fleet(wanted: SimulationOptions, logs: Logs, server: Setup) -> int:
+def simulate_fleet(fleet: SimulatedFleetOptions, output: SimulationOutput, logs: Logs, server: Setup) -> int:
     """Simulate each router and report. server: the setup of one replica. Return the exit status. Raises OSError."""
-    setup = build_fleet_setup(wanted, server)
-    runs = run_routers(setup, logs, wanted.routers)
-    if wanted.json:
+    setup = build_fleet_setup(fleet, server)
+    runs = run_routers(setup, logs, fleet.routers)
+    if output.json:
         print(json.dumps(build_json(logs, setup, runs), indent=2))
     else:
         print_fleet(Console(), logs, setup, runs)
-    if wanted.plot is not None:
-        draw_fleet(wanted.plot, runs, describe_fleet(setup, runs[0].figures))
+    if output.plot is not None:
+        draw_fleet(output.plot, runs, describe_fleet(setup, runs[0].figures))
     return 0
 
 
-def build_fleet_setup(wanted: SimulationOptions, server: Setup) -> FleetSetup:
+def build_fleet_setup(fleet: SimulatedFleetOptions, server: Setup) -> FleetSetup:
     return FleetSetup(
         server.settings,
         server.costs,
-        wanted.replicas,
-        wanted.conversations or CONVERSATIONS * wanted.replicas,
-        round(wanted.arrivals * 1e9),
+        fleet.replicas,
+        fleet.conversations or CONVERSATIONS * fleet.replicas,
+        round(fleet.arrivals * 1e9),
         server.host_budget,
         server.disk_budget,
-        wanted.shared_budget * MIB,
-        wanted.prefill_elsewhere,
+        fleet.shared_budget * MIB,
+        fleet.prefill_elsewhere,
     )
 
 
