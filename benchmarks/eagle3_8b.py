@@ -89,7 +89,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = anyio.run(measure, given.answer)
     print_table("EAGLE-3 with an 8B-shaped target", rows)
-    publish(given, "eagle3-8b", {"rows": rows}, [], "cuda")
+    publish(given, "eagle3_8b", {"rows": rows}, [], "cuda")
 
 
 if __name__ == "__main__":

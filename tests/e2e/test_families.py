@@ -105,7 +105,5 @@ def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draf
         assert (how[0]["tier"], how[0]["restored_tokens"] >= len(PROMPT) - 64) == ("disk", True)
         whys = [one["speculation"]["why"] for one in how]
         assert whys[0] != "no_draft"
-        assert all(whys) or not model.name.startswith(("qwen3_5", "qwen3_next", "gemma")), (
-            "at least that there were no trees"
-        )
+        assert all(whys) or not model.name.startswith(("qwen3_5", "qwen3_next")), "at least that there were no trees"
         assert server.stop() == 0

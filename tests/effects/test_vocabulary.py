@@ -39,6 +39,7 @@ NOT_SPOKEN = {
     "Compression",
     "Compressed",
     "PromptPart",
+    "Copying",
 }  # neither asked nor answered
 
 

@@ -67,7 +67,7 @@ def test_a_model_with_recurrent_state_is_simulated_with_its_checkpoints(
     assert main([*words, "--state-bytes", "4096"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of that, checkpoints" in shown
-    assert "takes 4,096 bytes; 8 places on the device" in shown
+    assert "takes 4,096 bytes, and the device has 8 of them." in shown
 
 
 def test_the_plot_is_a_picture(log: str, tmp_path: Path) -> None:

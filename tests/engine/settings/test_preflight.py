@@ -59,7 +59,10 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "deep JSON": (lambda path: folder(path / "m", "[" * 200_000), ["config.json: not valid JSON"]),
     "no object": (lambda path: folder(path / "m", [1]), ["not a JSON object"]),
     "no type": (lambda path: folder(path / "m", {}), ["model_type None", "'qwen3'"]),
-    "another type": (lambda path: folder(path / "m", {"model_type": "gpt2"}), ["'gpt2'", "'llama', 'qwen2', 'mimo', 'qwen3'"]),
+    "another type": (
+        lambda path: folder(path / "m", {"model_type": "gpt2"}),
+        ["'gpt2'", "'llama', 'qwen2', 'mimo', 'qwen3'"],
+    ),
     "another quantisation": (
         lambda path: folder(
             path / "m", {"model_type": "qwen3", "quantization_config": {"quant_method": "bitsandbytes"}}

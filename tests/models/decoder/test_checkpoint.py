@@ -95,7 +95,7 @@ def test_rope_theta_is_read_from_legacy_and_from_new_configurations(folder):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: 'llama', 'qwen2', 'qwen3'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: 'llama', 'qwen2', 'mimo', 'qwen3'"),
         ({"model_type": "absent"}, "model_type None is not supported"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
         ({"hidden_size": 0}, "hidden_size 0 is not an integer in 1..65536"),
