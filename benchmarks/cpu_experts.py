@@ -26,14 +26,14 @@ from adapters.models.decoder.expert_products import list_expert_matrices, list_e
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from benchmarks.arguments import benchmark_parser
 from benchmarks.host_experts import SHAPES, Runs, Setting, drawn, kernels_for
 from benchmarks.results import Figure, name_shape, publish
 from benchmarks.tables import median, print_table
-from engine.loading.expert_prices import count_expert_bytes, measure_copy, measure_crossing
+from engine.loading.calibration.expert_prices import count_expert_bytes, measure_copy, measure_crossing
 
 CHUNK = 256
 BUCKETS = (4, 16, CHUNK)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cuda.kernels import TritonKernels
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import EXPERTS
 from benchmarks.arguments import benchmark_parser
@@ -45,7 +45,7 @@ from benchmarks.cuda_model import (
 )
 from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import print_table
-from engine.loading.packed_estimate import list_packed_tensors
+from engine.loading.memory.packed_estimate import list_packed_tensors
 
 HEAD = "lm_head.weight"
 LAYERS: Mapping[str, StepLayout] = {

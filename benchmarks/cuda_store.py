@@ -33,8 +33,8 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_format import DTYPE_NAMES, read_row_types
+from adapters.models.kernels.formats.row_format import DTYPE_NAMES, read_row_types
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import create_memory, open_store
@@ -52,7 +52,7 @@ from effects.lookup import FindPrefix, PrefixFound, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.loading import calibrate_compute
+from engine.loading.calibration import calibrate_compute
 from states import policy, rates
 from states.rates import Rates
 from states.settings import Settings

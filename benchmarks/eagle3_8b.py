@@ -19,7 +19,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.device.lane.lane import DeviceLane
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.eagle3.checkpoint import TOKEN_MAP, list_eagle3_tensors
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.drafts.eagle3.draft import Eagle3Draft

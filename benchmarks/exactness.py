@@ -39,7 +39,7 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness_followers import answer_among_companions

@@ -23,7 +23,7 @@ from attrs import evolve, frozen
 from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels.activations import CLAMPED, SILU
 from adapters.models.kernels.cuda.kernels import TritonKernels
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
     ExpertsShape,

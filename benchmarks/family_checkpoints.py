@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from adapters import demo
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.eagle3.config import Eagle3Config
-from adapters.models.kernels.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
 from tests.models.eagle3_drafts import random_eagle3, save_eagle3

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from adapters import demo
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from benchmarks.arguments import benchmark_parser

@@ -22,19 +22,19 @@ import torch
 from attrs import evolve, frozen
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.layers.host_experts import HostExperts
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import ExpertsShape
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
-from engine.loading.expert_placement import assign_first_experts, count_expert_weights
+from engine.loading.memory.expert_placement import assign_first_experts, count_expert_weights
 from states.experts import Residents, choose_moves, make_residents
 
 CONTEXT = 256

@@ -39,17 +39,17 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import Drafting
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import DECIDING, Checkpoint
 from benchmarks import speculation_8b as rounds_of

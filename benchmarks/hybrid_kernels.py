@@ -17,7 +17,7 @@ import torch
 
 from adapters.models.kernels.cuda import delta
 from adapters.models.kernels.cuda.delta import CudaDelta
-from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from benchmarks.arguments import benchmark_parser

@@ -17,7 +17,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.numerics.synthetic import RandomWeights
@@ -29,7 +29,7 @@ from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.memory.memory_fit import DeviceNeed, Fit, fit_page_pool, fit_slots
 from engine.serving.wiring import run_engine
 from states.settings import Settings
 

@@ -21,18 +21,18 @@ from attrs import frozen
 
 from adapters import demo
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
-from adapters.models.kernels.row_format import DTYPE_NAMES
+from adapters.models.kernels.formats.row_format import DTYPE_NAMES
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import print_table
-from engine.loading.device_survey import build_kernels
+from engine.loading.memory.device_survey import build_kernels
 
 DTYPE = torch.bfloat16
 TURNS = 3

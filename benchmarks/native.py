@@ -20,7 +20,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.native_library import explain_missing, find_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
-from adapters.models.kernels.product_list import NATIVE
+from adapters.models.kernels.interfaces.product_list import NATIVE
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.probe_result import Numerics

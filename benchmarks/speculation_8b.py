@@ -24,9 +24,9 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest as Wanted
 from adapters.models.drafts.cached_draft import CachedDraft
@@ -34,8 +34,8 @@ from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b

@@ -24,7 +24,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.device.speculation.proposer import DraftRequest
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.speculation_8b import BLOCK, CAPACITY, LAYERS, Forced, Pair, build
@@ -33,8 +33,8 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.loading.calibrate_compute import RateShape, measure_rates
-from engine.loading.load_draft import BATCH_ROWS, choose_proposal_widths
+from engine.loading.calibration.calibrate_compute import RateShape, measure_rates
+from engine.loading.drafts.load_draft import BATCH_ROWS, choose_proposal_widths
 from engine.loading.warm_up import warm_up
 from engine.serving.wiring import Engine, run_engine
 from states.rates import Rates

@@ -29,7 +29,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store import index_journal
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
 from adapters.store.files.private_folder import PrivateFolder

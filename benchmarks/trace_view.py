@@ -22,7 +22,7 @@ from benchmarks.tables import print_table
 from effects.scope import Scope
 from engine.core.event_loop import Envelope
 from engine.core.trace import VERSION, Digest, Header, converter, digest, encode
-from engine.settings.formatting import format_bytes
+from engine.settings.output.formatting import format_bytes
 from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, make_tokens
 from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
 from engine.tools.simulation.simulated_costs import Costs

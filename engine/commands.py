@@ -14,11 +14,11 @@ import engine
 from engine.fleet.fleet_command import fleet
 from engine.serving.shard_launch import shard
 from engine.settings import completion as shells
-from engine.settings import log_format as logs
 from engine.settings.config_file import list_config_sources
 from engine.settings.fit_options import FitOptions
 from engine.settings.option_types import SERVER, Device, Quiet, Shell, check_device
 from engine.settings.options import Options, build_options
+from engine.settings.output import log_format as logs
 from engine.settings.user_error import UserError, report_error
 from engine.tools.bench.bench_commands import bench
 from engine.tools.cache.cache_commands import cache
@@ -61,8 +61,8 @@ def serve(
         TOML file with the same option names, such as `port = 8080`.
     """
     del config  # read before the command line was
-    from engine.settings import start_progress  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
     from engine.settings.import_order import first_gpu, import_beside_torch  # noqa: PLC0415
+    from engine.settings.output import start_progress  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
     from engine.settings.paths import list_weight_folders  # noqa: PLC0415
     from engine.settings.preflight import check_address, prepare_options  # noqa: PLC0415
 
@@ -134,7 +134,7 @@ def models(
     json_
         Print only JSON on standard output.
     """
-    from engine.settings.progress import announce_if_slow  # noqa: PLC0415
+    from engine.settings.output.progress import announce_if_slow  # noqa: PLC0415
 
     with announce_if_slow("importing libraries"):
         from engine.tools.list_models import run_models  # noqa: PLC0415
@@ -177,7 +177,7 @@ def replay(
     """
     from engine.core.replay import CUT_SHORT, ReplayDiffers, TraceCutShort, replay_file, world_json  # noqa: PLC0415
     from engine.core.trace import BadTrace  # noqa: PLC0415
-    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.settings.output.progress import silence_progress  # noqa: PLC0415
 
     try:
         with silence_progress(quiet):
@@ -223,7 +223,7 @@ def simulate(
     quiet
         Show no progress.
     """
-    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.settings.output.progress import silence_progress  # noqa: PLC0415
     from engine.tools.simulate import run  # noqa: PLC0415
 
     with silence_progress(quiet):
@@ -259,7 +259,7 @@ def doctor(
     json_
         Print only JSON on standard output.
     """
-    from engine.settings.progress import announce_if_slow  # noqa: PLC0415
+    from engine.settings.output.progress import announce_if_slow  # noqa: PLC0415
 
     with announce_if_slow("importing libraries"):
         from engine.tools.doctor.doctor import run_doctor  # noqa: PLC0415

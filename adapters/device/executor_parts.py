@@ -13,8 +13,8 @@ from adapters.device.sampling.grammar_mask import Match, refuse_grammars
 from adapters.device.slots.checkpoints import KeepState
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.speculation.proposer import Proposer, TextProposer
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.pipeline import Pipeline, as_pipeline
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.decoder.pipeline.pipeline import Pipeline, as_pipeline
 from effects.all import Outcome
 from effects.ids import RequestId
 

@@ -38,7 +38,7 @@ class CompressionDefaults:
 
 
 @frozen
-class ServedModel:
+class EdgeModel:
     """The model as clients see it.
 
     * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
@@ -137,7 +137,7 @@ class EdgeTimes:
 class EdgeOptions:
     """The options of one server, in groups. A reader that needs one group takes that group."""
 
-    model: ServedModel
+    model: EdgeModel
     defaults: RequestDefaults = field(factory=RequestDefaults)
     access: AccessOptions = field(factory=AccessOptions)
     limits: RequestLimits = field(factory=RequestLimits)

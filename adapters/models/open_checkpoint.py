@@ -29,7 +29,7 @@ from adapters.checkpoint.safetensors_folder import (
     scan_tensors,
 )
 from adapters.checkpoint.tekken import TEKKEN_FILE
-from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.config.deepseek_names import HEAD_PREFIX
 from adapters.models.decoder.family import Family, ModelConfig, family_of
 
 DECIDING = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")

@@ -17,7 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from attrs import define, field
 
 from adapters.store.block_index import Entry
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.seekable import Damaged
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import SlabMemory

@@ -13,8 +13,8 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.store.block_index import BlockIndex
+from adapters.store.disk.disk_tier import MAX_QUEUED_BYTES, DiskTier
 from adapters.store.disk_publisher import DiskPublisher
-from adapters.store.disk_tier import MAX_QUEUED_BYTES, DiskTier
 from adapters.store.files import read_run
 from adapters.store.files.codec import DECODERS, Codec, CodecChooser
 from adapters.store.files.file_format import Kind, Layout

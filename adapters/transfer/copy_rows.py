@@ -27,7 +27,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.host_copy import copy
+from adapters.models.decoder.cache.host_copy import copy
 from adapters.models.decoder.shard import NamedTensors, PositionalStates, ReadableRows, ShardSpec
 from adapters.process_memory import map_pages
 from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype

@@ -21,7 +21,7 @@ from attrs import define, field
 
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.codec import LEVELS, Fixed
 from adapters.store.files.file_format import Run, encode_run, format_name

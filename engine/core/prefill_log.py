@@ -10,7 +10,7 @@ from attrs import define, field
 
 from effects.ids import RequestId
 from effects.stream import ReportProgress
-from engine.settings.progress import EVERY_S, FIRST_S
+from engine.settings.output.progress import EVERY_S, FIRST_S
 
 log = logging.getLogger("rekindle")
 

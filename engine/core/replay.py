@@ -15,7 +15,7 @@ from attrs import define, field
 
 from engine.core.event_loop import Envelope
 from engine.core.trace import UNREADABLE, Digest, Header, LineCutShort, Record, converter, digest, read_trace
-from engine.settings.progress import count_progress
+from engine.settings.output.progress import count_progress
 from states.machine import IllegalEvent
 from states.world import Output, World, advance, make_world
 

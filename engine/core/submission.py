@@ -22,7 +22,7 @@ from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
 from engine.core.status import RequestHistory, describe_pace, kv_pages, list_running, show_rates, slot_status
-from engine.settings.live_figures import LiveFigures
+from engine.settings.output.live_figures import LiveFigures
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 from states.world import World

@@ -11,10 +11,10 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from engine.fleet.engine_replica import LATE_S, EngineReplica
 from engine.fleet.fleet_options import FleetOptions, ReplicaRange, read_gpus
-from engine.fleet.ingress_replica import IngressReplica
-from engine.fleet.prefix_router import ROUTER_PATH
+from engine.fleet.ingress.ingress_replica import IngressReplica
+from engine.fleet.replica.engine_replica import LATE_S, EngineReplica
+from engine.fleet.router.prefix_router import ROUTER_PATH
 from engine.fleet.scaling_policy import build_scaling
 from engine.settings.config_file import parse_values
 from engine.settings.preload import gpu_driver

@@ -10,9 +10,9 @@ from cyclopts import Parameter
 
 from engine.fleet.fleet_options import FleetOptions
 from engine.fleet.ray_environment import prepare_environment
-from engine.settings import log_format
 from engine.settings.option_types import SERVER
 from engine.settings.options import Options
+from engine.settings.output import log_format
 from engine.settings.user_error import UserError
 
 

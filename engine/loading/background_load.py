@@ -11,11 +11,11 @@ from attrs import field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.device.lane.lane import DeviceLane
-from engine.loading.device_survey import choose_devices
-from engine.loading.load_draft import choose_draft_device
+from engine.loading.drafts.load_draft import choose_draft_device
 from engine.loading.load_target import LoadedModel, load_on_lane
-from engine.settings import start_progress
+from engine.loading.memory.device_survey import choose_devices
 from engine.settings.options import Options
+from engine.settings.output import start_progress
 from engine.settings.user_error import UserError, build_memory_error
 
 

@@ -10,9 +10,8 @@ from attrs import asdict
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.pipeline import Pipeline
-from engine.loading.attach_draft import count_most_copied
-from engine.loading.calibrate_compute import (
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from engine.loading.calibration.calibrate_compute import (
     RateShape,
     build_rates_key,
     choose_concurrent_rows,
@@ -20,15 +19,16 @@ from engine.loading.calibrate_compute import (
     choose_prefill_span,
     load_or_measure_rates,
 )
-from engine.loading.device_survey import Placement, count_state_tokens
-from engine.loading.expert_placement import with_expert_counts
-from engine.loading.load_draft import (
+from engine.loading.drafts.attach_draft import count_most_copied
+from engine.loading.drafts.load_draft import (
     BATCH_ROWS,
     choose_proposal_widths,
     count_most_proposals,
     is_short_of_memory,
 )
 from engine.loading.load_scorer import FoundScorer, cannot_stay
+from engine.loading.memory.device_survey import Placement, count_state_tokens
+from engine.loading.memory.expert_placement import with_expert_counts
 from engine.loading.memory_estimate import shares_pages
 from engine.loading.plan_load import ProvenPlan
 from engine.loading.shard_peers import (

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import torch
 
-from adapters.models.kernels.row_format import Rows, row_types
+from adapters.models.kernels.formats.row_format import Rows, row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 

@@ -17,7 +17,7 @@ from adapters.device.compression.score_prompt import Compressor, PromptScorerLan
 from adapters.device.lane.lane import DeviceLane
 from adapters.http.edge_options import MAX_FROZEN_CONTEXTS
 from adapters.http.history.frozen_messages import FRESH_MESSAGES
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
@@ -29,9 +29,9 @@ from adapters.text.tokenizer import Tokenizer
 from adapters.watched_thread import WatchedThread
 from effects.ids import LaneId, RequestId
 from effects.ports import RowsLost
-from engine.loading.device_survey import Placement, choose_chunk, choose_device, read_boot_id
+from engine.loading.drafts.load_draft import is_short_of_memory
 from engine.loading.identity import compute_identity
-from engine.loading.load_draft import is_short_of_memory
+from engine.loading.memory.device_survey import Placement, choose_chunk, choose_device, read_boot_id
 from engine.loading.memory_estimate import estimate_weights, measure_remote_free
 from engine.loading.prove_numerics import prove
 from engine.settings.calibration_cache import CalibrationCache

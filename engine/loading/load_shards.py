@@ -15,16 +15,16 @@ from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.expert_products import list_host_tensors
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.load_request import build_layers_request
 from adapters.store.slab_memory import Buffer, SlabMemory
-from engine.loading.device_survey import Placement, free_memory
-from engine.loading.packed_estimate import log_unpacked_weights
+from engine.loading.memory.device_survey import Placement, free_memory
+from engine.loading.memory.packed_estimate import log_unpacked_weights
 from engine.loading.prove_numerics import ProvenKernels
 
 

@@ -31,10 +31,10 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
@@ -42,15 +42,15 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.loading.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
-from engine.loading.expert_placement import assign_first_experts
-from engine.loading.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
+from engine.loading.drafts.attach_draft import add_draft, build_text_proposer, get_last_kernels, offload_unused_draft
+from engine.loading.drafts.find_draft import FoundDraft, drop_unverifiable_draft, find_draft
+from engine.loading.drafts.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.identity import check_identity
-from engine.loading.load_draft import BATCH_ROWS, DraftNeighbours
 from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import build_shards, stage_weights
+from engine.loading.memory.expert_placement import assign_first_experts
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
 from engine.loading.place_experts import make_load_plan
@@ -66,12 +66,12 @@ from engine.loading.shard_peers import (
     name_device,
 )
 from engine.loading.warm_up import warm_up, warm_up_sampling
-from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
-from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from engine.settings.model_catalog import choose_served_name
 from engine.settings.model_options import ModelOptions, WeightOptions
 from engine.settings.options import Options
+from engine.settings.output import start_progress
+from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
 from states.settings import Settings
@@ -256,11 +256,10 @@ def load_with_peers(
     load_plan = make_load_plan(options, checkpoint, dtype, peers, opened_draft, kept=cache)
     options = load_plan.options
     plan = load_plan.placements
-    fit = load_plan.choose_fit()
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
     counted = checkpoint.with_hook(start_progress.count_parts(on_step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
-        proven = prove_plan(load_plan, fit, kept=cache, on_step=on_step)
+        proven = prove_plan(load_plan, load_plan.choose_fit(), kept=cache, on_step=on_step)
         numerics = proven.numerics
         check_identity(proven.identity, expected_identity)
         usable_draft = peers.close_unused_draft(drop_unverifiable_draft(opened_draft, numerics))

@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.config.dense_config import HEAD_ROWS
 from adapters.models.decoder.expert_products import list_host_tensors
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.kernels.formats.row_format import read_row_types
+from adapters.models.kernels.interfaces.product_list import ProductPlan
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from engine.loading.device_survey import (
+from engine.loading.drafts.find_draft import FoundDraft
+from engine.loading.drafts.load_draft import plan_draft_placement
+from engine.loading.memory.device_survey import (
     Placement,
     check_memory,
     choose_chunk,
@@ -28,11 +30,9 @@ from engine.loading.device_survey import (
     host_memory,
     measure_host_slots,
 )
-from engine.loading.expert_placement import choose_expert_bytes, count_brought_experts
-from engine.loading.find_draft import FoundDraft
-from engine.loading.load_draft import plan_draft_placement
-from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
-from engine.loading.packed_estimate import (
+from engine.loading.memory.expert_placement import choose_expert_bytes, count_brought_experts
+from engine.loading.memory.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.memory.packed_estimate import (
     EMBEDDING,
     count_packed_products,
     estimate_cpu_experts,
@@ -40,9 +40,9 @@ from engine.loading.packed_estimate import (
     list_host_products,
     list_packed_tensors,
 )
-from engine.settings.formatting import format_bytes
 from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
+from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")

@@ -14,7 +14,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.speculation.drafting import DraftProposer
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.files.private_folder import FolderUnusable
@@ -25,7 +25,7 @@ from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.transfer import Transfer, create_transfer
 from adapters.watched_thread import WatchedThread
-from engine.loading.calibrate_restore import add_restore_times
+from engine.loading.calibration.calibrate_restore import add_restore_times
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import find_cache_folder
 from engine.settings.server_options import CacheOptions, SharedTierOptions

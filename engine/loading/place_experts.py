@@ -19,9 +19,9 @@ from attrs import asdict, evolve
 
 from adapters.models.decoder.expert_products import list_expert_layers
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.device_survey import Placement, plan_placement
-from engine.loading.expert_prices import measure_expert_prices
-from engine.loading.find_draft import FoundDraft
+from engine.loading.calibration.expert_prices import measure_expert_prices
+from engine.loading.drafts.find_draft import FoundDraft
+from engine.loading.memory.device_survey import Placement, plan_placement
 from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.plan_load import LoadPlan
 from engine.loading.shard_peers import RemotePeers

@@ -8,21 +8,21 @@ from functools import partial
 import torch
 from attrs import frozen
 
-from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
+from adapters.models.kernels.interfaces.product_list import ProductPlan
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from engine.loading.device_survey import Placement, choose_chunk
-from engine.loading.find_draft import FoundDraft
+from engine.loading.drafts.find_draft import FoundDraft
 from engine.loading.identity import compute_identity
+from engine.loading.memory.device_survey import Placement, choose_chunk
+from engine.loading.memory.memory_fit import Fit
 from engine.loading.memory_estimate import choose_fit, outgrows_estimate
-from engine.loading.memory_fit import Fit
 from engine.loading.prove_numerics import ProvenKernels, prove
 from engine.loading.warm_up import compile_kernels, digest_beside
-from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
+from engine.settings.output import start_progress
 
 
 @frozen(eq=False)

@@ -9,13 +9,13 @@ from attrs import evolve, frozen
 
 from adapters.models.decoder.expert_products import list_expert_products
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.cuda_capability import read_capability
-from adapters.models.kernels.expert_kernels import ExpertKernels
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.kernels.row_format import RowTypes, name_row_types, read_row_types
+from adapters.models.kernels.formats.row_format import RowTypes, name_row_types, read_row_types
+from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import ProductPlan
 from adapters.models.numerics.probe import ProbeShape, buckets_of, probe, probe_key
 from adapters.models.numerics.probe_result import (
     Numerics,
@@ -27,7 +27,7 @@ from adapters.models.numerics.probe_result import (
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.protocol.messages import Offer, Prove
 from adapters.sequence_layout import dtype_name
-from engine.loading.device_survey import (
+from engine.loading.memory.device_survey import (
     Placement,
     build_expert_kernels,
     build_kernels,

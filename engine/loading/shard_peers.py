@@ -23,10 +23,10 @@ from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
 from effects.ports import RowsLost
-from engine.loading.find_draft import FoundDraft
+from engine.loading.drafts.find_draft import FoundDraft
 from engine.loading.load_scorer import LoadedScorer, find_scorer_folder
-from engine.settings.live_figures import ModelMemory, ShardMemory
 from engine.settings.options import Options, evolve_options
+from engine.settings.output.live_figures import ModelMemory, ShardMemory
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
 from engine.settings.shard_secret import VARIABLE, find_shared_secret

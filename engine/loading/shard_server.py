@@ -18,14 +18,14 @@ from attrs import define
 import engine
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.layered_config import LayeredConfig
-from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.layered_config import LayeredConfig
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.draft_parts import DraftPlacement
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_format import RowTypes, read_row_types
+from adapters.models.kernels.formats.row_format import RowTypes, read_row_types
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.numerics.probe import probe_key
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
@@ -42,9 +42,9 @@ from adapters.remote.protocol.lent_memory import Borrower
 from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.protocol.scorer_messages import LoadScorer
 from adapters.sequence_layout import torch_dtype
-from engine.loading.device_survey import build_kernels, choose_device, free_memory, read_boot_id
-from engine.loading.find_draft import open_draft
-from engine.loading.load_draft import build_draft, build_own_kernels
+from engine.loading.drafts.find_draft import open_draft
+from engine.loading.drafts.load_draft import build_draft, build_own_kernels
+from engine.loading.memory.device_survey import build_kernels, choose_device, free_memory, read_boot_id
 from engine.loading.prove_numerics import build_probe_shape, choose_served_plan, load_or_run_probe
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache

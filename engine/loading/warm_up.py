@@ -16,18 +16,18 @@ from attrs import evolve
 
 from adapters.device.sampling.sampler import Draw, LaunchedPicks, Sampler, start_picking
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
 from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.collector_pause import pause_collector
 from adapters.models.kernels.cuda_capability import read_capability
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
-from adapters.models.kernels.interface import ALONE
+from adapters.models.kernels.formats.row_format import RowTypes
+from adapters.models.kernels.interfaces.layer_interface import ALONE
+from adapters.models.kernels.interfaces.sampling_interface import PENDING
 from adapters.models.kernels.layer_kinds import run_one_of_each
-from adapters.models.kernels.row_format import RowTypes
-from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.layer_bench import PROBED_SLOTS
 from adapters.models.numerics.probe import buckets_of, probe_key
@@ -35,11 +35,11 @@ from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.models.open_checkpoint import Checkpoint
 from effects.ids import PAGE
 from effects.job import Sampling
-from engine.loading.device_survey import Placement, build_kernels, is_compile_cache_empty, set_compile_cache
-from engine.loading.memory_fit import Fit
+from engine.loading.memory.device_survey import Placement, build_kernels, is_compile_cache_empty, set_compile_cache
+from engine.loading.memory.memory_fit import Fit
 from engine.loading.prove_numerics import build_probe_shape
-from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.output import start_progress
 
 log = logging.getLogger("rekindle")
 

@@ -6,11 +6,11 @@ import json
 import logging
 
 from adapters.http.wire.server import RunningServer
-from engine.loading.expert_placement import describe_expert_placement
 from engine.loading.load_target import LoadedModel
+from engine.loading.memory.expert_placement import describe_expert_placement
 from engine.loading.shard_peers import describe_placement
-from engine.settings.formatting import format_bytes
 from engine.settings.options import Options
+from engine.settings.output.formatting import format_bytes
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}

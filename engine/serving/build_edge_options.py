@@ -7,11 +7,11 @@ import time
 from adapters.http.edge_options import (
     AccessOptions,
     CompressionDefaults,
+    EdgeModel,
     EdgeOptions,
     EdgeTimes,
     RequestDefaults,
     RequestLimits,
-    ServedModel,
 )
 from effects.job import Sampling
 from engine import __version__
@@ -24,7 +24,7 @@ def build_edge_options(options: Options, target: LoadedModel, sampling: Sampling
     compression = options.compression
     http = options.http
     return EdgeOptions(
-        ServedModel(
+        EdgeModel(
             target.model_id,
             target.settings.max_context,
             target.checkpoint.config.vocab_size,

@@ -36,7 +36,7 @@ from engine.loading.background_load import load_target
 from engine.loading.identity import IdentityMismatch
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options
-from engine.settings.progress import count_progress
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
 from states.events import Event, list_request_events
 from states.world import Output

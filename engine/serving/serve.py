@@ -41,9 +41,9 @@ from adapters.watched_thread import WatchedThread
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
-from engine.loading.expert_placement import resolve_cpu_experts
 from engine.loading.load_target import LoadedModel
 from engine.loading.load_text import Reading, load_text
+from engine.loading.memory.expert_placement import resolve_cpu_experts
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
@@ -51,10 +51,10 @@ from engine.serving.build_edge_options import build_edge_options
 from engine.serving.fleet_routes import make_fleet_routes
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
-from engine.settings.live_figures import LiveFigures
 from engine.settings.options import Options
+from engine.settings.output.live_figures import LiveFigures
+from engine.settings.output.start_progress import TOKENIZER, StartProgress
 from engine.settings.preflight import build_bind_error
-from engine.settings.start_progress import TOKENIZER, StartProgress
 from engine.settings.user_error import UserError, find_innermost, report_error
 
 log = logging.getLogger("rekindle")

@@ -9,8 +9,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from adapters import process_memory
-from engine.settings import log_format
 from engine.settings.option_types import check_device, check_listen, flag, parse_integer
+from engine.settings.output import log_format
 from engine.settings.placement import LISTEN, read_listen
 from engine.settings.shard_secret import find_shared_secret
 from engine.settings.user_error import UserError

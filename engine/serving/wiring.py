@@ -36,7 +36,7 @@ from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import LoadedScorer
 from engine.serving.memory_trim import MemoryTrimmer
-from engine.settings.live_figures import LiveFigures
+from engine.settings.output.live_figures import LiveFigures
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings

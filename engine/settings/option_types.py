@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Group, Parameter, Token
 
-from adapters.models.kernels.row_names import read_pair
+from adapters.models.kernels.formats.row_names import read_pair
 from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 

@@ -12,7 +12,6 @@ from attrs import frozen
 from cyclopts.validators import Number
 
 from effects.scope import Scope, parse_scope
-from engine.settings.log_format import LogFormat, LogLevel
 from engine.settings.option_types import (
     CACHE,
     LOG,
@@ -26,6 +25,7 @@ from engine.settings.option_types import (
     flag,
     parse_integer,
 )
+from engine.settings.output.log_format import LogFormat, LogLevel
 from engine.settings.user_error import UserError
 
 

@@ -22,20 +22,20 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.gguf_tensor import GgufTensor
 from adapters.checkpoint.safetensors_folder import StoredTensor
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from effects.ids import PAGE
-from engine.loading.device_survey import choose_devices, plan_placement
-from engine.loading.expert_placement import count_expert_weights
-from engine.loading.find_draft import find_draft
+from engine.loading.drafts.find_draft import find_draft
+from engine.loading.memory.device_survey import choose_devices, plan_placement
+from engine.loading.memory.expert_placement import count_expert_weights
+from engine.loading.memory.memory_fit import DeviceNeed, Fit
 from engine.loading.memory_estimate import compute_fit, estimate_needs
-from engine.loading.memory_fit import DeviceNeed, Fit
 from engine.loading.place_experts import place_cpu_experts
 from engine.loading.plan_load import LoadPlan
-from engine.settings.formatting import format_bytes
 from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_folder, list_local_models
 from engine.settings.options import Options, evolve_options
-from engine.settings.progress import announce_if_slow, count_progress
+from engine.settings.output.formatting import format_bytes
+from engine.settings.output.progress import announce_if_slow, count_progress
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import make_wide_console
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from effects.compression import WHOLE, Compression
 from effects.scope import Scope
-from engine.settings.formatting import format_count
-from engine.settings.plot_style import check_plot_path
-from engine.settings.progress import count_progress
+from engine.settings.output.formatting import format_count
+from engine.settings.output.plot_style import check_plot_path
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.simulation.fleet.simulate_fleet import simulate_fleet
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Generic, Protocol
 import attrs
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import PositionalStates, Shard, ShardPlacement, ShardSpec, SlotRows
 from adapters.remote.client.remote_shard import RemoteShard
 from tests.architecture.parsed import parse_module, read_module, walk_module
@@ -91,6 +91,7 @@ IRREGULAR = {
     "written",
 }
 VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "shed", "speed"}
+MOST_FILES = 24  # of one folder, with its `__init__.py`
 MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
 MOST_FIELDS = 12  # of one object of options
@@ -227,6 +228,12 @@ def test_every_room_says_what_it_is_for() -> None:
 
 def init(room: Path) -> str:
     return (room / "__init__.py").read_text()
+
+
+def test_no_room_has_more_modules_than_a_reader_can_survey() -> None:
+    """`states/` stays flat: its modules are one machine."""
+    counts = Counter(path.parent for path in modules() if path.parent != ROOT / "states")
+    assert {str(room.relative_to(ROOT)): count for room, count in counts.items() if count > MOST_FILES} == {}
 
 
 def test_no_function_takes_more_than_eight_parameters() -> None:

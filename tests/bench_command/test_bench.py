@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from engine.__main__ import main
-from engine.settings import plot_style
+from engine.settings.output import plot_style
 from engine.tools.bench.bench_figures import compute_percentiles
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served

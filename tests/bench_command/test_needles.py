@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from engine.__main__ import main
-from engine.settings import plot_style
+from engine.settings.output import plot_style
 from engine.tools.bench.haystack import Haystack, Needle, build_haystack, count_words, keep_last, keep_random
 from engine.tools.bench.needles import METHODS, fill_cell
 from engine.tools.bench.needles_cell import Cell as Question

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.store import survey_folder
+from adapters.store.disk import survey_folder
 from adapters.store.lease import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens

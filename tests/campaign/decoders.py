@@ -15,15 +15,16 @@ from typing import Any
 from attrs import asdict
 
 from adapters.http.apis.openai_responses import ItemReferences, read_conversation
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history import persistent_lru
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.models.numerics.probe_result import Numerics
-from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store import index_journal, recent_prompts
 from adapters.store.block_index import Entry
+from adapters.store.disk import survey_folder
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
 from adapters.store.files.append_log import frame_record
@@ -31,7 +32,7 @@ from adapters.store.files.file_format import Newer, Outdated
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
-from engine.loading.calibrate_restore import RestoreTimes
+from engine.loading.calibration.calibrate_restore import RestoreTimes
 from engine.settings.calibration_cache import UNFIT, CalibrationCache, What, read_small_file, replace_file
 from tests.campaign.case import UNCOUNTED, Case
 from tests.campaign.damage import BYTES, harm, spoilt
@@ -44,7 +45,7 @@ EXAMPLES: tuple[tuple[What, Any, str], ...] = (
     ("numerics", Numerics, NUMERICS.to_json()),
     ("rates", RestoreTimes, RestoreTimes(5, 7, 1100, 1500).to_json()),
 )
-OPTIONS = EdgeOptions(ServedModel("small", 4096, 500))
+OPTIONS = EdgeOptions(EdgeModel("small", 4096, 500))
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 OWNERS = ("", "a" * 64)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from aiofiles.threadpool.binary import AsyncBufferedIOBase
 from attrs import define, field, frozen
 
-from adapters.store.file_names import classify_name
+from adapters.store.disk.file_names import classify_name
 from adapters.store.files.private_folder import PrivateFolder
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS)

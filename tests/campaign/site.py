@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from attrs import define, field
 
-from adapters.store.file_names import QUARANTINE
+from adapters.store.disk.file_names import QUARANTINE
 from tests.campaign.case import UNCOUNTED, Case, Hang, Leak, quiet, resident
 from tests.campaign.damage import harm
 from tests.campaign.hostile import spoilt, spoilt_bytes, text_of

@@ -17,8 +17,8 @@ from typing import Any
 
 from adapters.metrics import Metrics
 from adapters.store import index_journal, recent_prompts
+from adapters.store.disk.file_names import QUARANTINE, classify_name
 from adapters.store.file_description import make_named_entry, read_head
-from adapters.store.file_names import QUARANTINE, classify_name
 from adapters.store.files.file_format import Layout, parse_name
 from adapters.store.files.private_folder import FolderUnusable
 from adapters.store.files.seekable import Damaged

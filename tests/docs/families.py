@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from adapters.models import ARCHITECTURES, FAMILIES
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.family import Family, family_of
-from adapters.models.decoder.feed_forward import cut_up
 from adapters.models.decoder.layer_index import find_tree_obstacle
+from adapters.models.decoder.layers.feed_forward import cut_up
 from adapters.models.families.gemma4 import Gemma4Config
 from adapters.text.answer.answer_parser import CALL_FORMS, REASONING
 from tests.models.checkpoints import VARIANTS, save_model

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from adapters.http.apis import anthropic_messages, llamacpp, openai_chat, openai_completions, openai_responses
 from adapters.http.apis.api import Api
 from adapters.http.app import build_app
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.page import files
@@ -29,7 +29,7 @@ from benchmarks.report import wrap_prose
 from effects.job import Report
 from effects.ports import Closed
 from engine.commands import app
-from engine.fleet.merge_metrics import make_prefill_counter, make_repeat_counter
+from engine.fleet.ingress.merge_metrics import make_prefill_counter, make_repeat_counter
 from tests.text import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
@@ -142,7 +142,7 @@ async def requests(text: Text) -> AsyncIterator[str]:
     yield "## Fields of requests\n"
     yield "The tables show what is accepted, in the words of the error message. [APIS.md](APIS.md) explains"
     yield "fields without such words. `null` counts as absent, and fields that are not listed are ignored.\n"
-    options, asker = EdgeOptions(ServedModel("small", 4096, text.tokenizer.size)), ApiClient(stays, TurnMemory())
+    options, asker = EdgeOptions(EdgeModel("small", 4096, text.tokenizer.size)), ApiClient(stays, TurnMemory())
     for api, body, words in REQUESTS:
         seen = dict[str, str]()
         await api.read(HeardFields(HeardObject(body, "", seen)), options, text, asker)
@@ -195,7 +195,7 @@ async def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         text = Text.load(small.write(Path(folder)))
         fields = [line async for line in requests(text)]
-        served = build_app(None, text, EdgeOptions(ServedModel("small", 4096, 512)), Metrics())
+        served = build_app(None, text, EdgeOptions(EdgeModel("small", 4096, 512)), Metrics())
         await text.aclose()
     own = {route.path for route in files.make_routes()}  # of the page
     routes = [route for route in served.routes if isinstance(route, Route) and route.path not in own]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running

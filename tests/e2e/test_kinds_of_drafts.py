@@ -10,12 +10,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.parts import PLAIN_PARTS, DraftParts
 from adapters.models.drafts.eagle3.config import Eagle3Config, Eagle3Norms
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.find_draft import open_draft
+from engine.loading.drafts.find_draft import open_draft
 from engine.settings.options import build_options
 from engine.settings.paths import find_model_folder
 from engine.settings.user_error import UserError

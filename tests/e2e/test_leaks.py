@@ -26,7 +26,7 @@ from engine.loading.background_load import begin_load
 from engine.loading.load_text import begin_text
 from engine.serving.serve import LoadingGate, listen, serve_model
 from engine.settings.options import Options, build_options
-from engine.settings.start_progress import StartProgress
+from engine.settings.output.start_progress import StartProgress
 from states.speculation_control import UNIT, estimate_chain_gain
 from tests.importing import importing
 

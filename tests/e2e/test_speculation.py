@@ -24,7 +24,7 @@ from adapters.device.decode import decode_step
 from adapters.device.executor import DeviceExecutor
 from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
 from adapters.device.speculation.proposer import DraftRequest, Proposer
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.text.model_text import Text
 from adapters.transfer import restorer

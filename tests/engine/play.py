@@ -26,7 +26,7 @@ from engine.core.event_loop import EventLoop, Executors
 from engine.core.request_meter import RequestMeter
 from engine.core.submission import EngineTicket, Submissions
 from engine.core.trace import VERSION, Header, Recorder
-from engine.settings.live_figures import LiveFigures
+from engine.settings.output.live_figures import LiveFigures
 from states import invariants
 from states.settings import Settings
 from states.world import make_world

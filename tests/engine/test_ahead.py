@@ -45,8 +45,10 @@ def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
     names = [*list_triton_modules()]
-    assert "adapters.models.kernels.triton.hopper" in names
-    assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
+    assert "adapters.models.kernels.triton.hopper.hopper_products" in names
+    files = (path.relative_to(ROOT).with_suffix("") for path in KERNELS.rglob("*.py"))
+    modules = {".".join(file.parts).removesuffix(".__init__") for file in files}
+    assert modules == {*names, "adapters.models.kernels.triton"}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
         "import sys; from importlib import import_module; from engine.settings.import_order import list_triton_modules;"
@@ -61,7 +63,8 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
         "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
         "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
-        "import engine.commands; from engine.settings import preflight, start_progress, paths;"
+        "import engine.commands; from engine.settings import preflight, paths;"
+        "from engine.settings.output import start_progress;"
         "from engine.settings.options import build_options; options = preflight.prepare_options(build_options(port=0));"
         "preflight.check_address(options.http); import engine.settings.import_order;"
         "engine.settings.import_order.import_beside_torch(paths.list_weight_folders(options), 0);"

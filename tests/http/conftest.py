@@ -14,7 +14,7 @@ from attrs import define
 from starlette.routing import Route
 
 from adapters.http.app import Edge, build_app
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.histories import Histories
@@ -85,7 +85,7 @@ async def served(
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
     text = Text.load(folder)
     await text.check()
-    edge = evolve_options(EdgeOptions(ServedModel("small", 4096, text.tokenizer.size)), **options)
+    edge = evolve_options(EdgeOptions(EdgeModel("small", 4096, text.tokenizer.size)), **options)
     metrics = Metrics()
     archive = ResponseStore(None if kept is None else PrivateFolder.open(kept))
     archive.load()

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Products
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 

@@ -14,8 +14,8 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import HEAD_ROWS
-from adapters.models.decoder.rope import Rotary, Yarn
+from adapters.models.decoder.config.dense_config import HEAD_ROWS
+from adapters.models.decoder.config.rope import Rotary, Yarn
 from adapters.models.decoder.shard import BUCKETS, TargetHead
 from adapters.models.drafts.dflash.checkpoint import list_draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -24,10 +24,10 @@ from adapters.models.drafts.dflash.parts import PLAIN_LOGITS, DraftParts
 from adapters.models.drafts.dflash.weights import list_draft_products as draft_products
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for, save_model
 

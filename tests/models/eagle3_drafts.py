@@ -14,8 +14,8 @@ from attrs import evolve
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import HEAD_ROWS
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.dense_config import HEAD_ROWS
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.shard import BUCKETS, TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.chained_draft import KEPT_STATES
@@ -26,7 +26,7 @@ from adapters.models.drafts.eagle3.draft import Eagle3Draft
 from adapters.models.drafts.eagle3.weights import list_eagle3_products
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
 from tests.models.corrected_drafts import Picked, add

@@ -18,8 +18,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.models.decoder.rope import Llama3, ScaledRotary, Yarn
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.decoder.config.rope import Llama3, ScaledRotary, Yarn
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.latent_ggufs import LATENT_NAMES, latent_settings, split_keys_values
 from tests.models.windowed_ggufs import (

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
-from adapters.models.kernels.delta_interface import DeltaShape
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.layered_config import LayeredConfig
-from adapters.models.decoder.rope import ScaledRotary, Yarn
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.decoder.config.layered_config import LayeredConfig
+from adapters.models.decoder.config.rope import ScaledRotary, Yarn
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 
 LATENT_NAMES = {
     "deepseek_v2": "deepseek2",

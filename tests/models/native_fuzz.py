@@ -28,10 +28,10 @@ from adapters.models.kernels.cpu.native.draw import pick_rows
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.delta_interface import CHUNK, DeltaShape, DeltaWeights
+from adapters.models.kernels.formats.row_format import WHOLE, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import WHOLE, RowLayout, read_row_types
+from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling

@@ -9,13 +9,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, tokens_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from adapters.models.decoder.config.layered_config import LayeredConfig
 from adapters.models.decoder.family import family_of
-from adapters.models.decoder.layered_config import LayeredConfig
 from tests.models.checkpoints import GEOMETRIES, YARN, rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.layered_config import LayeredConfig, LayerKind
-from adapters.models.decoder.rope import Linear, Proportional, Yarn
+from adapters.models.decoder.config.layered_config import LayeredConfig, LayerKind
+from adapters.models.decoder.config.rope import Linear, Proportional, Yarn
 
 WINDOWED_NAMES = {"gemma3": "gemma3", "gemma4": "gemma4", "gpt_oss": "gpt-oss"}
 # Published parts of names, by ours; the package's tables have the published ones.

@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve, field
 
 from adapters.http.app import build_app
-from adapters.http.edge_options import AccessOptions, EdgeOptions, ServedModel
+from adapters.http.edge_options import AccessOptions, EdgeModel, EdgeOptions
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
@@ -106,7 +106,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
     (says,) = text.tokenizer.encode_now([SAID])
     device.says = (*says, text.tokenizer.end_tokens[0])
     async with engine(settings, device) as running, anyio.create_task_group() as tasks:
-        options = EdgeOptions(ServedModel("scripted", 4096, text.tokenizer.size), access=AccessOptions((KEY,)))
+        options = EdgeOptions(EdgeModel("scripted", 4096, text.tokenizer.size), access=AccessOptions((KEY,)))
         app = build_app(running.door, text, options, Metrics())
         ready = anyio.Event()
 

@@ -14,9 +14,9 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.models.decoder import shard as shards
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.decoder.shard import OutputHead, Shard, ShardPlacement
 from adapters.models.numerics.synthetic import RandomWeights

@@ -15,8 +15,8 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.running_batch import has_more_to_come
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.pipelined_chunks import SPAN
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipelined_chunks import SPAN
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from engine.__main__ import main
-from engine.settings import plot_style
+from engine.settings.output import plot_style
 from engine.tools.simulation.parallel_runs import run_side_by_side
 from tests.simulate_command.test_logs import GOLDEN, counts, session, write
 

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from effects.scope import Scope
 from engine.__main__ import main
-from engine.settings import plot_style
+from engine.settings.output import plot_style
 from engine.tools.simulation.fleet.fleet_run import OTHER_ROUTERS, PREFIX, FleetRun, FleetSetup
 from engine.tools.simulation.fleet.fluid_lane import FluidLane
 from engine.tools.simulation.fleet.prompt_paths import chain_pieces, list_requests

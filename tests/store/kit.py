@@ -18,7 +18,7 @@ from aiofiles.threadpool.binary import AsyncBufferedIOBase
 from attrs import define, evolve
 
 from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
-from adapters.store.disk_tier import DiskTier
+from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files.file_format import DraftLayout, Kind, Layout
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from adapters.models.decoder.kv_cache import PagedKvCache
+from adapters.models.decoder.cache.kv_cache import PagedKvCache
 from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec, dtype_name
 from adapters.store.files.file_format import Layout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters.sequence_layout import torch_dtype
-from adapters.store.file_names import QUARANTINE
+from adapters.store.disk.file_names import QUARANTINE
 from adapters.store.store import Store
 from adapters.transfer import measure_copies as rehearsing
 from adapters.transfer.copy_rows import RowMover

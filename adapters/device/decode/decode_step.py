@@ -59,7 +59,7 @@ from adapters.device.speculation.acceptance import Acceptance, StepMember, accep
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import UNSETTLED, Forward, Segment, Step
 from effects.all import EffectRequest, Outcome

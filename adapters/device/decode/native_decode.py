@@ -38,8 +38,8 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import draft_sampling, noise_shares
 from adapters.device.speculation.proposer import NO_PROPOSALS, DraftRequest, LocalDraft, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
 from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
 

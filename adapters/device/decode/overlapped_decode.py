@@ -50,11 +50,11 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import describe_failed_pick
 from adapters.device.speculation.step_copies import StepCopies
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
+from adapters.models.kernels.interfaces.step_pacer import StepPacer
 from adapters.models.kernels.step import Forward, Segment, Step
-from adapters.models.kernels.step_pacer import StepPacer
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId

@@ -39,7 +39,7 @@ from torch import Tensor
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.prompt_lane import record_event
 from adapters.device.slots.slots import SlotState
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill

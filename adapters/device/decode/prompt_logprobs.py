@@ -9,7 +9,7 @@ import torch
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.sampling.sampler import logprobs_of
 from adapters.device.slots.slots import SlotState
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.step import Segment, Step
 from effects.decode import Logprob
 from effects.ids import DeviceFailed

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.sampling_interface import TokenMask
+from adapters.models.kernels.interfaces.sampling_interface import TokenMask
 from effects.grammar import Grammar
 from effects.ids import Tokens
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from adapters.device.sampling.grammar_mask import Mask, Matching, build_forbidden_mask
 from adapters.device.sampling.side_stream import side_stream
 from adapters.models.kernels.factory import build_sampling
-from adapters.models.kernels.sampling_interface import build_penalties
+from adapters.models.kernels.interfaces.sampling_interface import build_penalties
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling

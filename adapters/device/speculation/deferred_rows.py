@@ -8,7 +8,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.slots.slots import SlotState
-from adapters.models.decoder.host_copy import move
+from adapters.models.decoder.cache.host_copy import move
 from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
 from adapters.models.kernels.step import Segment
 

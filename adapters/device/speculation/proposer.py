@@ -14,8 +14,8 @@ from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
 from adapters.models.decoder.shard import Kept, ReadableRows
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.step import Step
 from effects.decode import RunDecode
 from effects.ids import Tokens

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
-from adapters.models.kernels.text_matching import END_OF_TEXT, IndexedText, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, IndexedText, TextMatcher
 from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms

@@ -16,7 +16,7 @@ from attrs import define, evolve
 from adapters.http.answer.job_stream import FinishedChoice
 from adapters.http.apis.openai_items_as_text import TRIGGER
 from adapters.http.apis.openai_response_answer import ResponseDetails, ResponseShape
-from adapters.http.edge_options import ServedModel
+from adapters.http.edge_options import EdgeModel
 from adapters.http.history.response_store import ENCODER
 from adapters.http.request.parsed_request import ParsedRequest
 from adapters.http.wire.errors import context_exceeded
@@ -43,7 +43,7 @@ def add_trigger(fields: Fields, items: Sequence[Any]) -> Fields:
     return Fields({**fields.data, **again}, fields.path)
 
 
-def expect_summary(request: ParsedRequest[ResponseDetails], model: ServedModel) -> ParsedRequest[ResponseDetails]:
+def expect_summary(request: ParsedRequest[ResponseDetails], model: EdgeModel) -> ParsedRequest[ResponseDetails]:
     """Return the request with an answer that is text only. Raises ApiError where the prompt leaves no room for it.
 
     The prompt still describes the tools, as all prompts of the conversation do, so that the cache has its rows.

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.http.edge_options import ServedModel
+from adapters.http.edge_options import EdgeModel
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.fields import Fields, quote_value
 from adapters.text.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ class Bias:
     path: str
 
 
-def read_biases(fields: Fields, model: ServedModel, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+def read_biases(fields: Fields, model: EdgeModel, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return token ids with their biases. Every token of a text gets its bias, as in llama.cpp."""
     path = fields.path_of("logit_bias")
     listed = [*parse_biases(fields)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.request.compression import RequestedCompression, read_compression
 from adapters.http.request.response_format import ResponseFormat, read_response_format
 from adapters.http.request.sampling_fields import read_sampling
@@ -134,7 +134,7 @@ def read_max_tokens(fields: Fields, names: ApiFieldNames) -> int | None:
     return names.default_max_tokens if count is None else None if count == -1 else count
 
 
-def read_model(fields: Fields, model: ServedModel) -> str:
+def read_model(fields: Fields, model: EdgeModel) -> str:
     asked = fields.text("model")
     return model.model_id if asked is None else check_name(asked, model)
 
@@ -152,11 +152,11 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def read_tokens(fields: Fields, name: str, most: int, model: ServedModel) -> Tokens:
+def read_tokens(fields: Fields, name: str, most: int, model: EdgeModel) -> Tokens:
     return check_tokens(fields.items(name, most) or [], fields.path_of(name), model)
 
 
-def check_tokens(tokens: list[Any], path: str, model: ServedModel) -> Tokens:
+def check_tokens(tokens: list[Any], path: str, model: EdgeModel) -> Tokens:
     if set(map(type, tokens)) <= {int} and 0 <= min(tokens, default=0) <= max(tokens, default=0) < model.vocab:
         return tuple(tokens)  # the usual case, quickly
     for index, token in enumerate(tokens):

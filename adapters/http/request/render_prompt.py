@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import anyio
 
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.answer_tokens import CallerTurns, PendingTurn
 from adapters.http.request.controls import Controls
 from adapters.http.request.parsed_request import ParsedRequest
@@ -149,7 +149,7 @@ def check_value_count(conversation: Conversation, path: str) -> None:
         raise invalid(path, f"the arguments of its tool calls have more than {MAX_ARGUMENT_VALUES} values in all")
 
 
-def check_text_length(conversation: Conversation, text: Text, most: int, model: ServedModel, path: str) -> None:
+def check_text_length(conversation: Conversation, text: Text, most: int, model: EdgeModel, path: str) -> None:
     """Refuse, before rendering, a conversation that cannot fit. Templates may leave out an assistant's reasoning, but
     nothing else. Raises ApiError.
     """

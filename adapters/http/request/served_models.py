@@ -5,25 +5,25 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from adapters.http.edge_options import ServedModel
+from adapters.http.edge_options import EdgeModel
 from adapters.http.wire.errors import model_not_found
 
 
-def check_name(name: str, model: ServedModel) -> str:
+def check_name(name: str, model: EdgeModel) -> str:
     """Return the name, if it is one of the model's. Raises ApiError."""
     if name not in model.names and not model.any_model:
         raise model_not_found(name, model.names)
     return name
 
 
-def list_models(model: ServedModel) -> dict[str, Any]:
+def list_models(model: EdgeModel) -> dict[str, Any]:
     """Return the list of models as OpenAI, Anthropic and llama.cpp have it, all in one object."""
     served = [describe_model(name, model) for name in model.names]
     more = {"has_more": False, "first_id": served[0]["id"], "last_id": served[-1]["id"]}
     return {"object": "list", "data": served, "models": served, **more}
 
 
-def describe_model(name: str, model: ServedModel) -> dict[str, Any]:
+def describe_model(name: str, model: EdgeModel) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.kernels.expert_kernels import ExpertKernels
 from adapters.models.kernels.expert_sums import add_shared, compute_shares
-from adapters.models.kernels.experts_interface import Experts, GatedWeights, run_feed_forward
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
+from adapters.models.kernels.interfaces.experts_interface import Experts, GatedWeights, run_feed_forward
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.layer_kinds import describe_kind
 from adapters.models.kernels.offload import allocate_pinned, count_bytes
 from adapters.models.kernels.step_batch import Batch

@@ -11,13 +11,11 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_layer import load_attention_layer
+from adapters.models.decoder.cache.kv_cache import KvCache
+from adapters.models.decoder.cache.window_rows import WindowRows
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.layered_config import LayeredConfig
 from adapters.models.decoder.cpu_experts import CpuExperts
-from adapters.models.decoder.decoder_layer import DecoderLayer
-from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.layer_index import (
     LayerIndex,
     RopeTables,
@@ -27,16 +25,18 @@ from adapters.models.decoder.layer_index import (
     build_trees,
 )
 from adapters.models.decoder.layer_runner import LayerRunner
-from adapters.models.decoder.layered_config import LayeredConfig
-from adapters.models.decoder.pipelined_chunks import use_inference_mode
-from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
+from adapters.models.decoder.layers.attention_layer import load_attention_layer
+from adapters.models.decoder.layers.decoder_layer import DecoderLayer
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.decoder.layers.layer_buffers import Buffers, fuse_layers
+from adapters.models.decoder.layers.recurrent_layer import DeltaLayer, load_delta_layer
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_inference_mode
 from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_checks import check_arguments, check_step
-from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.decoder.window_rows import WindowRows
 from adapters.models.kernels.activations import cap_logits
-from adapters.models.kernels.decode_pass import DecodePass
-from adapters.models.kernels.interface import NARROW, Kernels
+from adapters.models.kernels.interfaces.decode_pass import DecodePass
+from adapters.models.kernels.interfaces.layer_interface import NARROW, Kernels
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.step import Forward, Step
 from adapters.models.kernels.step_batch import StateBatch

@@ -10,9 +10,9 @@ from attrs import define
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard import OutputHead, TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.offload import count_bytes
 
 

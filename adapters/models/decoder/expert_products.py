@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.models.decoder.dense_config import packed_parts
+from adapters.models.decoder.config.dense_config import packed_parts
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.feed_forward import Matrix
-from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.decoder.layers.feed_forward import Matrix
+from adapters.models.kernels.interfaces.product_list import Products, Weight
 
 EXPERTS = ".mlp.experts."
 _ROUTERS = (EXPERTS, ".mlp.gate.", ".mlp.shared_expert_gate.")  # with what is added to the router's results

@@ -14,17 +14,17 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES, MISSING
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.cpu_experts import CpuExperts
-from adapters.models.decoder.feed_forward import Matrix, cut_up
-from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.latent_layer import LatentLayerShape, LatentShape
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.layers.feed_forward import Matrix, cut_up
+from adapters.models.decoder.layers.host_experts import HostExperts
+from adapters.models.decoder.layers.latent_layer import LatentLayerShape, LatentShape
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
-from adapters.models.kernels.experts_interface import ExpertsShape
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products
-from adapters.models.kernels.row_format import Rows, RowTypes
+from adapters.models.kernels.formats.row_format import Rows, RowTypes
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Products
 
 
 class ModelConfig(Protocol):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 from attrs import define, field, frozen
 
-from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
-from adapters.models.decoder.recurrent_cache import RecurrentCache
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.cache.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.cache.recurrent_cache import RecurrentCache
+from adapters.models.decoder.cache.window_rows import WindowRows, WindowShape
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.rope import Rotary
+from adapters.models.decoder.layers.tree_attention import TreeAttention, TreeGroups
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
 from adapters.models.decoder.shard_crossing import CrossingPort
-from adapters.models.decoder.tree_attention import TreeAttention, TreeGroups
-from adapters.models.decoder.window_rows import WindowRows, WindowShape
-from adapters.models.kernels.interface import Kernels, Rope
-from adapters.models.kernels.row_format import RowLayout, row_types
+from adapters.models.kernels.formats.row_format import RowLayout, row_types
+from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
 
 
 @frozen

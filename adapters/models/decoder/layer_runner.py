@@ -15,23 +15,23 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.attention_heads import finish_attention, scale_queries, select_heads
+from adapters.models.decoder.cache.recurrent_cache import RecurrentCache
+from adapters.models.decoder.config.dense_config import DenseConfig, RowInputs
 from adapters.models.decoder.cpu_experts import CpuExpertsLayer
-from adapters.models.decoder.decoder_layer import (
+from adapters.models.decoder.layer_index import LayerIndex, RopeTables
+from adapters.models.decoder.layers.attention_heads import finish_attention, scale_queries, select_heads
+from adapters.models.decoder.layers.decoder_layer import (
     DecoderLayer,
     begin_feed,
     end_feed,
     finish_layer,
     project_inputs,
 )
-from adapters.models.decoder.dense_config import DenseConfig, RowInputs
-from adapters.models.decoder.layer_buffers import Buffers
-from adapters.models.decoder.layer_index import LayerIndex, RopeTables
-from adapters.models.decoder.recurrent_cache import RecurrentCache
-from adapters.models.decoder.recurrent_layer import DeltaLayer
+from adapters.models.decoder.layers.layer_buffers import Buffers
+from adapters.models.decoder.layers.recurrent_layer import DeltaLayer
+from adapters.models.decoder.layers.tree_attention import TreeGroups
 from adapters.models.decoder.shard import FindCaches, PositionalStates, ShardSpec
-from adapters.models.decoder.tree_attention import TreeGroups
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.step_batch import Batch
 

@@ -31,13 +31,13 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.attention_heads import finish_attention
-from adapters.models.decoder.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
-from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.recurrent_cache import RecurrentCache
-from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
-from adapters.models.decoder.weight_reader import WeightReader
-from adapters.models.kernels.interface import HeadPrep, Kernels
+from adapters.models.decoder.cache.recurrent_cache import RecurrentCache
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.layers.attention_heads import finish_attention
+from adapters.models.decoder.layers.decoder_layer import DecoderLayer, finish_layer, load_layer, project_inputs
+from adapters.models.decoder.layers.recurrent_layer import DeltaLayer, load_delta_layer
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
 from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch

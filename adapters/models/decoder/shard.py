@@ -27,7 +27,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.row_format import Rows
+from adapters.models.kernels.formats.row_format import Rows
 from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 

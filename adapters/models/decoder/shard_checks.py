@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.layers.tree_attention import check_tree
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.decoder.tree_attention import check_tree
 from adapters.models.kernels.step import Step
 
 

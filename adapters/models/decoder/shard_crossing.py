@@ -17,8 +17,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.layer_buffers import Buffers
+from adapters.models.decoder.cache.kv_cache import KvCache
+from adapters.models.decoder.layers.layer_buffers import Buffers
 from adapters.models.kernels.step import Step
 
 

@@ -16,16 +16,16 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.pipelined_chunks import use_device
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.cache.kv_cache import KvCache
+from adapters.models.decoder.config.rope import Rotary
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.interface import Kernels, Rope
+from adapters.models.kernels.formats.row_format import RowLayout, row_types
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
 from adapters.models.kernels.offload import OffloadableWeights, State
-from adapters.models.kernels.row_format import RowLayout, row_types
 from adapters.models.kernels.step import Segment, Step
 
 

@@ -28,17 +28,17 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.attention_heads import finish_attention, select_heads
-from adapters.models.decoder.decoder_layer import DecoderLayer, LayerShape, finish_layer, load_layer
-from adapters.models.decoder.latent_layer import LatentLayer
-from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.attention_heads import finish_attention, select_heads
+from adapters.models.decoder.layers.decoder_layer import DecoderLayer, LayerShape, finish_layer, load_layer
+from adapters.models.decoder.layers.latent_layer import LatentLayer
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, count_cache_rows
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.drafts.sequential_draft import SequentialDraft
-from adapters.models.kernels.attention_rule import AttentionMask
-from adapters.models.kernels.interface import HeadPrep, Kernels
-from adapters.models.kernels.product_list import TILE, Heads
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
+from adapters.models.kernels.interfaces.product_list import TILE, Heads
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.step import Step
 

@@ -13,10 +13,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.draft_parts import DraftWeights
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Step
 from adapters.models.kernels.step_batch import Batch

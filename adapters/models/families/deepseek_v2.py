@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import check_field, read_size, refuse_flag
-from adapters.models.decoder.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.experts_config import read_softmax_experts
+from adapters.models.decoder.config.latent_config import LatentConfig, parse_latent
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_softmax_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import LatentConfig, parse_latent
 
 GREEDY = "greedy"  # routing that looks at no groups
 

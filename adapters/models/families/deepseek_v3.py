@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import check_field, read_size
-from adapters.models.decoder.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.experts_config import read_sigmoid_experts
+from adapters.models.decoder.config.latent_config import LatentConfig, parse_latent
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_sigmoid_experts
 from adapters.models.decoder.family import Family, use_own_shape
-from adapters.models.decoder.latent_config import LatentConfig, parse_latent
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 
 
 def parse(raw: Mapping[str, Any]) -> LatentConfig:

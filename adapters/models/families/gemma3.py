@@ -19,11 +19,8 @@ from adapters.checkpoint.config_fields import (
     read_size,
     refuse_flag,
 )
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
-from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.family import Family
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.layered_config import (
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.layered_config import (
     FULL,
     SLIDING,
     LayeredConfig,
@@ -31,7 +28,10 @@ from adapters.models.decoder.layered_config import (
     find_rope_settings,
     read_layer_types,
 )
-from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.decoder.config.rope import Rotary, parse_rope
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.layers.layer_traits import LayerTraits
 from adapters.models.kernels.activations import GELU
 
 INTERVAL = 6  # every sixth layer sees all rows, where config.json does not say which ones do

@@ -24,13 +24,9 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
-from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_experts
-from adapters.models.decoder.family import Family
-from adapters.models.decoder.feed_forward import Matrix, idle_weights
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.layered_config import (
+from adapters.models.decoder.config.dense_config import PROBED_VOCABULARY, DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_experts
+from adapters.models.decoder.config.layered_config import (
     FULL,
     PROBED_LAYERS,
     SLIDING,
@@ -38,9 +34,13 @@ from adapters.models.decoder.layered_config import (
     find_rope_settings,
     read_layer_types,
 )
-from adapters.models.decoder.rope import Proportional, Rotary, parse_rope
+from adapters.models.decoder.config.rope import Proportional, Rotary, parse_rope
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.layers.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.layers.layer_traits import LayerTraits
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard_crossing import Crossing
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.families import gemma3
 from adapters.models.families.gemma4_layer import (
     EndingShape,
@@ -52,10 +52,10 @@ from adapters.models.families.gemma4_layer import (
     load_inputs,
 )
 from adapters.models.kernels.activations import GELU
-from adapters.models.kernels.experts_interface import ExpertsShape
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Weight
-from adapters.models.kernels.row_format import Rows
+from adapters.models.kernels.formats.row_format import Rows
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Weight
 
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 PARTIAL = 0.25  # the share of a head that is rotated in layers that see all rows

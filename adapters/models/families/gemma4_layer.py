@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.cpu_experts import CpuExpertsLayer
-from adapters.models.decoder.feed_forward import (
+from adapters.models.decoder.layers.feed_forward import (
     Matrix,
     feed_matrices,
     feed_products,
@@ -22,12 +22,12 @@ from adapters.models.decoder.feed_forward import (
     load_feed,
     run_chosen_experts,
 )
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.layer_traits import LayerTraits
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.kernels.activations import apply_activation
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.interfaces.experts_interface import Experts, ExpertsShape
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
 
 _PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")

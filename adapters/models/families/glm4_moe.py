@@ -14,13 +14,13 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_rope, read_size
-from adapters.models.decoder.deepseek_names import find_deepseek_name
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_sigmoid_experts
+from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_sigmoid_experts
 from adapters.models.decoder.family import Family, use_own_shape
-from adapters.models.decoder.rope import Rotary, count_rotated
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 
 PARTIAL = 0.5  # the default of partial_rotary_factor
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapters.checkpoint.config_fields import read_size
-from adapters.models.decoder.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.experts_config import read_dense_list
+from adapters.models.decoder.config.latent_config import LatentConfig, parse_latent
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_dense_list
 from adapters.models.decoder.family import Family, use_own_shape
-from adapters.models.decoder.latent_config import LatentConfig, parse_latent
 from adapters.models.families.deepseek_v3 import read_experts
 
 QUERIES = 768  # the default of q_lora_rank

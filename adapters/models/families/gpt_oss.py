@@ -19,15 +19,15 @@ from adapters.checkpoint.arranged_tensor import ArrangedTensor
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import LIMITS, check_field, read_flag, read_size
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_experts
+from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig, LayerKind, read_layer_types
+from adapters.models.decoder.config.rope import Rotary, parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.layered_config import FULL, SLIDING, LayeredConfig, LayerKind, read_layer_types
-from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.decoder.layers.layer_traits import LayerTraits
 from adapters.models.kernels.activations import ALPHA, CLAMPED, LIMIT
-from adapters.models.kernels.experts_interface import BiasedExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import BiasedExpertsShape
 
 T = TypeVar("T")
 

@@ -13,12 +13,9 @@ from attrs import evolve, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import check_field, read_rope, read_size, refuse_flag
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
-from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_dense_list, read_sigmoid_experts
-from adapters.models.decoder.family import Family
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.layered_config import (
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_dense_list, read_sigmoid_experts
+from adapters.models.decoder.config.layered_config import (
     FULL,
     SLIDING,
     LayeredConfig,
@@ -26,8 +23,11 @@ from adapters.models.decoder.layered_config import (
     find_rope_settings,
     read_layer_types,
 )
-from adapters.models.decoder.rope import Rotary, count_rotated, parse_rope
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.decoder.config.rope import Rotary, count_rotated, parse_rope
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.layers.layer_traits import LayerTraits
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 
 # The defaults of transformers, for files that leave these fields out.
 HEAD_DIM = 128

@@ -11,10 +11,10 @@ from typing import Any
 from attrs import frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import Rotary, Scaling, parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.rope import Rotary, Scaling, parse_rope
 
 THETA = 10_000.0  # the files of Llama 2 do not give rope_theta
 # `dynamic` and `longrope` are not accepted: a row would depend on the rows that follow it.

@@ -5,8 +5,8 @@ The head is published as `model.mtp_layers.0`. It reads the target's last hidden
 
 from __future__ import annotations
 
-from adapters.models.decoder.deepseek_names import HEAD_PREFIX
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family, HeadInputs, use_own_shape
 from adapters.models.families.qwen2 import parse

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, read_rope, read_size
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_sigmoid_experts
+from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_sigmoid_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.rope import Rotary, count_rotated
-from adapters.models.kernels.experts_interface import SigmoidExpertsShape
+from adapters.models.decoder.layers.layer_traits import LayerTraits
+from adapters.models.kernels.interfaces.experts_interface import SigmoidExpertsShape
 
 HEAD_DIM = 128  # the default of transformers, for files without head_dim
 NAMES = {

@@ -14,10 +14,10 @@ from attrs import field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import find_text_settings, read_positive, read_rope
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import Rotary, ScaledRotary, parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.rope import Rotary, ScaledRotary, parse_rope
 from adapters.models.families.llama import ROPES, LlamaConfig
 
 TYPES = ("mistral", "ministral3")

@@ -8,13 +8,13 @@ from typing import Any
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, find_text_settings, read_positive, read_rope, read_size
-from adapters.models.decoder.deepseek_names import find_deepseek_name
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.deepseek_names import find_deepseek_name
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.experts_config import read_softmax_experts
+from adapters.models.decoder.config.latent_config import ROPES, LatentConfig, parse_latent
+from adapters.models.decoder.config.rope import Rotary, ScaledRotary
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_softmax_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.latent_config import ROPES, LatentConfig, parse_latent
-from adapters.models.decoder.rope import Rotary, ScaledRotary
 from adapters.models.families.mistral import find_text_name
 
 BETA = 0.1  # the defaults of transformers

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.rope import parse_rope
 
 
 @frozen

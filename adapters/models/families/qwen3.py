@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.rope import parse_rope
 
 HEAD_DIM = 128  # the default of transformers, for files without head_dim
 

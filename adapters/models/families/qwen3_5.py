@@ -22,14 +22,18 @@ from adapters.checkpoint.config_fields import (
     refuse_flag,
 )
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import Rotary, count_rotated
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family, use_own_shape
-from adapters.models.decoder.feed_forward import Matrix
-from adapters.models.decoder.recurrent_layer import delta_layer_matrices, delta_layer_products, delta_layer_tensors
-from adapters.models.decoder.rope import Rotary, count_rotated
-from adapters.models.kernels.delta_interface import TAPS, DeltaShape
-from adapters.models.kernels.product_list import Weight
+from adapters.models.decoder.layers.feed_forward import Matrix
+from adapters.models.decoder.layers.recurrent_layer import (
+    delta_layer_matrices,
+    delta_layer_products,
+    delta_layer_tensors,
+)
+from adapters.models.kernels.interfaces.delta_interface import TAPS, DeltaShape
+from adapters.models.kernels.interfaces.product_list import Weight
 
 LINEAR = "linear_attention"
 FULL = "full_attention"

@@ -8,9 +8,9 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.config_fields import check_field, find_text_settings
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.experts_config import read_experts
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_experts
 from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.families.qwen3_5 import (
     FULL,
@@ -18,7 +18,7 @@ from adapters.models.families.qwen3_5 import (
     find_text_name,
     parse_hybrid,
 )
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 
 
 @frozen

@@ -8,13 +8,13 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from adapters.checkpoint.config_fields import refuse_flag
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.experts_config import read_dense_layers, read_experts
+from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.rope import parse_rope
 from adapters.models.families.qwen3 import HEAD_DIM, Qwen3Config
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 
 
 @frozen

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from adapters.models.decoder.config.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.experts_config import read_dense_layers, read_experts
 from adapters.models.decoder.family import Family, use_own_shape
 from adapters.models.families.qwen3_5 import find_text_name, parse_hybrid
 from adapters.models.families.qwen3_5_moe import Qwen35MoeConfig

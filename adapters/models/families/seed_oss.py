@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from adapters.checkpoint.config_fields import check_field, read_flag, refuse_flag
-from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.config.rope import parse_rope
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import Family
-from adapters.models.decoder.layer_traits import LayerTraits
-from adapters.models.decoder.rope import parse_rope
+from adapters.models.decoder.layers.layer_traits import LayerTraits
 
 HEAD_DIM = 128  # the default of transformers, for files without head_dim
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from adapters.checkpoint.gguf.gguf_tensor import make_tensor
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.decoder.dense_config import DenseConfig
-from adapters.models.decoder.rope import Divided
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.rope import Divided
 from adapters.models.families.llama import THETA, LlamaConfig
 from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, Architecture, Inverse, read_shared_settings
 

@@ -11,8 +11,8 @@ from typing import Any
 from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.gguf.header import ListField
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.decoder.feed_forward import CORRECTION
-from adapters.models.decoder.layered_config import FULL, SLIDING
+from adapters.models.decoder.config.layered_config import FULL, SLIDING
+from adapters.models.decoder.layers.feed_forward import CORRECTION
 from adapters.models.gguf.architecture import (
     ATTENTION,
     EXPERTS,

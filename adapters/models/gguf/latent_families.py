@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.decoder.feed_forward import CORRECTION
-from adapters.models.decoder.latent_config import LatentConfig
+from adapters.models.decoder.config.latent_config import LatentConfig
+from adapters.models.decoder.layers.feed_forward import CORRECTION
 from adapters.models.gguf.architecture import (
     EXPERTS,
     FRAME,

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.decoder.feed_forward import CORRECTION
+from adapters.models.decoder.layers.feed_forward import CORRECTION
 from adapters.models.gguf.architecture import (
     ATTENTION,
     EXPERTS,

@@ -31,7 +31,7 @@ from adapters.models.gguf.architecture import (
     Inverse,
     read_shared_settings,
 )
-from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 
 RECURRENT = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",

@@ -16,7 +16,7 @@ from torch import Tensor
 from adapters.models.families.qwen3_next import Qwen3NextConfig
 from adapters.models.gguf.architecture import Architecture, Inverse, SplitTensor
 from adapters.models.gguf.qwen35 import HEAD, RECURRENT, SPARSE, read_sparse_settings, subtract_one
-from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 
 PROJECTED = "linear_attn.in_proj_qkvz.weight"
 OWN = {PROJECTED: "ssm_in.weight", "linear_attn.in_proj_ba.weight": "ssm_ba.weight"}

@@ -20,8 +20,8 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.gguf.gguf_tensor import make_tensor
 from adapters.checkpoint.gguf.header import ListField
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.models.decoder.feed_forward import ROUTER_BIAS
-from adapters.models.decoder.layered_config import FULL, SLIDING
+from adapters.models.decoder.config.layered_config import FULL, SLIDING
+from adapters.models.decoder.layers.feed_forward import ROUTER_BIAS
 from adapters.models.families import gemma3
 from adapters.models.gguf.architecture import (
     ATTENTION,

@@ -12,14 +12,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.functions.vector_functions import apply_in_vectors
+from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
     PackedProducts,
     add_in_order,
     choose_experts,
     run_feed_forward,
 )
-from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.step_batch import Batch
 
 

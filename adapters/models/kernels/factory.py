@@ -1,6 +1,6 @@
 """The factory of everything that depends on a backend: the one module outside the backends that imports them.
 
-Other rooms ask here for an implementation and see interfaces only: `Kernels` (`interface.py`), `SamplingKernels`
+Other rooms ask here for an implementation and see interfaces only: `Kernels` (`layer_interface.py`), `SamplingKernels`
 (`sampling_interface.py`), `StepPacer` (`step_pacer.py`) and `KernelCompiler` (`compiler_interface.py`). A backend is
 imported when it is first asked for, so an installation without Triton serves on a processor. This module imports no
 torch itself, because a start asks it for work that overlaps the loading of torch's libraries.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # all of these import torch
 
     import torch
 
-    from adapters.models.kernels.compiler_interface import KernelCompiler
-    from adapters.models.kernels.expert_kernels import ExpertKernels
-    from adapters.models.kernels.interface import Kernels
-    from adapters.models.kernels.sampling_interface import SamplingKernels
-    from adapters.models.kernels.step_pacer import StepPacer
-    from adapters.models.kernels.text_matching import TextMatcher
+    from adapters.models.kernels.interfaces.compiler_interface import KernelCompiler
+    from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
+    from adapters.models.kernels.interfaces.layer_interface import Kernels
+    from adapters.models.kernels.interfaces.sampling_interface import SamplingKernels
+    from adapters.models.kernels.interfaces.step_pacer import StepPacer
+    from adapters.models.kernels.interfaces.text_matching import TextMatcher
 
 # The backends are imported inside the functions: those for CUDA need Triton, and all need torch.
 # ruff: noqa: PLC0415
@@ -73,14 +73,14 @@ def build_step_pacer(device: torch.device) -> StepPacer:
         from adapters.models.kernels.cuda.step_pacer import CudaStepPacer
 
         return CudaStepPacer(device)
-    from adapters.models.kernels.step_pacer import NoStepPacer
+    from adapters.models.kernels.interfaces.step_pacer import NoStepPacer
 
     return NoStepPacer()
 
 
 def build_compiler() -> KernelCompiler:
     """Return what compiles a GPU's kernels ahead of their first launch. Raises ImportError without Triton."""
-    from adapters.models.kernels.cuda.compiler import TritonCompiler
+    from adapters.models.kernels.cuda.compilation.compiler import TritonCompiler
 
     return TritonCompiler()
 
@@ -107,7 +107,7 @@ def has_triton() -> bool:
 
 def start_kernel_key() -> Thread:
     """Start to compute Triton's digest of itself on a thread, which takes half a second. Imports no torch."""
-    from adapters.models.kernels.cuda.compile import start_key
+    from adapters.models.kernels.cuda.compilation.compile import start_key
 
     return start_key()
 
@@ -115,4 +115,4 @@ def start_kernel_key() -> Thread:
 def list_triton_modules() -> Iterator[str]:
     """List the modules that are written in Triton. None of them imports torch."""
     package = import_module("adapters.models.kernels.triton")
-    return (found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    return (found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))

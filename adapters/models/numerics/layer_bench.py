@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.cache.kv_cache import KvCache
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step

@@ -27,10 +27,10 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.family import Family, ModelConfig
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
-from adapters.models.kernels.expert_kernels import ExpertKernels
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.row_format import Rows, row_types
+from adapters.models.kernels.formats.row_format import Rows, row_types
+from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
 from adapters.models.numerics.layer_bench import PROBED_SLOTS, LayerBench
 from adapters.models.numerics.probe_result import (
     BLOCK_SIZE,

@@ -15,9 +15,9 @@ from attrs import evolve, frozen
 from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
-from adapters.models.kernels.expert_kernels import ExpertKernels
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import ProductPlan, Products, check_plan
+from adapters.models.kernels.interfaces.expert_kernels import ExpertKernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, check_plan
 
 BLOCK_SIZE = 64
 _VERSION = 9

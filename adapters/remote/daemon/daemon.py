@@ -11,7 +11,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.device.lane.out_of_memory import is_out_of_memory
-from adapters.models.decoder.pipelined_chunks import use_device
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.remote.daemon.answer_handlers import Answerer, OpAnswer, Work
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers

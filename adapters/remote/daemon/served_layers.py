@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.host_copy import Integers, bits
+from adapters.models.decoder.cache.host_copy import Integers, bits
 from adapters.models.decoder.shard import NamedTensors, Shard
 from adapters.models.kernels.step import Step
 from adapters.remote.daemon.answer_handlers import OpAnswer, Ops

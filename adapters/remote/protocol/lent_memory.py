@@ -18,7 +18,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.host_copy import Integers
+from adapters.models.decoder.cache.host_copy import Integers
 from adapters.remote.protocol import shared_memory
 from adapters.remote.protocol.messages import Lent, LentRun, Unacceptable
 from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, dtype_name, torch_dtype

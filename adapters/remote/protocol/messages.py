@@ -14,7 +14,7 @@ import msgspec
 from attrs import frozen
 from msgspec import Meta, Struct
 
-from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.config.dense_config import HEAD_ROWS
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.protocol.frames import LARGEST, MOST_ARGUMENTS
 from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec

@@ -12,15 +12,15 @@ from functools import partial
 from attrs import define, field, frozen
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
-from adapters.text.answer.call_form import CallForm
-from adapters.text.answer.gemma_calls import GemmaCalls
-from adapters.text.answer.harmony_calls import HarmonyCalls
-from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
-from adapters.text.answer.mistral_calls import MistralCalls
-from adapters.text.answer.other_tagged_calls import GlmCalls, MiniMaxCalls, SeedCalls
-from adapters.text.answer.pythonic_calls import PythonicCalls
+from adapters.text.answer.forms.call_form import CallForm
+from adapters.text.answer.forms.gemma_calls import GemmaCalls
+from adapters.text.answer.forms.harmony_calls import HarmonyCalls
+from adapters.text.answer.forms.json_calls import HermesCalls, LlamaJsonCalls
+from adapters.text.answer.forms.mistral_calls import MistralCalls
+from adapters.text.answer.forms.other_tagged_calls import GlmCalls, MiniMaxCalls, SeedCalls
+from adapters.text.answer.forms.pythonic_calls import PythonicCalls
+from adapters.text.answer.forms.xml_calls import XmlCalls
 from adapters.text.answer.reasoning import ReasoningParser, ReasoningTags
-from adapters.text.answer.xml_calls import XmlCalls
 from adapters.text.conversation import FunctionTool, ToolChoice
 
 CALL_FORMS: Mapping[str, type[CallForm]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attrs import define, field, frozen
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
-from adapters.text.answer.call_form import CallForm
+from adapters.text.answer.forms.call_form import CallForm
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, IncomingText, Parsing
 
 MAX_SEARCHES = 16  # of all text, for a call inside the reasoning

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 
 from adapters.text.answer.answer_parser import REASONING, AnswerReader
-from adapters.text.answer.argument_grammar import ANY_TEXT, GeneratedRules, format_content
-from adapters.text.answer.call_rules import CALL_RULES, CallSection
-from adapters.text.answer.harmony_rules import build_harmony_grammar
+from adapters.text.answer.rules.argument_grammar import ANY_TEXT, GeneratedRules, format_content
+from adapters.text.answer.rules.call_rules import CALL_RULES, CallSection
+from adapters.text.answer.rules.harmony_rules import build_harmony_grammar
 from adapters.text.conversation import FunctionTool
 from adapters.text.template import ControlToken
 from effects.grammar import Grammar

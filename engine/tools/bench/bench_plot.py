@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.settings.plot_style import COLORS, GREY, LEFT, STYLE, save_figure, set_title
+from engine.settings.output.plot_style import COLORS, GREY, LEFT, STYLE, save_figure, set_title
 from engine.tools.bench.bench_figures import SHARES, LoadFigures, collect_gaps
 from engine.tools.bench.load_level import Level
 

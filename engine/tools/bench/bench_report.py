@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from engine.settings.formatting import WIDTH, format_percent
+from engine.settings.output.formatting import WIDTH, format_percent
 from engine.tools.bench.bench_figures import SHARES, LoadFigures
 
 # The share of a core from which on, and the 99th percentile of lateness, the client itself explains the figures.

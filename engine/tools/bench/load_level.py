@@ -9,7 +9,7 @@ from random import Random
 import anyio
 from attrs import define, field
 
-from engine.settings.progress import Advance
+from engine.settings.output.progress import Advance
 from engine.tools.bench.bench_options import MOST_STREAMS
 from engine.tools.bench.bench_prompts import LoadPrompt, Prompts, make_random
 from engine.tools.bench.load_client import LoadClient, Sample

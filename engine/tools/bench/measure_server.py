@@ -12,8 +12,8 @@ import anyio
 import attrs
 from rich.console import Console
 
-from engine.settings import plot_style
-from engine.settings.progress import count_progress
+from engine.settings.output import plot_style
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError, find_innermost
 from engine.tools.bench.bench_figures import LoadFigures, compute_figures
 from engine.tools.bench.bench_options import ArrivalOptions, LoadOptions, parse_lengths

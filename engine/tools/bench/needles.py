@@ -15,9 +15,9 @@ from attrs import asdict, filters
 from rich.console import Console
 from rich.table import Table
 
-from engine.settings import plot_style
-from engine.settings.formatting import WIDTH
-from engine.settings.progress import count_progress
+from engine.settings.output import plot_style
+from engine.settings.output.formatting import WIDTH
+from engine.settings.output.progress import count_progress
 from engine.settings.sse_client import describe_error
 from engine.settings.user_error import UserError, find_innermost
 from engine.tools.bench.bench_options import MeasuredServer, RequestOptions

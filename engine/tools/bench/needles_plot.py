@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.settings.plot_style import COLORS, LEFT, STYLE, save_figure, set_title
+from engine.settings.output.plot_style import COLORS, LEFT, STYLE, save_figure, set_title
 
 if TYPE_CHECKING:
     from engine.tools.bench.needles_cell import Cell

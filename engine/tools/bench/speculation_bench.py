@@ -23,8 +23,8 @@ from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.background_load import load_target
 from engine.settings.options import build_options
+from engine.settings.output.progress import count_progress
 from engine.settings.paths import SUFFIX, find_model_folder
-from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.bench.forced_answer import force_answers
 from engine.tools.bench.speculation_options import SpeculationBenchOptions

@@ -76,8 +76,8 @@ def verify(
     quiet
         Show no progress.
     """
+    from engine.settings.output.progress import silence_progress  # noqa: PLC0415
     from engine.settings.paths import find_cache_folder  # noqa: PLC0415
-    from engine.settings.progress import silence_progress  # noqa: PLC0415
     from engine.tools.cache.verify_cache import verify as check  # noqa: PLC0415
 
     with silence_progress(quiet):

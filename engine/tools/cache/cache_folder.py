@@ -9,11 +9,11 @@ from pathlib import Path
 from attrs import frozen
 from rich.console import Console
 
-from adapters.store import survey_folder
 from adapters.store.block_keys import compute_root
+from adapters.store.disk import survey_folder
+from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
-from adapters.store.survey_folder import Survey, SurveyedFile
-from engine.settings.formatting import WIDTH
+from engine.settings.output.formatting import WIDTH
 from engine.settings.user_error import UserError
 
 SHOWN_IDENTITY = 12  # hex digits of an identity

@@ -8,11 +8,12 @@ from pathlib import Path
 from attrs import define, frozen
 from rich.console import Console
 
-from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store import index_journal, recent_prompts
 from adapters.store.block_index import BlockIndex
+from adapters.store.disk import survey_folder
+from adapters.store.disk.survey_folder import Survey, SurveyedFile
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
-from adapters.store.survey_folder import Survey, SurveyedFile
-from engine.settings.formatting import format_bytes
+from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import (
     SHOWN_IDENTITY,

@@ -13,11 +13,11 @@ from rich.text import Text as Line
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.store import survey_folder
 from adapters.store.block_keys import TOKEN_BYTES
-from adapters.store.survey_folder import Survey, SurveyedFile, group_sequences
+from adapters.store.disk import survey_folder
+from adapters.store.disk.survey_folder import Survey, SurveyedFile, group_sequences
 from effects.ids import Tokens
-from engine.settings.formatting import format_bytes
+from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import (
     SHOWN_IDENTITY,

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text as Line
 
-from adapters.store import survey_folder
-from engine.settings.formatting import format_bytes, format_count
-from engine.settings.progress import count_progress
+from adapters.store.disk import survey_folder
+from engine.settings.output.formatting import format_bytes, format_count
+from engine.settings.output.progress import count_progress
 from engine.tools.cache.cache_folder import make_wide_console, open_for_reading
 
 

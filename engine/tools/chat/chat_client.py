@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 from attrs import define, field, frozen
 
-from engine.settings.formatting import format_count
+from engine.settings.output.formatting import format_count
 from engine.settings.sse_client import Chunk, read_chunks
 from engine.tools.chat.chat_options import ChatOptions
 

@@ -16,7 +16,7 @@ from platformdirs import user_state_path
 from rich.console import Console
 from rich.text import Text as Line
 
-from engine.settings.formatting import format_count
+from engine.settings.output.formatting import format_count
 from engine.settings.sse_client import StreamBroken, describe_error
 from engine.settings.user_error import UserError, find_innermost
 from engine.tools.chat.chat_client import ChatAnswer, ChatPeer

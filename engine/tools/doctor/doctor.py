@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from engine.settings.options import Options
-from engine.settings.progress import announce_if_slow
+from engine.settings.output.progress import announce_if_slow
 from engine.tools.doctor.examine_machine import examine_machine
 from engine.tools.doctor.findings import Finding, Verdict
 

@@ -20,13 +20,13 @@ from adapters import demo
 from adapters.models.numerics.probe_result import SWITCHES
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from engine import __version__
-from engine.loading.device_survey import choose_devices, free_memory, host_memory, plan_placement
+from engine.loading.memory.device_survey import choose_devices, free_memory, host_memory, plan_placement
 from engine.loading.memory_estimate import choose_fit
 from engine.loading.prove_numerics import prove
 from engine.settings.calibration_cache import CalibrationCache
-from engine.settings.formatting import format_bytes
 from engine.settings.model_catalog import list_local_models
 from engine.settings.options import Options, flat_values
+from engine.settings.output.formatting import format_bytes
 from engine.settings.paths import find_cache_folder, find_user_folder
 from engine.settings.preflight import check_cache
 from engine.settings.user_error import UserError

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from engine.settings.formatting import format_bytes, format_count
+from engine.settings.output.formatting import format_bytes, format_count
 
 Verdict: TypeAlias = Literal["well", "warning", "fault"]
 FILES = 8192  # descriptors that a server requests

@@ -13,7 +13,7 @@ from attrs import define, field
 from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.block_keys import TOKEN_BYTES
-from adapters.store.disk_tier import MAX_QUEUED_BYTES
+from adapters.store.disk.disk_tier import MAX_QUEUED_BYTES
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.host_tier import HostTier

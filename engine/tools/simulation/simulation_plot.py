@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.settings.plot_style import COLORS, GREY, INK, LEFT, STYLE, save_figure, set_title
+from engine.settings.output.plot_style import COLORS, GREY, INK, LEFT, STYLE, save_figure, set_title
 from engine.tools.simulation.simulate_scope import NO_CACHE
 from engine.tools.simulation.tally import FinishedRun, RequestTally
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from engine.settings.formatting import WIDTH, format_bytes, format_count, format_duration, format_percent
+from engine.settings.output.formatting import WIDTH, format_bytes, format_count, format_duration, format_percent
 from engine.tools.simulation.logs.read_log import Logs
 from engine.tools.simulation.simulate_scope import Setup
 from engine.tools.simulation.tally import Figures, FinishedRun

@@ -15,8 +15,8 @@ from attrs import define, frozen
 from engine.core.event_loop import Envelope
 from engine.core.replay import CUT_SHORT, Replay, ReplayDiffers, TraceCutShort, until_cut_line
 from engine.core.trace import BadTrace, Header, read_trace
-from engine.settings.formatting import format_bytes, format_count
-from engine.settings.progress import count_progress
+from engine.settings.output.formatting import format_bytes, format_count
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.timeline.collect_timeline import Timeline
 from engine.tools.timeline.columns import MOST_TEXT, compress

@@ -53,7 +53,7 @@ def view(
         Show no progress.
     """
     from engine.core.trace import BadTrace  # noqa: PLC0415
-    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.settings.output.progress import silence_progress  # noqa: PLC0415
     from engine.tools.timeline.timeline_page import write_page  # noqa: PLC0415
 
     try:

@@ -14,7 +14,7 @@ from attrs import evolve
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.sampling.sampler import LaunchedPicks
-from adapters.models.kernels.step_pacer import NoStepPacer
+from adapters.models.kernels.interfaces.step_pacer import NoStepPacer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar

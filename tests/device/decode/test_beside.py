@@ -17,9 +17,9 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement, ShardSpec
-from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adapters.models.kernels.factory import build_step_pacer
-from adapters.models.kernels.step_pacer import NoStepPacer
+from adapters.models.kernels.interfaces.step_pacer import NoStepPacer
 
 CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 SLACK_NS = 50_000_000  # others may have the device for so long

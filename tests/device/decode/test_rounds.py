@@ -16,7 +16,7 @@ from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import Drafting
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement, TargetHead
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement

@@ -19,7 +19,7 @@ from adapters.models.kernels.cpu.host_draw import draw_rows
 from adapters.models.kernels.cpu.penalties import HostPenalties
 from adapters.models.kernels.cpu.sampling import HostSampling
 from adapters.models.kernels.factory import build_sampling
-from adapters.models.kernels.sampling_interface import PENDING, Penalties
+from adapters.models.kernels.interfaces.sampling_interface import PENDING, Penalties
 from effects.job import Sampling
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ import torch
 
 from adapters.device.decode.decode_step import DecodeRunner
 from adapters.device.slots.row_watch import checksums
-from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.cache.kv_cache import KvCache
 from effects.all import Outcome
 from effects.ids import PAGE, Tokens
 from effects.job import Job

@@ -17,7 +17,7 @@ from adapters.device.speculation.proposer import DecodingSlot
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
-from adapters.models.kernels.text_matching import END_OF_TEXT, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, TextMatcher
 from effects.all import EffectRequest
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
 from effects.grammar import Grammar

@@ -19,7 +19,7 @@ from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.request_meter import STAGES
 from engine.core.submission import describe_cache_use
-from engine.settings.live_figures import LiveFigures, MemoryLedger, ShardMemory
+from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ShardMemory
 from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script

@@ -21,7 +21,7 @@ from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.event_loop import Envelope
-from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
+from engine.settings.output.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from states.events import ForEngine, ForRequest, TimerElapsed
 from states.machine import IllegalEvent
 from states.pacing import DELAYS_NS, MS

@@ -15,17 +15,17 @@ from attrs import define, evolve, field
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.guard import Guard
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
-from engine.fleet.ingress_app import FLEET, IngressApp
-from engine.fleet.key_finder import KeyFinder
-from engine.fleet.prompt_keys import PromptReader
-from engine.fleet.reading_thread import ReadingThread
+from engine.fleet.ingress.ingress_app import FLEET, IngressApp
+from engine.fleet.ingress.key_finder import KeyFinder
+from engine.fleet.ingress.prompt_keys import PromptReader
+from engine.fleet.ingress.reading_thread import ReadingThread
+from engine.fleet.ingress.replica_picker import ReplicaPicker
 from engine.fleet.replica_facts import ReplicaFacts
-from engine.fleet.replica_picker import ReplicaPicker
 from engine.settings.options import evolve_options
 from states.routing.choose_replica import RemotePrefill, RouteDecision
 from tests.http.conftest import Site, served
@@ -134,7 +134,7 @@ async def run_ingress(servers: Servers, **options: Any) -> AsyncIterator[FakeFle
         )
         urls = {name: str(site.client.base_url).rstrip("/") for name, site in servers.sites.items()}
         handle = FakeHandle({name: evolve(facts, url=url) for name, url in urls.items()})
-        edge = evolve_options(EdgeOptions(ServedModel("", 0, 0)), **options)
+        edge = evolve_options(EdgeOptions(EdgeModel("", 0, 0)), **options)
         metrics = Metrics()
         finder = KeyFinder(PromptReader(servers.text, edge), edge.limits.max_body, servers.thread)
         app = IngressApp(ReplicaPicker(handle), finder, edge, metrics)

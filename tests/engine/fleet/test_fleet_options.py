@@ -18,9 +18,9 @@ from engine.fleet.fleet_options import (
     list_arguments,
     read_gpus,
 )
-from engine.fleet.replica_folder import claim_folder
+from engine.fleet.replica.replica_folder import claim_folder
+from engine.fleet.replica.server_process import build_environment
 from engine.fleet.serve_file import write_serve_file
-from engine.fleet.server_process import build_environment
 from engine.settings.config_file import parse_values
 from engine.settings.options import Options, build_options
 from engine.settings.server_options import CacheOptions

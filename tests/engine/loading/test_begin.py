@@ -10,7 +10,7 @@ import torch
 
 from engine.loading.background_load import LoadCancelled, begin_load
 from engine.settings.options import Options, build_options
-from engine.settings.start_progress import MEASURE, PROBE, WARM_UP, WEIGHTS
+from engine.settings.output.start_progress import MEASURE, PROBE, WARM_UP, WEIGHTS
 from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 

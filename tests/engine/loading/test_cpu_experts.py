@@ -15,7 +15,7 @@ from adapters.models.decoder.expert_products import list_expert_matrices
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels import factory
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from benchmarks.exactness import answered
@@ -23,12 +23,12 @@ from effects.job import Job
 from effects.scope import Scope
 from engine.loading import memory_estimate, place_experts
 from engine.loading.background_load import load_target
-from engine.loading.device_survey import Placement, choose_chunk
-from engine.loading.expert_placement import resolve_cpu_experts
-from engine.loading.expert_prices import measure_expert_prices
+from engine.loading.calibration.expert_prices import measure_expert_prices
 from engine.loading.load_target import LoadedModel
+from engine.loading.memory.device_survey import Placement, choose_chunk
+from engine.loading.memory.expert_placement import resolve_cpu_experts
+from engine.loading.memory.packed_estimate import estimate_cpu_experts
 from engine.loading.memory_estimate import estimate_needs
-from engine.loading.packed_estimate import estimate_cpu_experts
 from engine.loading.place_experts import find_least, from_json, place_cpu_experts, to_json
 from engine.loading.plan_load import LoadPlan
 from engine.serving.announce import describe_costs
@@ -38,7 +38,7 @@ from engine.settings.config_file import parse_values
 from engine.settings.options import build_options
 from engine.settings.user_error import UserError
 from states.experts import ExpertPlacement, ExpertPrices
-from tests.engine.loading.test_experts import answers, saved
+from tests.engine.loading.memory.test_experts import answers, saved
 
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")

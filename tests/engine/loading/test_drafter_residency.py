@@ -11,7 +11,7 @@ from attrs import define, evolve
 
 from adapters.device.compression.score_prompt import Compressor
 from engine.loading.background_load import load_target
-from engine.loading.load_draft import is_short_of_memory
+from engine.loading.drafts.load_draft import is_short_of_memory
 from engine.loading.load_scorer import load_if_kept
 from engine.settings.options import build_options
 from states.residency import After, Policy, Resolved

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.kernels.row_format import Rows, read_row_types
+from adapters.models.kernels.formats.row_format import Rows, read_row_types
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.identity import compute_identity

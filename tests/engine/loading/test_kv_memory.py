@@ -15,14 +15,14 @@ from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.loading.device_survey import Placement
 from engine.loading.load_target import LoadedModel
+from engine.loading.memory.device_survey import Placement
+from engine.loading.memory.memory_fit import DeviceNeed, Fit, fit_page_pool
 from engine.loading.memory_estimate import compute_fit
-from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool
 from engine.serving.announce import describe_costs
 from engine.serving.wiring import run_engine
-from engine.settings.formatting import format_bytes
 from engine.settings.options import build_options
+from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -24,8 +24,13 @@ from adapters.store.files.file_format import Layout
 from adapters.store.open_store import open_store
 from adapters.store.store import Store
 from adapters.transfer.measure_copies import CopyMeasurement
-from engine.loading import calibrate_compute
-from engine.loading.calibrate_restore import RestoreTimes, add_restore_times, build_restore_key, load_or_measure_times
+from engine.loading.calibration import calibrate_compute
+from engine.loading.calibration.calibrate_restore import (
+    RestoreTimes,
+    add_restore_times,
+    build_restore_key,
+    load_or_measure_times,
+)
 from engine.settings.calibration_cache import LARGEST, CalibrationCache
 from states import policy
 from states import rates as world_rates

@@ -14,11 +14,13 @@ from adapters import demo
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
-from engine.loading.device_survey import Placement, plan_placement
-from engine.loading.find_draft import find_draft
+from engine.loading.drafts.find_draft import find_draft
+from engine.loading.memory.device_survey import Placement, plan_placement
+from engine.loading.memory.memory_fit import Fit
+from engine.loading.memory.packed_estimate import leave_out_experts, log_unpacked_weights
 from engine.loading.memory_estimate import (
     choose_fit,
     estimate_needs,
@@ -26,8 +28,6 @@ from engine.loading.memory_estimate import (
     hosts_embedding,
     measure_available,
 )
-from engine.loading.memory_fit import Fit
-from engine.loading.packed_estimate import leave_out_experts, log_unpacked_weights
 from engine.settings.options import Options, build_options
 from tests.models.checkpoints import save_qwen3
 

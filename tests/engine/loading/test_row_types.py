@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
 from engine.loading.prove_numerics import check_row_types
 from engine.settings.user_error import UserError
 from tests.models.families.test_latent import CONFIG as LATENT

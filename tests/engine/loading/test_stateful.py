@@ -25,7 +25,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest, Proposer
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
@@ -41,7 +41,7 @@ from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
 from engine.loading.choose_settings import choose_settings
-from engine.loading.memory_fit import Fit
+from engine.loading.memory.memory_fit import Fit
 from engine.loading.open_store import build_layout
 from engine.loading.plan_load import ProvenPlan
 from engine.serving.wiring import Engine, run_engine

@@ -14,15 +14,15 @@ import torch
 
 from adapters import demo
 from adapters.device.lane.buckets import bucket_of
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cuda.tiles import rows_to_plan
-from adapters.models.kernels.row_format import row_types
+from adapters.models.kernels.formats.row_format import row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.device_survey import Placement, build_kernels, is_compile_cache_empty
-from engine.loading.memory_fit import Fit
+from engine.loading.memory.device_survey import Placement, build_kernels, is_compile_cache_empty
+from engine.loading.memory.memory_fit import Fit
 from engine.loading.prove_numerics import build_probe_shape
 from engine.loading.warm_up import compile_first, compile_kernels, warm_up
 from engine.settings.calibration_cache import CalibrationCache

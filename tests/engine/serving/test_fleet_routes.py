@@ -23,7 +23,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slot_table import SlotTable
 from adapters.http.app import build_app
-from adapters.http.edge_options import CompressionDefaults, EdgeOptions, ServedModel
+from adapters.http.edge_options import CompressionDefaults, EdgeModel, EdgeOptions
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
@@ -101,7 +101,7 @@ async def serve_sharing(text_folder: Path, shared: Path | None, **options: Any) 
         slots=slots,
     )
     executor = DeviceExecutor(parts)
-    edge = evolve_options(EdgeOptions(ServedModel("small", SETTINGS.max_context, VOCAB)), **options)
+    edge = evolve_options(EdgeOptions(EdgeModel("small", SETTINGS.max_context, VOCAB)), **options)
     target = cast(LoadedModel, SimpleNamespace(identity="34" * 16, transfer=moving))
     async with (
         run_engine(SETTINGS, executor, transfer=moving, paranoid=True) as running,

@@ -12,11 +12,12 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.kernels.product_list import ProductPlan
+from adapters.models.kernels.interfaces.product_list import ProductPlan
 from adapters.models.numerics.probe_result import Numerics, join_numerics
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
-from engine.loading.device_survey import (
+from engine.loading.load_target import LoadedModel
+from engine.loading.memory.device_survey import (
     Placement,
     choose_device,
     choose_devices,
@@ -24,7 +25,6 @@ from engine.loading.device_survey import (
     measure_host_slots,
     plan_placement,
 )
-from engine.loading.load_target import LoadedModel
 from engine.loading.open_store import disk_folder
 from engine.settings.options import Options, build_options, flat_values
 from engine.settings.paths import find_model_folder

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from adapters.text.answer.harmony_calls import CONTROLS
+from adapters.text.answer.forms.harmony_calls import CONTROLS
 from effects.job import Job
 from tests.http.conftest import Site, served
 from tests.http.sse import stream
 from tests.text import small
+from tests.text.answer.forms.test_harmony import TEMPLATE
 from tests.text.answer.test_detect import FORMS, template
-from tests.text.answer.test_harmony import TEMPLATE
 
 GEMMA = """<|tool_call>call:{{ call.function.name }}{{ '{' }}
 {%- for k, v in call.function.arguments | items %}{{ k }}:

@@ -19,7 +19,7 @@ from adapters.http.apis import anthropic_messages as messages_api
 from adapters.http.apis import openai_chat as chat
 from adapters.http.apis.openai_responses import ItemReferences
 from adapters.http.apis.openai_responses import read_conversation as read_response
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.resent_history import LOST_RESULT, Speaker, find_newest_user_turn
 from adapters.http.request.tool_definitions import SkippedTools, map_tool_name
@@ -599,7 +599,7 @@ def read_messages(messages: list[Any], _: Text) -> Conversation:
 
 
 def read_items(messages: list[Any], _: Text) -> Conversation:
-    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(ServedModel("small", 4096, 500)))
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(EdgeModel("small", 4096, 500)))
     return read_response(Fields({"input": messages}), [], find, SkippedTools())[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from adapters.http.apis.openai_items_as_text import SUMMARY, open_summary, seal_summary
 from adapters.http.apis.openai_responses import ItemReferences, read_conversation
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.fields import Fields
@@ -34,7 +34,7 @@ PATCH = {
 
 def messages_of(*items: dict[str, Any]) -> tuple[list[ChatMessage], SkippedTools]:
     skipped = SkippedTools()
-    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(ServedModel("small", 4096, 500)))
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(EdgeModel("small", 4096, 500)))
     found, _ = read_conversation(Fields({"input": [HELLO, *items]}), [], find, skipped)
     return list(found.messages)[1:], skipped
 

@@ -14,7 +14,7 @@ import pytest
 from adapters.http.apis import openai_responses
 from adapters.http.apis.openai_response_items import open_sealed_text, seal_text
 from adapters.http.apis.openai_responses import ItemReferences, read_conversation
-from adapters.http.edge_options import EdgeOptions, RequestLimits, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions, RequestLimits
 from adapters.http.history import response_store as archive
 from adapters.http.history.response_store import ResponseFolder, ResponseStore, StoredResponse
 from adapters.http.request.custom_tools import encode_custom_arguments, extract_custom_input
@@ -549,7 +549,7 @@ def test_items_are_read_into_messages() -> None:
         "parallel_tool_calls": False,
         "reasoning": {"effort": "none"},
     }
-    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(ServedModel("small", 4096, 500)))
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions(EdgeModel("small", 4096, 500)))
     found, offered = read_conversation(Fields(body), [], find, SkippedTools())
     calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
     assert found.messages == [
@@ -590,7 +590,7 @@ def test_an_item_counts_each_time_that_it_is_named() -> None:
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x" * 1000}]}
     archive.store(name, "", StoredResponse({"output": [said]}, []))
     find = ItemReferences(
-        ResponseFolder(archive), EdgeOptions(ServedModel("small", 4096, 500), limits=RequestLimits(10_000))
+        ResponseFolder(archive), EdgeOptions(EdgeModel("small", 4096, 500), limits=RequestLimits(10_000))
     )
     found = [find(f"msg_{24 * '0'}0000") for _ in range(20)]
     assert found[:5] == [said] * 5

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history import persistent_lru
 from adapters.http.history import response_store as limits
 from adapters.http.history.persistent_lru import digest_body
@@ -28,7 +28,7 @@ from adapters.http.history.response_store import (
 )
 from adapters.store.files.private_folder import PrivateFolder
 
-OPTIONS = EdgeOptions(ServedModel("small", 4096, 500))
+OPTIONS = EdgeOptions(EdgeModel("small", 4096, 500))
 
 
 def name(number: int) -> str:

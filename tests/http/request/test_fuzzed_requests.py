@@ -16,7 +16,7 @@ from adapters.http.apis.openai_chat import read_chat_controls
 from adapters.http.apis.openai_chat import read_conversation as read_conversation_of_chat
 from adapters.http.apis.openai_items_as_text import seal_summary
 from adapters.http.apis.openai_responses import FIELD_NAMES, ItemReferences, make_echo, read_conversation
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.controls import read_controls
 from adapters.http.request.tool_definitions import SkippedTools
@@ -25,7 +25,7 @@ from adapters.http.wire.fields import Fields
 from adapters.text.conversation import Conversation, build_template_variables
 from adapters.text.model_text import Text
 
-OPTIONS = EdgeOptions(ServedModel("small", 4096, 500))
+OPTIONS = EdgeOptions(EdgeModel("small", 4096, 500))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 MESSAGES = {
     "model": "small",

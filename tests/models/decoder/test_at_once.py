@@ -7,8 +7,8 @@ import torch
 from attrs import evolve
 
 from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.config.rope import Llama3
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.rope import Llama3
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.config.dense_config import DenseConfig
 from adapters.models.decoder.cpu_experts import CpuExperts
-from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.expert_products import (
     list_expert_layers,
@@ -22,7 +22,7 @@ from adapters.models.decoder.expert_products import (
 from adapters.models.decoder.family import family_of
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe

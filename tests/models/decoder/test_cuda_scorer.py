@@ -10,7 +10,7 @@ from adapters.models.decoder.scorer import Scorer
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(

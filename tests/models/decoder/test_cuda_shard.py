@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.rope import Llama3
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.rope import Llama3
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families import llama, qwen2, qwen3, qwen3_moe
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
-from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe

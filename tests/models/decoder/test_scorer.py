@@ -12,7 +12,7 @@ from torch import Tensor
 import adapters.models.decoder.scorer as scorer_module
 from adapters.models.decoder.scorer import POOL, TAIL, Scorer
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models import hybrids

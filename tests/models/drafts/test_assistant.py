@@ -11,7 +11,7 @@ from attrs import evolve
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.drafts.assistant.checkpoint import AssistantCheckpoint, is_assistant
 from adapters.models.drafts.assistant.draft import AssistantDraft

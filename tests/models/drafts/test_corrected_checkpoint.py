@@ -13,7 +13,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, list_draft_tensors
 from adapters.models.drafts.dflash.config import DraftShapes, parse_draft_config
 from adapters.models.drafts.dflash.parts import ConvolutionShape, LogitScale, MarkovShape, SelectorShape
-from adapters.models.kernels.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from tests.models.checkpoints import same_bits
 from tests.models.corrected_drafts import CORRECTED, tensors_of
 from tests.models.draft_models import TARGET, save_draft

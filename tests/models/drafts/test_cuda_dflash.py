@@ -7,16 +7,16 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.decoder.embedding import host_table
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
+from adapters.models.decoder.layers.embedding import host_table
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adapters import demo
-from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.layers.embedding import host_table
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.draft_parts import DraftPlacement

@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint

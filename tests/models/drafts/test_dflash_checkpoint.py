@@ -11,14 +11,14 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.models.decoder.rope import Yarn
+from adapters.models.decoder.config.rope import Yarn
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.config import spread_aux_layers
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import (
     CAUSAL,

@@ -11,7 +11,7 @@ from adapters.models.decoder.shard import BUCKETS
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.eagle3.weights import describe_taps, list_eagle3_products
 from adapters.models.drafts.feature_projection import FeatureProjection
-from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import TARGET

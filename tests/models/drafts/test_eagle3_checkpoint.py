@@ -10,7 +10,7 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.models.decoder.rope import Divided, Llama3, Rotary
+from adapters.models.decoder.config.rope import Divided, Llama3, Rotary
 from adapters.models.drafts.eagle3.checkpoint import Eagle3Checkpoint, is_eagle3
 from adapters.models.drafts.eagle3.config import Eagle3Norms
 from tests.models.checkpoints import same_bits

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from adapters import demo
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint

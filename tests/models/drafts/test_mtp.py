@@ -16,7 +16,7 @@ from torch import Tensor
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.draft_parts import DraftPlacement

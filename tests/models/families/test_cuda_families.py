@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from adapters.models.decoder.config.latent_config import LatentConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.latent_config import LatentConfig
-from adapters.models.decoder.latent_layer import LatentShape
+from adapters.models.decoder.layers.latent_layer import LatentShape
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.glm4_moe import NormedGlm4MoeConfig
 from adapters.models.families.minimax_m2 import MiniMaxM2Config
 from adapters.models.families.mistral import Ministral3Config
 from adapters.models.families.seed_oss import SeedOssConfig
-from adapters.models.kernels.experts_interface import GroupedExpertsShape, SigmoidExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import GroupedExpertsShape, SigmoidExpertsShape
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of

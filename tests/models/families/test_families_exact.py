@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
-from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.config.dense_config import DenseConfig
+from adapters.models.decoder.config.latent_config import LatentConfig
+from adapters.models.decoder.config.rope import Llama3
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.latent_config import LatentConfig
-from adapters.models.decoder.latent_layer import LatentShape
-from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.layers.latent_layer import LatentShape
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.glm4_moe import NormedGlm4MoeConfig
 from adapters.models.families.llama import LlamaConfig
@@ -22,9 +22,9 @@ from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.families.seed_oss import SeedOssConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import UnprovenProductError
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, SigmoidExpertsShape
+from adapters.models.kernels.interfaces.product_list import UnprovenProductError
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe

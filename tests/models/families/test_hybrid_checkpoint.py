@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import find_end_tokens
 from adapters.models.families.qwen3_5 import FULL, LINEAR, parse
-from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits, save_model, shard_of, tokens_of
 from tests.models.hybrids import HYBRIDS, advance

@@ -13,8 +13,8 @@ from adapters.models.families.qwen3_5 import FAMILY
 from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.delta import NativeDelta
-from adapters.models.kernels.delta_interface import DeltaShape
-from adapters.models.kernels.product_list import UnprovenProductError
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.product_list import UnprovenProductError
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe

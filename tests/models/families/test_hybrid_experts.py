@@ -15,7 +15,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_5 import FULL, LINEAR
 from adapters.models.families.qwen3_next import FAMILY, Qwen3NextConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint

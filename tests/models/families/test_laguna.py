@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.config.rope import Yarn
 from adapters.models.decoder.family import family_of
-from adapters.models.decoder.rope import Yarn
 from adapters.models.families.laguna import LagunaConfig
 from adapters.models.kernels.activations import gate_by_softplus
 from adapters.models.kernels.functions.seeded import make_generator

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.config.latent_config import LatentConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
-from adapters.models.decoder.latent_config import LatentConfig
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import GroupedExpertsShape, choose_experts
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import GroupedExpertsShape, choose_experts
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights

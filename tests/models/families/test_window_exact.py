@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from adapters.models.decoder.cache.window_rows import count_shared_rows, count_window_rows
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
-from adapters.models.decoder.window_rows import count_shared_rows, count_window_rows
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.formats.row_format import read_row_types
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.row_format import read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights

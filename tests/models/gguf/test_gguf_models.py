@@ -20,7 +20,7 @@ from adapters.checkpoint.gguf.metadata import derive_model_name, shorten_float
 from adapters.checkpoint.gguf.types import PACKINGS
 from adapters.checkpoint.text_files import read_text_files
 from adapters.models import ARCHITECTURES
-from adapters.models.decoder.rope import Divided
+from adapters.models.decoder.config.rope import Divided
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype

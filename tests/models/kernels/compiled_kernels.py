@@ -19,16 +19,21 @@ from triton.runtime import driver
 
 from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
-from adapters.models.kernels.attention_rule import AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
 from adapters.models.kernels.cuda.draw import draw_tokens
 from adapters.models.kernels.cuda.extremes import find_extremes
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda_capability import CudaCapability
-from adapters.models.kernels.delta_interface import DeltaShape, DeltaWeights
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, SigmoidExpertsShape
-from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.row_format import RowLayout, Rows, row_types
+from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    SigmoidExpertsShape,
+)
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from adapters.models.decoder.window_rows import WindowPages
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.decoder.cache.window_rows import WindowPages
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.formats.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from effects.ids import PAGE

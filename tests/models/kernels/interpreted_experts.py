@@ -10,8 +10,8 @@ from adapters.models.kernels.cuda.device_traits import INTERPRETER, DeviceTraits
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda.tiles import H200_SHARED
 from adapters.models.kernels.cuda_capability import CudaCapability
-from adapters.models.kernels.experts_interface import BiasedExpertsShape, Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import BiasedExpertsShape, Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
-from adapters.models.kernels.attention_rule import AttentionRule
 from adapters.models.kernels.cuda_capability import NO_CAPABILITY, CudaCapability, read_capability
-from adapters.models.kernels.delta_interface import DeltaShape
-from adapters.models.kernels.experts_interface import ExpertsShape, SigmoidExpertsShape
-from adapters.models.kernels.row_format import read_row_types
+from adapters.models.kernels.formats.row_format import read_row_types
+from adapters.models.kernels.interfaces.attention_rule import AttentionRule
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, SigmoidExpertsShape
 from adapters.models.numerics.synthetic import random_matrix
 
 CAPABILITIES = {  # has Hopper's kernels, overlaps launches, converts E4M3

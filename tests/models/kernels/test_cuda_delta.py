@@ -9,8 +9,8 @@ import torch
 from attrs import astuple
 from torch import Tensor
 
-from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights, make_row_state
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights, make_row_state
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch

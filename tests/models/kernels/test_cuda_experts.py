@@ -9,9 +9,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.layers.host_experts import HostExperts
 from adapters.models.kernels.activations import CLAMPED, GELU, SILU
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
     ExpertsShape,
@@ -20,7 +21,6 @@ from adapters.models.kernels.experts_interface import (
     SigmoidExpertsShape,
     choose_experts,
 )
-from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch

@@ -13,7 +13,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.kernels.functions.seeded import make_generator

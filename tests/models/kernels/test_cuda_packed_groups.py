@@ -10,17 +10,17 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StackedWeight, StepLayout
-from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.layers.host_experts import HostExperts
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig
 from adapters.models.kernels.activations import CLAMPED, SILU
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     Experts,
     ExpertsShape,
     GatedWeights,
     StackedExperts,
 )
-from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch

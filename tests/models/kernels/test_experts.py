@@ -20,16 +20,16 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
-from adapters.models.kernels import experts_interface as module
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces import experts_interface as module
+from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
     ExpertsShape,
     GatedWeights,
     SigmoidExpertsShape,
     choose_experts,
 )
-from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe

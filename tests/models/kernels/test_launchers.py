@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adapters.models.kernels.cuda.launchers import Load, load_separately
+from adapters.models.kernels.cuda.compilation.launchers import Load, load_separately
 
 
 def shared() -> Load:
@@ -64,7 +64,7 @@ PyMODINIT_FUNC PyInit_one_name(void) { return PyModule_Create(&module); }
 
 def test_modules_that_triton_builds_are_kept_apart(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = pytest.importorskip("triton.runtime.build", reason="Triton comes with CUDA builds of torch")
-    import adapters.models.kernels.cuda.compile  # noqa: F401, PLC0415 - changes how they are loaded
+    import adapters.models.kernels.cuda.compilation.compile  # noqa: F401, PLC0415 - changes how they are loaded
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

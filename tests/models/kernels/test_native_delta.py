@@ -10,9 +10,9 @@ from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.delta import NativeDelta
-from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import NATIVE, Products, UnprovenProductError, check_plan
+from adapters.models.kernels.interfaces.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.product_list import NATIVE, Products, UnprovenProductError, check_plan
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.proof.trials import restore_threads
 from adapters.models.kernels.reference.delta import ReferenceDelta

@@ -11,8 +11,8 @@ from adapters.models.kernels.activations import CLAMPED
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.experts import MOST_ROWS, ExpertJobs, NativeExperts
 from adapters.models.kernels.expert_sums import sum_experts
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.experts_interface import Experts, ExpertsShape, GatedWeights
 from adapters.models.numerics.synthetic import random_matrix
 from tests.models.checkpoints import same_bits
 

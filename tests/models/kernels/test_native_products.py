@@ -19,8 +19,8 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import native_library as compiled
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import NATIVE, Heads, Products, ServedWeight, Weight, check_plan
-from engine.loading.device_survey import build_kernels
+from adapters.models.kernels.interfaces.product_list import NATIVE, Heads, Products, ServedWeight, Weight, check_plan
+from engine.loading.memory.device_survey import build_kernels
 from engine.settings.user_error import UserError
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16

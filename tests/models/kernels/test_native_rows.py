@@ -10,7 +10,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 

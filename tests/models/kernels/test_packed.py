@@ -19,8 +19,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
 from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.offload import count_bytes
-from adapters.models.kernels.product_list import (
+from adapters.models.kernels.interfaces.product_list import (
     NATIVE,
     PACKED,
     ProductPlan,
@@ -29,10 +28,11 @@ from adapters.models.kernels.product_list import (
     UnprovenProductError,
     Weight,
 )
+from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.proof.prover import Prover
 from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.memory.packed_estimate import keeps_packed
 from engine.loading.memory_estimate import estimate_weights
-from engine.loading.packed_estimate import keeps_packed
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf

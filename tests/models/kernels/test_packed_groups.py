@@ -8,8 +8,13 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, TABLES, PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.activations import CLAMPED
-from adapters.models.kernels.experts_interface import BiasedExpertsShape, Experts, GatedWeights, StackedExperts
-from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.interfaces.experts_interface import (
+    BiasedExpertsShape,
+    Experts,
+    GatedWeights,
+    StackedExperts,
+)
 from adapters.models.kernels.proof.cancelling import make_cancelling_packed
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch

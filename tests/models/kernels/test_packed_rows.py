@@ -10,13 +10,11 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.cache.kv_cache import KvCache
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.row_format import (
+from adapters.models.kernels.formats.row_format import (
     DTYPE_NAMES,
     PLANES,
     STEPS,
@@ -27,10 +25,12 @@ from adapters.models.kernels.row_format import (
     read_row_types,
     rotate_by_hadamard,
 )
-from adapters.models.kernels.row_names import KV_TYPES
+from adapters.models.kernels.formats.row_names import KV_TYPES
+from adapters.models.kernels.interfaces.layer_interface import Rope
+from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
-from tests.models.decoder.test_pages import InPages
+from tests.models.decoder.cache.test_pages import InPages
 from tests.models.kernels.test_row_form import CAPACITY, FAMILIES, LENGTH, heads, random, same, shard_of
 
 PACKED = [pytest.param(dtype, id=RowFormat(dtype).name) for dtype in PLANES]

@@ -16,16 +16,16 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.formats.row_format import LIMITS, RowFormat, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interface import Rope
+from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.row_format import LIMITS, RowFormat, read_row_types
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.layer_bench import LayerBench
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.sequence_layout import RowSpec, dtype_name
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
-from tests.models.decoder.test_pages import InPages
+from tests.models.decoder.cache.test_pages import InPages
 
 CODED = [pytest.param(dtype, id=dtype_name(dtype)) for dtype in LIMITS]
 CAPACITY, LENGTH = 512, 300

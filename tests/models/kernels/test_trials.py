@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.product_list import NATIVE, PACKED
+from adapters.models.kernels.interfaces.product_list import NATIVE, PACKED
 from adapters.models.kernels.proof.trials import BETWEEN, Trial
 
 COUNTS = (4, 8, 16)

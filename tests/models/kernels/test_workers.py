@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.models.kernels.cuda import worker_pool
-from adapters.models.kernels.cuda.digests import hash_callees_first
-from adapters.models.kernels.cuda.worker_pool import run_lines
+from adapters.models.kernels.cuda.compilation import worker_pool
+from adapters.models.kernels.cuda.compilation.digests import hash_callees_first
+from adapters.models.kernels.cuda.compilation.worker_pool import run_lines
 
 COMPILER = r"""
 import os, sys, time
@@ -102,7 +102,7 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
 
 def test_they_end_with_who_asked_even_if_that_one_is_killed(module: Callable[[], list[list[str]]]) -> None:
     asks = (
-        "import sys; from adapters.models.kernels.cuda.worker_pool import run_lines;"
+        "import sys; from adapters.models.kernels.cuda.compilation.worker_pool import run_lines;"
         " run_lines(['short'] * 400, 'pretended')"
     )
     path = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
@@ -164,7 +164,7 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) -> None:
-    apart = importlib.import_module("adapters.models.kernels.cuda.compile_ahead")
+    apart = importlib.import_module("adapters.models.kernels.cuda.compilation.compile_ahead")
     launch = importlib.import_module("adapters.models.kernels.triton_launch")
     picking = importlib.import_module("adapters.models.kernels.triton.draw_kernel")
     rows = importlib.import_module("adapters.models.kernels.triton.rows")

@@ -19,7 +19,7 @@ from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.layer_kinds import describe_kind, run_one_of_each, skipped_layers
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.device_survey import build_kernels
+from engine.loading.memory.device_survey import build_kernels
 from engine.loading.warm_up import run_all_shapes
 
 

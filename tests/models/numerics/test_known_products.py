@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.product_list import Heads, Products, Weight
+from adapters.models.kernels.interfaces.product_list import Heads, Products, Weight
 from tests.models.numerics.test_numerics import in_halves
 
 TARGET = Products((Weight(64, 64), Weight(256, 64)), (Heads(2, 16, 1024),), (4, 8, 16, 32, 64), (1, 2), wider=False)

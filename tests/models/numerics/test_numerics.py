@@ -12,9 +12,9 @@ from attrs import evolve
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
-from adapters.models.kernels.attention_rule import PLAIN
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.product_list import Weight, list_spans, span_of
+from adapters.models.kernels.interfaces.attention_rule import PLAIN
+from adapters.models.kernels.interfaces.product_list import Weight, list_spans, span_of
 from adapters.models.numerics.layer_bench import boundaries
 from adapters.models.numerics.probe import ProbeShape, probe, probe_key
 from adapters.models.numerics.probe_result import Numerics, describe_machine

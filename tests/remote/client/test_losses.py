@@ -13,7 +13,7 @@ import torch
 from attrs import define, field
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol import frames

@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from adapters import demo
 from adapters.device.compression.score_prompt import Compressor
-from adapters.http.edge_options import EdgeOptions, ServedModel
+from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
 from adapters.http.wire.fields import Fields
 from adapters.models.decoder.shard import ShardPlacement
@@ -97,7 +97,7 @@ class Bounds(Fields):
 
 def sampled() -> dict[str, Sampling]:
     """What a request can have tokens picked by: each number that is read of it, at both ends."""
-    options, bounds = EdgeOptions(ServedModel("demo", 512, 512)), Bounds({}, "$")
+    options, bounds = EdgeOptions(EdgeModel("demo", 512, 512)), Bounds({}, "$")
     tokenizer = Tokenizer.load(demo.FOLDER)
     read_sampling(bounds, options, tokenizer)
     assert {"temperature", "top_p", "top_k", "min_p", "seed"} <= bounds.seen.keys()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.store.file_names import CHOICE, classify_name
+from adapters.store.disk.file_names import CHOICE, classify_name
 from adapters.store.files.codec import Fixed
 from engine.settings.options import Options
 from tests.store.kit import disk_store

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from adapters.store import disk_tier as disk_module
-from adapters.store import index_journal, recent_prompts, survey_folder
-from adapters.store.disk_tier import MAX_WRITER_RESTARTS
+from adapters.store import index_journal, recent_prompts
+from adapters.store.disk import disk_tier as disk_module
+from adapters.store.disk import survey_folder
+from adapters.store.disk.disk_tier import MAX_WRITER_RESTARTS
+from adapters.store.disk.file_names import QUARANTINE
+from adapters.store.disk.folder_upkeep import MOST_QUARANTINED
 from adapters.store.file_description import read_head
-from adapters.store.file_names import QUARANTINE
 from adapters.store.files import seekable
 from adapters.store.files.file_format import parse_head
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged
-from adapters.store.folder_upkeep import MOST_QUARANTINED
 from engine.__main__ import main
+from tests.store.disk.test_disk import ONE, TWO, filled, kept, reopened
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
-from tests.store.test_disk import ONE, TWO, filled, kept, reopened
 
 ALIKE = tuple(range(301, 341))  # as long as ONE
 

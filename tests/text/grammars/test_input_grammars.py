@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from adapters.text.answer.answer_parser import AnswerReader
 from adapters.text.answer.answer_pieces import join_blocks
-from adapters.text.answer.input_rules import bare_terminal, quoted_input
-from adapters.text.answer.quoted_rules import quote_expression, quote_rules
-from adapters.text.answer.regular_rules import apply_flags, build_expression
+from adapters.text.answer.rules.input_rules import bare_terminal, quoted_input
+from adapters.text.answer.rules.quoted_rules import quote_expression, quote_rules
+from adapters.text.answer.rules.regular_rules import apply_flags, build_expression
 from adapters.text.answer.whole_answer_grammar import build_answer_grammar
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammars.grammar import GrammarRefused, Grammars

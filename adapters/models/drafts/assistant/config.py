@@ -11,9 +11,9 @@ from attrs import evolve, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import find_text_settings, read_size
 from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.config.layered_config import LayerKind
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.layered_config import LayerKind
-from adapters.models.decoder.rope import Rotary
 from adapters.models.families import gemma4
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

@@ -28,17 +28,17 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
-from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.config.rope import Rotary
+from adapters.models.decoder.layers.decoder_layer import finish_layer, project_inputs
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.assistant.config import AssistantConfig
 from adapters.models.drafts.assistant.weights import LoadedAssistant, load_assistant
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.sequential_draft import SequentialDraft
-from adapters.models.kernels.interface import Kernels, Rope
+from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 

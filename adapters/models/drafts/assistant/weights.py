@@ -7,11 +7,11 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import DecoderLayer, load_layer
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.decoder_layer import DecoderLayer, load_layer
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.drafts.assistant.config import AssistantConfig
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Products, Weight
 
 
 @frozen(eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import finish_layer, project_inputs
-from adapters.models.decoder.feed_forward import run_feed
+from adapters.models.decoder.layers.decoder_layer import finish_layer, project_inputs
+from adapters.models.decoder.layers.feed_forward import run_feed
 from adapters.models.drafts.dflash.weights import DraftLayer
-from adapters.models.kernels.attention_rule import AttentionMask
-from adapters.models.kernels.interface import Kernels, Rope
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
 from adapters.models.kernels.step_batch import BlockBatch
 
 

@@ -16,8 +16,8 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
 from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, read_header, scan_tensors
-from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.layers.decoder_layer import layer_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
 from adapters.models.drafts.dflash.gguf_draft import find_gguf_tensors, read_gguf_settings
 from adapters.models.drafts.gguf_files import find_gguf_draft

@@ -10,11 +10,11 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
+from adapters.models.decoder.config.rope import Rotary, parse_rope
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.layer_traits import USUAL, LayerTraits
-from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.decoder.layers.layer_traits import USUAL, LayerTraits
 from adapters.models.drafts.dflash.parts import PLAIN_PARTS, DraftParts, read_integer, read_parts, read_switch
-from adapters.models.kernels.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 
 DEFAULT_BLOCK = 16
 LARGEST_BLOCK = 128

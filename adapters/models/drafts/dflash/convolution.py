@@ -15,9 +15,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.drafts.dflash.parts import ConvolutionShape
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.step_batch import BlockBatch
 
 

@@ -22,10 +22,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.drafts.dflash.parts import DraftParts, MarkovShape, SelectorShape
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interfaces.layer_interface import Kernels
 
 # Proposals end where the chance that all of them are right is smaller. In the example of docs/SPECULATION.md one row
 # more costs 0.05 to 0.17 of a plain step. It gives one token, the gain of a plain step, with this chance.

@@ -32,10 +32,10 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.layer_buffers import whole_layer
-from adapters.models.decoder.pipelined_chunks import use_device, use_inference_mode
+from adapters.models.decoder.layers.layer_buffers import whole_layer
+from adapters.models.decoder.layers.weight_reader import WeightReader
+from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, ChooseTokens
 from adapters.models.drafts.dflash.block_layer import BlockAttention, run_block_layer
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -43,10 +43,16 @@ from adapters.models.drafts.dflash.correction import BlockOutput, PaddedProducts
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, BlockSizes
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.experts_interface import GatedWeights
-from adapters.models.kernels.fused_layers import Embedding, FusedLayers
-from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, Kernels, WholeLayer
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.experts_interface import GatedWeights
+from adapters.models.kernels.interfaces.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interfaces.layer_interface import (
+    ContextLayer,
+    ContextPass,
+    FusedContext,
+    Kernels,
+    WholeLayer,
+)
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

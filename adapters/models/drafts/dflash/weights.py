@@ -7,8 +7,8 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import DecoderLayer, layer_products, load_layer
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.decoder_layer import DecoderLayer, layer_products, load_layer
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.drafts.cached_draft import count_cache_rows
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -16,8 +16,8 @@ from adapters.models.drafts.dflash.convolution import Convolution, load_convolut
 from adapters.models.drafts.dflash.correction import Correction, load_correction
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.feature_projection import TapFusion, TapShape
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import TILE, Heads, Products, Weight
 
 
 @frozen

@@ -18,8 +18,8 @@ from adapters.checkpoint.config_fields import read_json, read_optional
 from adapters.checkpoint.gguf.header import read_header
 from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.safetensors_folder import FLOATS, Shapes, StoredTensor, check_tensors, scan_tensors
-from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.layers.decoder_layer import layer_tensors
 from adapters.models.drafts.eagle3.config import (
     EAGLE3,
     Eagle3Config,

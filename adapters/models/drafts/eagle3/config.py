@@ -21,9 +21,9 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
+from adapters.models.decoder.config.rope import Rotary, parse_rope
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.decoder.layer_traits import USUAL, LayerTraits
-from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.decoder.layers.layer_traits import USUAL, LayerTraits
 
 EAGLE3 = "eagle3"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

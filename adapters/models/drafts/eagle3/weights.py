@@ -9,17 +9,17 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import layer_products
-from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.config.dense_config import HEAD_ROWS
+from adapters.models.decoder.layers.decoder_layer import layer_products
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.chained_draft import ChainedLayer, list_chained_heads, load_chained_layer
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.eagle3.checkpoint import LAYER, TOKEN_MAP
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.drafts.feature_projection import TapFusion, TapShape
-from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.kernels.interfaces.layer_interface import Kernels
+from adapters.models.kernels.interfaces.product_list import Products, Weight
 
 
 @frozen(eq=False)

@@ -12,10 +12,10 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
-from adapters.models.decoder.attention_layer import list_attention_tensors
-from adapters.models.decoder.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.config.deepseek_names import HEAD_PREFIX
+from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.family import USUAL_INPUTS, HeadInputs, HeadShape
-from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.layers.attention_layer import list_attention_tensors
 from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.decoder.weight_reader import WeightReader
 from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig

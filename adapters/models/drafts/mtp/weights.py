@@ -7,14 +7,14 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.decoder.attention_layer import list_attention_products
 from adapters.models.decoder.family import HeadShape
-from adapters.models.decoder.latent_layer import load_latent_layer, load_row_projection
-from adapters.models.decoder.weight_reader import WeightReader
+from adapters.models.decoder.layers.attention_layer import list_attention_products
+from adapters.models.decoder.layers.latent_layer import load_latent_layer, load_row_projection
+from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.drafts.chained_draft import ChainedLayer, list_chained_heads, load_chained_layer
 from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
-from adapters.models.kernels.interface import HeadPrep, Kernels
-from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
+from adapters.models.kernels.interfaces.product_list import Products, Weight
 
 
 @frozen(eq=False)

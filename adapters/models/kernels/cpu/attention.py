@@ -13,11 +13,12 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cpu.step_plan import ScoreMask, Span
+from adapters.models.kernels.formats.row_format import format_of
 from adapters.models.kernels.functions.vector_functions import VECTOR, apply_in_vectors
-from adapters.models.kernels.multiplier import Multiplier, dtype_name
-from adapters.models.kernels.product_list import (
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.multiplier import Multiplier, dtype_name
+from adapters.models.kernels.interfaces.product_list import (
     COUNTS,
     NATIVE,
     QUERIES,
@@ -29,7 +30,6 @@ from adapters.models.kernels.product_list import (
     count_query_rows,
     span_of,
 )
-from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

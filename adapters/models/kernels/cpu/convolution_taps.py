@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.delta_interface import DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import DeltaWeights
 
 
 @define(eq=False)

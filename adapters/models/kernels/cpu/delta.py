@@ -22,7 +22,8 @@ from torch import Tensor
 from adapters.models.kernels.cpu.convolution_taps import TransposedTaps
 from adapters.models.kernels.cpu.delta_chunks import HERE, LATER, ChunkPiece, ChunkRows, invert_blocks
 from adapters.models.kernels.cpu.delta_row import DeltaRow, RowBuffers, read_row
-from adapters.models.kernels.delta_interface import (
+from adapters.models.kernels.functions.vector_functions import apply_in_vectors, silu
+from adapters.models.kernels.interfaces.delta_interface import (
     BLOCK,
     CHUNK,
     RING,
@@ -32,8 +33,7 @@ from adapters.models.kernels.delta_interface import (
     DeltaWeights,
     make_row_state,
 )
-from adapters.models.kernels.functions.vector_functions import apply_in_vectors, silu
-from adapters.models.kernels.product_list import BATCHED, NATIVE, ProductPlan, UnprovenProductError
+from adapters.models.kernels.interfaces.product_list import BATCHED, NATIVE, ProductPlan, UnprovenProductError
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import StateBatch
 

@@ -11,7 +11,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from adapters.models.kernels.delta_interface import BLOCK, CHUNK, RING, DeltaState
+from adapters.models.kernels.interfaces.delta_interface import BLOCK, CHUNK, RING, DeltaState
 
 _ROWS = torch.arange(CHUNK).unsqueeze(1)
 _COLUMNS = torch.arange(CHUNK)

@@ -9,8 +9,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.delta_interface import BLOCK, CHUNK, RING, DeltaShape, DeltaState
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
+from adapters.models.kernels.interfaces.delta_interface import BLOCK, CHUNK, RING, DeltaShape, DeltaState
 
 # What a row of a chunk reads of the blocks before its own.
 _EARLY = (torch.arange(CHUNK) < torch.arange(CHUNK).unsqueeze(1) // BLOCK * BLOCK).float()

@@ -10,7 +10,7 @@ from adapters.models.kernels.cpu.native.experts import NativeExperts, collect_ex
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.packed import list_native
 from adapters.models.kernels.expert_sums import route_rows, sum_experts
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.interfaces.experts_interface import (
     EveryExpert,
     Experts,
     GatedWeights,

@@ -7,8 +7,8 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads, count_value_heads
-from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step_batch import Batch
 
 

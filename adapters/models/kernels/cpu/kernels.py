@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention
@@ -39,14 +38,22 @@ from adapters.models.kernels.cpu.native.rows import NativeRows
 from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.cpu.step_plan import StepPlan
 from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.expert_sums import finish_experts
-from adapters.models.kernels.experts_interface import Experts
-from adapters.models.kernels.fused_layers import Embedding, FusedLayers
-from adapters.models.kernels.interface import ContextLayer, ContextPass, FusedContext, HeadPrep, Rope, WholeLayer
-from adapters.models.kernels.multiplier import dtype_name
-from adapters.models.kernels.product_list import (
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.delta_interface import DeltaKernels, DeltaShape
+from adapters.models.kernels.interfaces.experts_interface import Experts
+from adapters.models.kernels.interfaces.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interfaces.layer_interface import (
+    ContextLayer,
+    ContextPass,
+    FusedContext,
+    HeadPrep,
+    Rope,
+    WholeLayer,
+)
+from adapters.models.kernels.interfaces.multiplier import dtype_name
+from adapters.models.kernels.interfaces.product_list import (
     NARROW,
     NATIVE,
     TILE,

@@ -16,10 +16,10 @@ from adapters.models.kernels.cpu.native.norm_and_head import NativeContext, Nati
 from adapters.models.kernels.cpu.native.products import NativePacked, NativeWeight
 from adapters.models.kernels.cpu.native.rows import PreparedHeads
 from adapters.models.kernels.cpu.packed import CpuStack, CpuWeight
-from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass
-from adapters.models.kernels.fused_layers import Embedding, FusedLayers
-from adapters.models.kernels.interface import ContextLayer, ContextPass, HeadPrep, Rope, WholeLayer
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DecodePass
+from adapters.models.kernels.interfaces.fused_layers import Embedding, FusedLayers
+from adapters.models.kernels.interfaces.layer_interface import ContextLayer, ContextPass, HeadPrep, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
 from adapters.models.kernels.cpu.native.products import NativePacked, NativeProducts, NativeWeight
-from adapters.models.kernels.product_list import ProductPlan, UnprovenProductError, Weight
+from adapters.models.kernels.interfaces.product_list import ProductPlan, UnprovenProductError, Weight
 
 
 @frozen(eq=False)

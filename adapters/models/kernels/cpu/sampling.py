@@ -15,7 +15,7 @@ from adapters.models.kernels.cpu.penalties import HostPenalties
 from adapters.models.kernels.functions.exact_exp import exact_weights
 from adapters.models.kernels.functions.exact_functions import BITS
 from adapters.models.kernels.functions.truncation import find_likeliest
-from adapters.models.kernels.sampling_interface import Penalties, RowPicker
+from adapters.models.kernels.interfaces.sampling_interface import Penalties, RowPicker
 from effects.ids import Tokens
 from effects.job import Sampling
 

@@ -10,9 +10,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.attention_rule import AttentionMask
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import as_bytes, format_of
+from adapters.models.kernels.formats.row_format import as_bytes, format_of
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

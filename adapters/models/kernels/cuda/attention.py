@@ -12,7 +12,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.descriptors import (
     cache_sizes,
     describe_blocks,
@@ -30,11 +29,13 @@ from adapters.models.kernels.cuda.tiles import (
     round_up_to_power,
     rows_to_plan,
 )
-from adapters.models.kernels.interface import ALONE, NARROW
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
-from adapters.models.kernels.triton import attention, hopper_attention, hopper_chain, rows
+from adapters.models.kernels.triton import attention, rows
 from adapters.models.kernels.triton import block_attention as block
+from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain
 from adapters.models.kernels.triton_launch import launch
 
 SPLIT = 256

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapters.models.kernels.cuda.delta_plan import ChunkPlan, FactorScratch
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
-from adapters.models.kernels.delta_interface import (
+from adapters.models.kernels.interfaces.delta_interface import (
     BLOCK,
     CHUNK,
     RING,
@@ -27,9 +27,10 @@ from adapters.models.kernels.delta_interface import (
     DeltaWeights,
     make_raw_state,
 )
-from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_rows, hopper_delta
+from adapters.models.kernels.triton import delta, delta_rows
+from adapters.models.kernels.triton.hopper import hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.row_format import as_bytes, format_of
+from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch
 
 

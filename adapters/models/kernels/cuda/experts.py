@@ -25,7 +25,7 @@ from adapters.models.kernels.cuda.packed_groups import (
     choose_packed_group_tile,
     multiply_packed_groups,
 )
-from adapters.models.kernels.experts_interface import (
+from adapters.models.kernels.interfaces.experts_interface import (
     BiasedExpertsShape,
     ChosenExperts,
     Experts,

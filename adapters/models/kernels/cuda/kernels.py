@@ -16,7 +16,6 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
@@ -28,14 +27,21 @@ from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scal
 from adapters.models.kernels.cuda.products import CudaProducts
 from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.expert_sums import run_experts
-from adapters.models.kernels.experts_interface import ChosenExperts, EveryExpert, Experts, GatedWeights, StackedExperts
-from adapters.models.kernels.fused_layers import FusedLayers
-from adapters.models.kernels.interface import NARROW, FusedContext, HeadPrep, Rope
+from adapters.models.kernels.formats.row_format import LIMITS, as_bytes, format_of
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.experts_interface import (
+    ChosenExperts,
+    EveryExpert,
+    Experts,
+    GatedWeights,
+    StackedExperts,
+)
+from adapters.models.kernels.interfaces.fused_layers import FusedLayers
+from adapters.models.kernels.interfaces.layer_interface import NARROW, FusedContext, HeadPrep, Rope
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.offload import list_tensors, map_tensors
-from adapters.models.kernels.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.row_format import LIMITS, as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
 from adapters.models.kernels.triton_launch import launch

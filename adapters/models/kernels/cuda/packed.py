@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
-from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_launch import launch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.models.kernels.cuda.descriptors import cache_sizes, launch_options, page_size
 from adapters.models.kernels.cuda.tiles import round_up_to_power
-from adapters.models.kernels.row_format import INT4, LIMITS, SCALE, STEPS, as_bytes, format_of
+from adapters.models.kernels.formats.row_format import INT4, LIMITS, SCALE, STEPS, as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import packed_rows
 from adapters.models.kernels.triton_launch import launch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.cuda.draw import BLOCK, OPTIONS
-from adapters.models.kernels.sampling_interface import PENDING, Penalties
+from adapters.models.kernels.interfaces.sampling_interface import PENDING, Penalties
 from adapters.models.kernels.triton.penalties_kernel import change_part, count_token, mark_token, put_bias
 from adapters.models.kernels.triton_launch import launch
 from effects.ids import Tokens

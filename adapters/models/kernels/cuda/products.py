@@ -15,8 +15,10 @@ from adapters.models.kernels.cuda.tiles import (
     count_parts,
     cut_columns,
 )
-from adapters.models.kernels.interface import NARROW
-from adapters.models.kernels.triton import hopper, hopper_pieces, linear
+from adapters.models.kernels.interfaces.layer_interface import NARROW
+from adapters.models.kernels.triton import linear
+from adapters.models.kernels.triton.hopper import hopper_pieces
+from adapters.models.kernels.triton.hopper import hopper_products as hopper
 from adapters.models.kernels.triton_launch import launch
 
 

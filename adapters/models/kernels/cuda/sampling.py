@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.models.kernels.cuda.draw import draw_tokens, weigh_tokens
 from adapters.models.kernels.cuda.extremes import find_extremes
 from adapters.models.kernels.cuda.penalties import GpuPenalties, apply_penalties
-from adapters.models.kernels.sampling_interface import Penalties, RowPicker
+from adapters.models.kernels.interfaces.sampling_interface import Penalties, RowPicker
 from effects.ids import Tokens
 from effects.job import Sampling
 

@@ -12,7 +12,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.interfaces.layer_interface import NARROW
 
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)

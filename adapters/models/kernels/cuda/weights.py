@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.cuda.packed import find_only_part
-from adapters.models.kernels.experts_interface import GatedWeights
+from adapters.models.kernels.interfaces.experts_interface import GatedWeights
 from adapters.models.kernels.offload import list_tensors
 
 

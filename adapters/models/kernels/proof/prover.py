@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from attrs import define, evolve, field
 
-from adapters.models.kernels.delta_interface import DeltaShape
-from adapters.models.kernels.multiplier import Multiplier
-from adapters.models.kernels.product_list import (
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape
+from adapters.models.kernels.interfaces.multiplier import Multiplier
+from adapters.models.kernels.interfaces.product_list import (
     BATCHED,
     COUNTS,
     NATIVE,

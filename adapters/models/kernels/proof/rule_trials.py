@@ -7,9 +7,9 @@ import time
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.delta_interface import TAPS, DeltaKernels, DeltaShape, DeltaWeights
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.product_list import NATIVE
+from adapters.models.kernels.interfaces.delta_interface import TAPS, DeltaKernels, DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.product_list import NATIVE
 from adapters.models.kernels.proof.trials import Trial
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch

@@ -15,8 +15,8 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.multiplier import ExactAttention, Multiplier, dtype_name
-from adapters.models.kernels.product_list import NATIVE, PACKED, SCORES, TILE, Heads, Weight
+from adapters.models.kernels.interfaces.multiplier import ExactAttention, Multiplier, dtype_name
+from adapters.models.kernels.interfaces.product_list import NATIVE, PACKED, SCORES, TILE, Heads, Weight
 from adapters.models.kernels.proof.cancelling import make_cancelling, make_cancelling_packed
 
 _RUNS = 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from adapters.models.kernels.delta_interface import (
+from adapters.models.kernels.interfaces.delta_interface import (
     CHUNK,
     RING,
     TAPS,

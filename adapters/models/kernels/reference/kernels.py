@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
-from adapters.models.kernels.attention_rule import PLAIN, AttentionMask, AttentionRule
-from adapters.models.kernels.decode_pass import DecodePass, DraftPass
-from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.expert_sums import run_experts
-from adapters.models.kernels.experts_interface import Experts, list_experts
-from adapters.models.kernels.fused_layers import FusedLayers
-from adapters.models.kernels.interface import FusedContext, HeadPrep, Rope
-from adapters.models.kernels.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.formats.row_format import as_bytes, format_of
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
+from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.delta_interface import DeltaKernels
+from adapters.models.kernels.interfaces.experts_interface import Experts, list_experts
+from adapters.models.kernels.interfaces.fused_layers import FusedLayers
+from adapters.models.kernels.interfaces.layer_interface import FusedContext, HeadPrep, Rope
+from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
-from adapters.models.kernels.row_format import as_bytes, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.settings.plot_style import COLORS, INK, STYLE, save_figure, set_title
+from engine.settings.output.plot_style import COLORS, INK, STYLE, save_figure, set_title
 from engine.tools.simulation.fleet.fleet_tally import FinishedFleet
 from engine.tools.simulation.simulation_plot import finish_first
 

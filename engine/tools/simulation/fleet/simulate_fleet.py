@@ -10,8 +10,8 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from engine.settings.formatting import WIDTH, format_bytes, format_count, format_duration
-from engine.settings.progress import count_progress
+from engine.settings.output.formatting import WIDTH, format_bytes, format_count, format_duration
+from engine.settings.output.progress import count_progress
 from engine.tools.simulation.fleet.fleet_plot import draw_fleet
 from engine.tools.simulation.fleet.fleet_run import FleetRun, FleetSetup
 from engine.tools.simulation.fleet.fleet_tally import FinishedFleet, FleetFigures

@@ -16,7 +16,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.core.trace import LINE_LIMIT, open_trace
-from engine.settings.progress import count_progress
+from engine.settings.output.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.simulation.logs import claude_code, text_log
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS, BadLog, Session

@@ -10,10 +10,10 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.kernels.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, check_layout, describe_caches
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
 
 
 @frozen(eq=False)

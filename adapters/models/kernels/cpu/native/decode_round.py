@@ -28,10 +28,10 @@ from adapters.models.kernels.cpu.native.native_decode import (
     NativePass,
     RoundOf,
 )
-from adapters.models.kernels.decode_pass import MOST_ROWS, DraftPass, RoundOutcome
 from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
-from adapters.models.kernels.sampling_interface import TokenMask
+from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DraftPass, RoundOutcome
+from adapters.models.kernels.interfaces.sampling_interface import TokenMask
 from effects.ids import Tokens
 from effects.job import Sampling
 

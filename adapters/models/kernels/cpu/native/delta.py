@@ -16,7 +16,7 @@ from torch import Tensor
 from adapters.models.kernels.cpu.convolution_taps import TransposedTaps
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout
-from adapters.models.kernels.delta_interface import (
+from adapters.models.kernels.interfaces.delta_interface import (
     CHUNK,
     RING,
     TAPS,

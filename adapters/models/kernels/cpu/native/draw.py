@@ -19,7 +19,7 @@ from torch import Tensor
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.functions.exact_exp import exp_factors
 from adapters.models.kernels.functions.noise import noise_key
-from adapters.models.kernels.sampling_interface import PickedRow, PickRequest, TokenMask
+from adapters.models.kernels.interfaces.sampling_interface import PickedRow, PickRequest, TokenMask
 
 # `draw_t` of draw.h: what the library reads about a row, and behind it what it writes.
 _ASKED = Struct("@3Pl3dq2lP")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
-from adapters.models.kernels.experts_interface import GatedWeights
+from adapters.models.kernels.interfaces.experts_interface import GatedWeights
 
 MOST_ROWS = 256  # of an expert in one job (ROWS of products.c)
 

@@ -14,7 +14,6 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.attention_rule import AttentionMask
 from adapters.models.kernels.cpu.native.layer_description import (
     DecoderOf,
     EmbeddingOf,
@@ -26,9 +25,10 @@ from adapters.models.kernels.cpu.native.layer_description import (
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, describe_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
-from adapters.models.kernels.fused_layers import Embedding
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.attention_rule import AttentionMask
+from adapters.models.kernels.interfaces.fused_layers import Embedding
+from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 _NO_TOKEN = -2

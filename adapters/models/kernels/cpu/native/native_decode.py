@@ -18,7 +18,7 @@ from torch import Tensor
 from adapters.models.kernels.cpu.native.layer_description import DecoderOf, EmbeddingOf, LayerOf
 from adapters.models.kernels.cpu.native.layers import NativeLayers
 from adapters.models.kernels.cpu.native.norm_and_head import NativeContext, NativeHead
-from adapters.models.kernels.decode_pass import MOST_ROWS, DecodeRound, DraftPass
+from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DecodeRound, DraftPass
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

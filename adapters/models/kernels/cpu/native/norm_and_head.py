@@ -21,8 +21,8 @@ from adapters.models.kernels.cpu.native.layer_description import (
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, describe_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step_batch import Batch
 
 

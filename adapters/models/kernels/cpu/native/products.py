@@ -26,8 +26,8 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.cpu.native.large_pages import LargePages
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.packed_formats import PANEL
-from adapters.models.kernels.row_format import INT3, INT4
+from adapters.models.kernels.formats.packed_formats import PANEL
+from adapters.models.kernels.formats.row_format import INT3, INT4
 
 WIDEST = 1024  # numbers of a head, at most
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of weights and rows

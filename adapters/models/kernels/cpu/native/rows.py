@@ -11,8 +11,8 @@ from torch import Tensor
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout, describe_caches
-from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.formats.row_format import format_of
+from adapters.models.kernels.interfaces.layer_interface import Rope
 
 # As in numbers.h.
 NORMED_KEYS = 1

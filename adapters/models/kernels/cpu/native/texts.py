@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.text_matching import MOST_COPIED, IndexedText
+from adapters.models.kernels.interfaces.text_matching import MOST_COPIED, IndexedText
 from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for

@@ -1,0 +1,65 @@
+"""Keeps the recent prompts of one identity in a file: read at the start, then appended to."""
+
+from __future__ import annotations
+
+from attrs import define
+
+from adapters.store import recent_prompts
+from adapters.store.disk.file_names import classify_name
+from adapters.store.disk.folder_upkeep import FolderUpkeep
+from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+
+MAX_FOREIGN_FILES = 8  # of other identities
+
+
+@define(eq=False)
+class RecentPromptsFile:
+    """On the writer's thread. lost: one that later ones may begin with is not in it; said by any thread."""
+
+    prompts: RecentPrompts
+    origin: bytes  # of the identity
+    upkeep: FolderUpkeep
+    has_lost_prompt: bool = False
+    _bytes: int = 0
+    _last: int = 0  # serial
+
+    @property
+    def name(self) -> str:
+        return recent_prompts.PREFIX + self.origin.hex()
+
+    def load(self, listing: dict[str, int]) -> None:
+        """Ours; of those of other identities, a few are left there."""
+        others = sorted(name for name in listing if classify_name(name) == "recent" and name != self.name)
+        for name in others[MAX_FOREIGN_FILES:]:
+            self.upkeep.remove(name)
+        for name in others:
+            del listing[name]
+        if self.name not in listing:
+            return
+        self._bytes = listing.pop(self.name)
+        most = 2 * self.prompts.max_bytes + 2 * recent_prompts.SLACK
+        raw = self.upkeep.read_small(self.name) if 0 < self._bytes <= most else b""
+        if not recent_prompts.restore_prompts(raw, self.prompts):
+            self._bytes = 0  # it is written anew with the next one
+            which = f"the list of recent prompts, {len(self.prompts)} of which could be read"
+            self.upkeep.report_rebuilt("recent", which)
+
+    def write_prompt(self, prompt: RecentPrompt) -> None:
+        """Should it fail half way, all of them are written anew with the next one."""
+        if prompt.serial <= self._last:
+            return  # they were, meanwhile
+        before = self._bytes
+        self._bytes = 0
+        kept = [prompt]
+        lost = self.has_lost_prompt
+        self.has_lost_prompt = False
+        if before and not lost and before <= 2 * self.prompts.held_bytes + recent_prompts.SLACK:
+            raw = recent_prompts.encode_prompt(prompt)
+            self.upkeep.folder.extend_file(self.name, raw)
+            self._bytes = before + len(raw)
+        else:
+            kept = self.prompts.list_prompts() or kept
+            raw = b"".join(recent_prompts.encode_snapshot(kept))
+            self.upkeep.folder.write_file(self.name, [raw])
+            self._bytes = len(raw)
+        self._last = kept[-1].serial

@@ -1,0 +1,347 @@
+"""Examines a cache folder from outside, without a lock and for any model: what it holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field, frozen
+
+from adapters.sequence_layout import ELEMENT_BYTES
+from adapters.store import index_journal as journal
+from adapters.store import recent_prompts
+from adapters.store.block_index import Entry
+from adapters.store.disk.file_names import classify_name
+from adapters.store.file_description import make_named_entry, pause_garbage_collection, read_head
+from adapters.store.files import seekable
+from adapters.store.files.file_format import (
+    MAX_HEAD_BYTES,
+    Newer,
+    Outdated,
+    Run,
+    check_frames,
+    digest_frames,
+    parse_head,
+    parse_name,
+)
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
+from adapters.store.files.read_run import read_exactly
+from adapters.store.files.seekable import Damaged, Sizes
+from adapters.store.recent_prompts import MAX_FILE_BYTES, RecentPrompts
+
+MAX_DIMENSIONS = 8  # dimensions of a tensor
+
+
+@frozen(eq=False)
+class SurveyedFile:
+    """A file and its own description. content: bytes of its tensors, uncompressed."""
+
+    name: str
+    entry: Entry
+    identity: str
+    block_size: int
+    content: int
+
+    @property
+    def run(self) -> Run:
+        return self.entry.run
+
+
+@define
+class Survey:
+    """Everything in a folder, by name. damaged, unreadable: what is wrong with a file, or with reading it."""
+
+    kept: list[SurveyedFile] = field(factory=list[SurveyedFile])
+    damaged: dict[str, str] = field(factory=dict[str, str])
+    unreadable: dict[str, str] = field(factory=dict[str, str])
+    newer: list[str] = field(factory=list[str])
+    outdated: list[str] = field(factory=list[str])
+    quarantined: list[str] = field(factory=list[str])  # damaged-*
+    temporary: list[str] = field(factory=list[str])
+    recent_prompts: list[str] = field(factory=list[str])
+    strangers: list[str] = field(factory=list[str])  # not ours
+    sizes: dict[str, int] = field(factory=dict[str, int])
+    journal: journal.JournalContents | None = None
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.sizes.get(name, 0) for name in names)
+
+
+def is_cache(folder: PrivateFolder) -> bool:
+    """Return True if a server has ever used the folder. A server leaves a journal there from its start on."""
+    return has_journal(folder) or any(classify_name(name) == "run" for name, _ in folder.list_names())
+
+
+def has_journal(folder: PrivateFolder) -> bool:
+    """Return True if the folder has a journal of ours, of any version."""
+    try:
+        return read_whole(folder, journal.NAME, len(journal.ANY_MAGIC)) == journal.ANY_MAGIC
+    except OSError:
+        return False
+
+
+def open_for_survey(path: Path) -> PrivateFolder:
+    """Open a folder for a survey. Raises FolderUnusable, also for a folder that is no cache."""
+    folder = PrivateFolder.open_read_only(path)
+    try:
+        used = is_cache(folder)
+    except OSError as error:
+        folder.close()
+        raise FolderUnusable(f"{path}: {error.strerror}") from error
+    if not used:
+        folder.close()
+        raise FolderUnusable(f"{path}: no cache folder: there is neither a journal of ours nor a kept run")
+    return folder
+
+
+def survey(folder: PrivateFolder) -> Survey:
+    """Survey the folder. It reads the journal, and the seek table and first frame of each run.
+
+    A file that vanishes meanwhile was evicted.
+    """
+    found = Survey(sizes=dict(folder.list_names()))
+    known = read_journal(folder, found)
+    with pause_garbage_collection():
+        for name in sorted(found.sizes):
+            match classify_name(name):
+                case "lock" | "journal" | "codec":
+                    pass
+                case "aside":
+                    found.quarantined.append(name)
+                case "temporary":
+                    found.temporary.append(name)
+                case "recent":
+                    found.recent_prompts.append(name)
+                case "run":
+                    add_description(folder, name, known, found)
+                case "stranger":
+                    found.strangers.append(name)
+    return found
+
+
+def read_journal(folder: PrivateFolder, found: Survey) -> Mapping[int, Entry]:
+    if not 0 < found.sizes.get(journal.NAME, 0) <= journal.MAX_BYTES:
+        return {}
+    try:
+        found.journal = journal.parse_journal(read_whole(folder, journal.NAME, journal.MAX_BYTES))
+    except OSError:
+        return {}
+    return found.journal.entries
+
+
+def add_description(folder: PrivateFolder, name: str, known: Mapping[int, Entry], found: Survey) -> None:
+    try:
+        descriptor = folder.open_existing(name)
+        try:
+            found.kept.append(describe_file(name, descriptor, known))
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        found.sizes.pop(name, None)
+    except Newer:
+        found.newer.append(name)
+    except Outdated:
+        found.outdated.append(name)
+    except Damaged as error:
+        found.damaged[name] = str(error)
+    except OSError as error:
+        found.unreadable[name] = error.strerror or str(error)
+
+
+def describe_file(name: str, descriptor: int, known: Mapping[int, Entry]) -> SurveyedFile:
+    named = parse_name(name)
+    assert named is not None
+    size = os.fstat(descriptor).st_size
+    said = read_head(descriptor, size)
+    entry = make_named_entry(named, said, size)
+    remembered = known.get(named[1])
+    if remembered is not None and remembered.keys == entry.keys:
+        entry.hits = remembered.hits
+        entry.last_turn = remembered.last_turn
+    return SurveyedFile(
+        name,
+        entry,
+        said.identity,
+        said.block_size,
+        sum(content for _, content in read_seek_table(descriptor, size)[1:]),
+    )
+
+
+def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
+    """Return (compressed, content) bytes of each frame. Raises Damaged, OSError."""
+    foot = seekable.FOOT.size
+    if size < foot:
+        raise Damaged("the file is too short")
+    length = seekable.compute_table_size(seekable.parse_frame_count(read_exactly(descriptor, size - foot, foot)))
+    if length > size:
+        raise Damaged("the seek table is longer than the file")
+    return seekable.parse_table(read_exactly(descriptor, size - length, length), size)
+
+
+# --- every byte ---
+
+
+def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each run's name and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
+    for name in names:
+        try:
+            descriptor = folder.open_existing(name)
+            try:
+                check_run(name, descriptor)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            yield name, ""
+        except (Damaged, OSError) as error:
+            yield name, str(error)
+        else:
+            yield name, ""
+
+
+def check_run(name: str, descriptor: int) -> None:
+    """Check name, seek table, head, keys, tensors, and every frame with its checksum.
+
+    Raises Damaged, Newer, Outdated, OSError.
+    """
+    size = os.fstat(descriptor).st_size
+    named = parse_name(name)
+    assert named is not None
+    frames = read_seek_table(descriptor, size)
+    checksums = list[bytes]()
+    if len(frames) < 2 or frames[0][1] > MAX_HEAD_BYTES:
+        raise Damaged("the header is too long, or all that there is")
+    data = sum(content for _, content in frames[1:])
+    check_frames(frames, data)
+    at = frames[0][0]
+    first = bytearray(frames[0][1])
+    seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
+    said = parse_head(first)
+    make_named_entry(named, said, size)
+    check_tensors(first, said.run, data)
+    for packed, content in frames[1:]:
+        frame = read_exactly(descriptor, at, packed)
+        seekable.decompress(frame, memoryview(bytearray(content)))
+        checksums.append(seekable.read_checksum(frame))
+        at += packed
+    if digest_frames(checksums) != said.frames:
+        raise Damaged("these are not the frames that the head was written for")
+
+
+def check_tensors(raw: bytearray, run: Run, content: int) -> None:
+    """Check that the header's tensors lie end to end: the token ids, then the contents of the other frames, to the last
+    byte.
+    """
+    header = json.loads(bytes(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+    tensors = [(name, about) for name, about in header.items() if name != "__metadata__"]
+    try:
+        if not tensors or tensors[0][0] != "tokens" or parse_span(tensors[0][1]) != (0, len(run.tokens)):
+            raise Damaged("the token ids are not the first tensor")
+        at = 0
+        for name, about in tensors:
+            start, stop = parse_span(about)
+            if start != at:
+                raise Damaged(f"tensor {name[:60]} does not begin where the one before it ends")
+            at = stop
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"the header's tensors cannot be read: {type(error).__name__}") from error
+    if at != len(run.tokens) + content:
+        raise Damaged("the tensors do not fill the file")
+
+
+def parse_span(about: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the span of one tensor, which must be as long as its shape says.
+
+    Raises ValueError, KeyError or TypeError.
+    """
+    start, stop = about["data_offsets"]
+    shape = about["shape"]
+    if len(shape) > MAX_DIMENSIONS or not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
+        raise ValueError("no positions")
+    if stop - start != prod(shape) * ELEMENT_BYTES[about["dtype"]]:
+        raise ValueError("another length than its shape")
+    return start, stop
+
+
+def check_recents(folder: PrivateFolder, name: str) -> str:
+    """Return what is wrong with a file of recent prompts; a torn end is not, since a kill leaves one."""
+    try:
+        raw = read_whole(folder, name, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    recents = RecentPrompts(max_bytes=MAX_FILE_BYTES)
+    if raw and not recent_prompts.restore_prompts(raw, recents) and not len(recents):
+        return "no recent prompts can be read from it"
+    return ""
+
+
+def read_whole(folder: PrivateFolder, name: str, most: int) -> bytes:
+    descriptor = folder.open_existing(name)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
+        return file.read(most)
+
+
+# --- what belongs together ---
+
+
+@define(eq=False)
+class StoredSequence:
+    """The tokens up to the end of a run that no other run continues.
+
+    files: those of this sequence; each file is in one sequence only.
+    start: where these files begin.
+    whole: nothing before them is missing.
+    beginning: the first packed tokens of the sequence that are there.
+    """
+
+    files: list[SurveyedFile]
+    whole: bool
+    beginning: bytes
+
+    @property
+    def start(self) -> int:
+        return self.files[0].entry.start
+
+    @property
+    def stop(self) -> int:
+        return self.files[-1].entry.stop
+
+    @property
+    def used(self) -> int:
+        return max(one.entry.last_turn for one in self.files)
+
+    @property
+    def hits(self) -> int:
+        return max(one.entry.hits for one in self.files)
+
+
+def group_sequences(kept: Iterable[SurveyedFile]) -> list[StoredSequence]:
+    """Group the files of one identity into sequences, those used last first; each file is in exactly one."""
+    runs = [one for one in kept if one.entry.kind == "rows"]
+    holders = {key: one for one in runs for key in one.entry.keys}
+    continued = {one.entry.parent for one in runs}
+    ends = [one for one in runs if one.entry.keys[-1] not in continued]
+    taken = {one.name for one in ends}
+    ends.sort(key=lambda one: (-one.entry.last_turn, one.name))
+    return [trace_sequence(last, holders, taken) for last in ends]
+
+
+def trace_sequence(last: SurveyedFile, holders: Mapping[bytes, SurveyedFile], taken: set[str]) -> StoredSequence:
+    """Collect a sequence from its end back to the first file that another sequence has taken."""
+    files = [last]
+    one = last
+    before = holders.get(last.entry.parent)
+    while before is not None and before.name not in taken:
+        taken.add(before.name)
+        files.append(before)
+        one = before
+        before = holders.get(before.entry.parent)
+    while before is not None:
+        one = before
+        before = holders.get(before.entry.parent)
+    return StoredSequence(files[::-1], one.entry.start == 0, one.entry.tokens)

@@ -1,0 +1,99 @@
+"""Grammar rules for the arguments of Gemma's calls: bare keys, and texts between two equal marks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Mapping
+
+from adapters.text.answer.forms.gemma_calls import MARK
+from adapters.text.answer.rules.argument_grammar import (
+    ANY_TEXT,
+    SAYS_NOTHING,
+    GeneratedRules,
+    iterate_arguments,
+    read_options,
+    refuse_unknown_keywords,
+    write_json_value,
+    write_ordered_arguments,
+)
+from adapters.text.answer.rules.input_rules import bare_rules, bare_terminal
+from adapters.text.answer.schema_types import collect_types, find_property
+from adapters.text.conversation import FunctionTool
+from adapters.text.grammars.grammar import GrammarRefused
+
+KEY = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+VALUES: Mapping[str, str] = {
+    "string": "quoted",
+    "integer": "INTEGER",
+    "number": "NUMBER",
+    "boolean": "BOOLEAN",
+    "null": "NOTHING",
+    "array": "listed",
+    "object": "mapped",
+}
+_AS_IN_JSON = {"integer", "number", "boolean", "null"}  # values of these types are written as in JSON
+_OF_VALUES = {"type", "enum", "const", "items"}
+
+
+def write_value_rules(controls: Container[str]) -> list[str]:
+    """Return the rules of values. controls: the texts of control tokens, of which the mark may be one."""
+    quoted = [f"mark: {MARK}", "quoted: mark MARKED mark", f"MARKED: {ANY_TEXT}"]
+    if MARK not in controls:
+        quoted = [f"mark: {json.dumps(MARK)}", "quoted: mark marked", f"marked[suffix={json.dumps(MARK)}]: {ANY_TEXT}"]
+    return [
+        *quoted,
+        "INTEGER: /-?(0|[1-9][0-9]{0,18})/",
+        "NUMBER: /-?(0|[1-9][0-9]{0,18})(\\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+        'BOOLEAN: "true" | "false"',
+        'NOTHING: "null"',
+        "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/",
+        'listed: "[" (literal ("," literal)*)? "]"',
+        'mapped: "{" (KEY ":" literal ("," KEY ":" literal)*)? "}"',
+        "literal: " + " | ".join(VALUES.values()),
+    ]
+
+
+def write_gemma_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
+    """Return the rule of `key:value` arguments, in the order of the schema, of which some are required."""
+    if tool.input_grammar is not None:
+        text = bare_terminal(tool.input_grammar) or bare_rules(tool.input_grammar)
+        return f'"input:" mark ({text}) mark "}}"'
+    schema = tool.parameters or {}
+    found = [
+        (f"{json.dumps(key + ':')} ({_write_value(tool, find_property(schema, key))})", needed)
+        for key, needed in iterate_arguments(tool, KEY)
+    ]
+    if not found and schema.get("additionalProperties") is not False:
+        one = f'KEY ":" ({_write_value(tool, schema.get("additionalProperties"))})'
+        return f'({one} ("," {one})*)? "}}"'
+    return write_ordered_arguments(found, rules, comma='","', end='"}"')
+
+
+def _write_value(tool: FunctionTool, schema: object) -> str:
+    """Return the rule of a value: by all of the schema if the tool is strict, or else only by its types."""
+    root = tool.parameters or {}
+    if not isinstance(schema, Mapping):
+        return "literal"
+    types = sorted(collect_types(schema, root))
+    if types and tool.strict and set(types) <= _AS_IN_JSON:
+        return write_json_value(tool, schema, types)
+    if tool.strict:
+        refuse_unknown_keywords(set(schema) - SAYS_NOTHING - _OF_VALUES)
+        if "enum" in schema or "const" in schema:
+            values = read_options(schema, "enum") if "enum" in schema else [schema["const"]]
+            return " | ".join(map(_write_constant, values))
+    ways = [VALUES[one] for one in types if one in VALUES and one != "array"]
+    if "array" in types:
+        item = _write_value(tool, schema.get("items")) if tool.strict else "literal"
+        ways.append(f'"[" (({item}) ("," ({item}))*)? "]"')
+    return " | ".join(ways) or "literal"
+
+
+def _write_constant(value: object) -> str:
+    """Return the rule of one value. Raises GrammarRefused for a container, or a text that has the mark in it."""
+    if isinstance(value, str) and MARK not in value:
+        return f"mark {json.dumps(value)} mark" if value else "mark mark"
+    if isinstance(value, str | list | dict):
+        raise GrammarRefused(f"this model's form of calls has no room for the constant {json.dumps(value)[:80]}")
+    return json.dumps(json.dumps(value))

@@ -1,0 +1,1 @@
+"""Tests of `adapters/text/answer/forms`."""
