@@ -30,7 +30,7 @@ from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
-from engine.loading.shard_server import EdgeModel
+from engine.loading.shard_server import ServedModel
 from engine.settings.options import build_options
 from engine.settings.paths import choose_draft_name, find_model_folder
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
@@ -69,7 +69,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Thread
             assert fates.gate.wait(100)
             return Mortal(channel.socket, doom=fates.doom)
 
-        served = EdgeModel.open(
+        served = ServedModel.open(
             str(folder), where.device, choose_draft_name(options.speculation.draft, options.model.model)
         )
         dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle, lender))
