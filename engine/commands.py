@@ -314,7 +314,7 @@ app.command(shard, sort_key=10)
 
 
 def carry_out(words: list[str]) -> int:
-    """A command, by its name and what follows it: its exit status."""
+    """Run the command that these words name, print its error, and return the exit status."""
     try:
         app.config = list_config_sources(words)
         status = app(words, exit_on_error=False, print_error=False, result_action="return_value")

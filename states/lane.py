@@ -56,7 +56,7 @@ class Lane:
     plan: Plan = NO_PLAN  # of the last launch
     runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
     overtakes: int = 0  # times in a row that a shorter prompt went before the one that has waited longest
-    shares_device: bool = False  # lane PROMPTS only: decode steps ran on the device during this launch
+    shares_device: bool = False  # lane PROMPTS only: a launch of lane MAIN ran on the device during this one
 
 
 def make_lanes(settings: Settings) -> dict[LaneId, Lane]:
@@ -96,16 +96,16 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended. A launch in which something may be copied ends in the same way, whatever `ends_together` says.
     """
-    further_steps = 0
+    step_change = 0
     if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
-        further_steps = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
+        step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
-        return with_effect_requests(lane, lane.waiting, lane.running, further_steps) if further_steps else lane
+        return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane
     if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
         running = lane.running[1:]
     else:
         running = tuple(other for other in lane.running if other.request != answer.request)
-    after = with_effect_requests(lane, lane.waiting, running, further_steps)
+    after = with_effect_requests(lane, lane.waiting, running, step_change)
     return (
         evolve(after, runs_unattended=False)
         if after.runs_unattended and (ends_together or lane.plan.copying)
@@ -119,11 +119,11 @@ def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
     Where only copies are proposed, the outcome says whether its step was a plain one.
     """
     if not lane.plan.copying or any(lane.plan.proposals) or not isinstance(outcome, Decoded):
-        return lane.proposing_steps + count_further_steps(outcome)
+        return lane.proposing_steps + count_step_change(outcome)
     return lane.proposing_steps + 1 if outcome.rows else 0
 
 
-def count_further_steps(outcome: Outcome) -> int:
+def count_step_change(outcome: Outcome) -> int:
     """Count the steps that were not counted yet: those after the first step of this outcome.
 
     A launch that goes on has begun its next step already, so that step counts as well.

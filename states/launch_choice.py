@@ -6,15 +6,15 @@ go through one forward. These aims contradict each other, and a running launch c
 Idea. `choose_launch` is called when a lane is free. It applies these rules in order:
 
 1. An effect that needs no work (a model that is loaded already) is answered at once.
-2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows in
-   `lane.can_join`, so a rule about the batch belongs there, too.
+2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows by
+   `lane.join_waiting` where `lane.can_join` allows it, so a rule about the batch belongs there, too.
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
    (`choose_mixed_chunk`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
 5. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes. Where text is
-   searched, `states/suffix_control.py` plans how many each member copies instead after which matches.
+   searched, `states/suffix_control.py` plans how many tokens each member copies instead, by the length of the match.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
 7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
@@ -137,7 +137,7 @@ def choose_mixed_chunk(
     * Mixing is off (`mixed_rows` is 0), for instance because the bits of a row would depend on the other rows of its
       forward.
     * The other effect is no prefill.
-    * The state that the slot has must be kept before it moves (`held`).
+    * The state that the slot has must be kept before it moves (`keeps_state_first`).
     * Logprobs of the prompt are asked for.
     * The decode steps leave no room in the forward.
     """
@@ -275,8 +275,9 @@ def plan_proposals(
     of them propose what the plan says, and `Plan.steps` limits their number.
 
     A draft proposes in every step, so its steps are limited to those that are left until a plain one is due. A plan of
-    copies alone keeps its own limit, which is 64 steps (`REVIEW_STEPS`) or none. Its steps without a match are plain
-    ones and are measured in between, and `Copying.steps` limits those that copy to 16.
+    copies alone has its own limit: at least 64 steps (`REVIEW_STEPS`), at most as many as are left until copies are
+    tried again (512), or none. Its steps without a match are plain ones and are measured in between, and
+    `Copying.steps` limits those that copy to 16.
 
     proposing_steps: steps since the last plain one. After PLAIN_STEP_INTERVAL of them a plain step is measured again,
     and already after one where the known time of a plain step looks too long to be true.

@@ -63,7 +63,7 @@ class Rates:
     copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
     copied: tuple[ClassGains, ...] = ()  # one for each class of matches
     copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
-    copy_next_trial_gap: int = 1  # plain steps from the next trial of copies to the one after it
+    copy_next_trial_gap: int = 1  # decode steps from the next trial of copies to the one after it
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""

@@ -42,6 +42,7 @@ def accept_restored_rows(state: Restoring, event: BlocksRestored, context: Decis
     """Trust the rows that the store says it has loaded, which may be fewer than were asked for.
 
     Where the model has positional state, fewer rows come without the state at their end, so none of them counts.
+    Nothing is computed meanwhile in such a request, so no other effect is in flight.
     """
     if event.stop < state.stop:
         state = evolve(state, prompt=evolve(state.prompt, stored_rows=0))

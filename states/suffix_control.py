@@ -10,20 +10,23 @@ each class of lengths (`Copying`, MATCH_CLASSES). The executor finds the match a
 next one. A step without a match, or with one that is not worth copying, is a plain step or one of the draft. So a
 launch goes on while copies are right, wrong or missing.
 
-* Every outcome reports the match behind it (`Decoded.matched`), and what the step before copied. So gains are learned
-  for each class, of each request and of all requests (`Rates.copied`).
+* Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied.
+  Those followed the match of the outcome before it. So gains are learned for each class, of each request and of all
+  requests (`Rates.copied`).
 * A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
   The other members are taken to copy nothing in that step: what pays then pays all the more if they do.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
 * The accounts of `states/speculation_control.py` bear the copies as well. `Copying.steps` is how many such steps they
   can bear if no copy is right; then the core decides again.
-* A class that does not pay is tried again after 1, 2, 4 ... up to 512 decode steps. A try that pays halves the number.
+* Classes that do not pay are tried again together, with one count for the whole server: after 1, 2, 4 ... up to 512
+  decode steps. A try that pays halves the number.
 
 With a draft, a member copies where that gives more tokens for the time than the draft's proposals would.
 
-Example. One request answers with a file of its prompt. A copy of 3 tokens is worth 1.62 at a price of 1.1, and after a
-match of 17 tokens 15 are worth 5.3 at a price of 2. The rule says 3 tokens after matches of 3 to 4 tokens, and 15 after
-longer ones. The first match has 3 tokens. The 3 that are copied are right, the match has 7 tokens then, and so on.
+Example. One request answers with a file of its prompt. A copy of 3 tokens is worth 1.62 at a price of 1.1. Once the
+server has learned how often long matches are right, 15 tokens after a match of 17 are worth 5.3 at a price of 2. The
+rule says 3 tokens after matches of 3 to 4 tokens, and 15 after longer ones. The first match has 3 tokens. The 3 that
+are copied are right, the match has 7 tokens then, and so on.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices, record_step
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Decode steps after which the core decides again although nothing is copied, because what is not worth copying now may
-# be then. A launch that can copy nothing at all is not ended for it.
+# Least decode steps after which the core decides again although nothing is copied, because what is not worth copying
+# now may be then. A launch that can copy nothing at all is not ended for it.
 REVIEW_STEPS = 64
 
 

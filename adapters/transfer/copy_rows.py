@@ -169,8 +169,8 @@ def map_host_rows(rows: Tensor) -> None:
 
 
 def view_by_layer(tensors: Tensor, rows: Tensor) -> Tensor:
-    """Return `[names, ...]` as `[layers, parts, ...]`, with the layers and parts of `rows`: keys and values, or one
-    part that is both.
+    """Return `[names, ...]` as `[layers, kinds, ...]`, with the layers and kinds of `rows`: keys and values, or one
+    tensor that is both.
     """
     return tensors.view(*rows.shape[:2], *tensors.shape[1:])
 

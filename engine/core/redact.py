@@ -68,7 +68,7 @@ class Redactor:
         return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
 
     def redact_outcome(self, request: RequestId, outcome: Outcome) -> Outcome:
-        """Return the outcome without tokens and probabilities."""
+        """Return the outcome with digests in the place of tokens, and without probabilities."""
         match outcome:
             case PromptCompressed(prompt, _) if prompt:
                 return evolve(outcome, prompt=self.redact_prompt(request, prompt))

@@ -144,7 +144,10 @@ class RouteDecision:
 
 @frozen
 class Candidate:
-    """The best replica among those that hold the same and are equally quick."""
+    """The best replica among those that hold the same and are equally quick.
+
+    wait_ns: until the requests that it has are served. ready_ns: from then until the prompt is there.
+    """
 
     cost_ns: int
     requests: int

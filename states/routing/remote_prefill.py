@@ -22,7 +22,7 @@ from states.routing.route_prices import SHARED_TIER
 
 @frozen
 class Reader:
-    """A replica that could read a prompt. read_ns: until all of the prompt would be there."""
+    """A replica that could read a prompt. read_ns: until all of the prompt would be in its own memory."""
 
     replica: KnownReplica
     read_ns: int
@@ -42,12 +42,12 @@ def add_remote_prefill(fleet: Fleet, query: RouteQuery, decision: RouteDecision)
     reader = find_quickest_reader(fleet, query, target)
     if reader is None:
         return decision
-    read_ns = reader.read_ns + load_ns
-    delay_ns = decision.wait_ns + decision.ready_ns * (1 + decision.requests)
-    if read_ns + load_ns >= delay_ns:
+    published_ns = reader.read_ns + load_ns
+    home_cost_ns = decision.wait_ns + decision.ready_ns * (1 + decision.requests)
+    if published_ns + load_ns >= home_cost_ns:
         return decision
-    remote = RemotePrefill(reader.replica.name, held, read_ns, load_ns)
-    return evolve(decision, prefill=remote, ready_ns=max(0, read_ns + load_ns - decision.wait_ns))
+    remote = RemotePrefill(reader.replica.name, held, published_ns, load_ns)
+    return evolve(decision, prefill=remote, ready_ns=max(0, published_ns + load_ns - decision.wait_ns))
 
 
 def find_quickest_reader(fleet: Fleet, query: RouteQuery, target: KnownReplica) -> Reader | None:

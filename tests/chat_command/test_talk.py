@@ -72,21 +72,21 @@ def test_commands(line: str, command: Command | str | None) -> None:
 
 def test_a_conversation_is_sent_whole() -> None:
     talk = TypedConversation("Be brief.")
-    talk.add_answer("Hi", "Hello.")
+    talk.add_turn("Hi", "Hello.")
     system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    assert talk.add_question("And?") == [
+    assert talk.build_messages("And?") == [
         system,
         first,
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": "And?"},
     ]
     talk.clear()
-    assert talk.add_question("Hi") == [system, first]
+    assert talk.build_messages("Hi") == [system, first]
 
 
 def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
     talk, other = TypedConversation("Be brief."), TypedConversation()
-    talk.add_answer("Hi", "Grüß Gott.")
+    talk.add_turn("Hi", "Grüß Gott.")
     for _ in range(2):
         talk.save(tmp_path / "talk.json")
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
@@ -102,7 +102,7 @@ def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_neither_read_nor_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text, "latin-1")
     talk = TypedConversation()
-    talk.add_answer("Hi", "Hello.")
+    talk.add_turn("Hi", "Hello.")
     for do in (talk.save, talk.load):
         with pytest.raises(UserError, match="no conversation"):
             do(tmp_path / "file")

@@ -112,7 +112,7 @@ AnswerEvent: TypeAlias = PromptProgress | AnswerDelta | FinishedChoice
 
 @define(eq=False)
 class RunningJobs:
-    """The jobs of one request while they run. Each yields events, and its `FinishedChoice` is the last one.
+    """The jobs of one request while they run. Each job yields events, and its `FinishedChoice` is the last one.
 
     Messages are read only when the next events are asked for. What arrives meanwhile waits as tokens, and becomes one
     event.

@@ -83,13 +83,13 @@ class ChatSession:
         why = ""
         with without_echo(STANDARD_INPUT), choose_view(self.out) as shown:
             try:
-                anyio.run(self.peer.ask, self.talk.add_question(prompt), answer, shown.show)
+                anyio.run(self.peer.ask, self.talk.build_messages(prompt), answer, shown.show)
             except KeyboardInterrupt:
                 answer.cancelled = True
             except (StreamBroken, httpx2.HTTPError, BaseExceptionGroup) as error:
                 why = describe_failure(error)
         if answer.text:
-            self.talk.add_answer(prompt, answer.text)
+            self.talk.add_turn(prompt, answer.text)
         if why:
             self.print_error(why)
             return None

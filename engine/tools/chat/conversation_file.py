@@ -52,14 +52,14 @@ class TypedConversation:
     system: str = ""
     messages: list[Message] = field(factory=list[Message])
 
-    def add_question(self, prompt: str) -> list[dict[str, Any]]:
+    def build_messages(self, prompt: str) -> list[dict[str, Any]]:
         """Return the messages to send: everything so far, and the prompt."""
         system = [Message("system", self.system)] if self.system else []
         asked: list[dict[str, Any]] = msgspec.to_builtins([*system, *self.messages, Message("user", prompt)])
         return asked
 
-    def add_answer(self, prompt: str, answer: str) -> None:
-        """Add an answer. One that was cut short counts as well, because the person has read it."""
+    def add_turn(self, prompt: str, answer: str) -> None:
+        """Add a prompt and its answer. An answer that was cut short counts as well, because the person has read it."""
         self.messages += [Message("user", prompt), Message("assistant", answer)]
 
     def clear(self) -> None:

@@ -1,4 +1,5 @@
-"""Compiling in other processes: each gets lines of work and answers each with a line. There is one for every processor.
+"""Compiling in other processes: each gets lines of work and answers each with a line. There is one for each
+processor, and 16 at most.
 
 The processes end when their input is closed, so also when this process is killed. Those of a `ProcessPoolExecutor`
 would wait on, because each of them holds the writing end of the pipe that it reads from.
@@ -25,7 +26,9 @@ _workers = BoundedSemaphore(MOST)
 
 
 def run_lines(lines: Sequence[str], module: str) -> list[str]:
-    """Run all lines and return what went wrong. lines: in the order in which they are begun.
+    """Have every line carried out by processes of `module`, and return what went wrong.
+
+    lines: in the order in which they are begun.
 
     module: run by processes of this interpreter. It reads a line, does the work, answers with an empty line or the
     reason why it failed, and ends when its input is closed.
