@@ -119,11 +119,11 @@ def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
     Where only copies are proposed, the outcome says whether its step was a plain one.
     """
     if not lane.plan.copying or any(lane.plan.proposals) or not isinstance(outcome, Decoded):
-        return lane.proposing_steps + count_step_change(outcome)
+        return lane.proposing_steps + count_further_steps(outcome)
     return lane.proposing_steps + 1 if outcome.rows else 0
 
 
-def count_step_change(outcome: Outcome) -> int:
+def count_further_steps(outcome: Outcome) -> int:
     """Count the steps that were not counted yet: those after the first step of this outcome.
 
     A launch that goes on has begun its next step already, so that step counts as well.
