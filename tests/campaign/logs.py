@@ -50,7 +50,7 @@ def simulated(path: Path) -> None:
     wanted = SimulationOptions(policies=SimulatedPolicies(min_tokens=4))
     try:
         logs = read_logs([path])
-        setup = build_setup(wanted, logs)
+        setup = build_setup(wanted.policies, wanted.server, logs)
     except UserError as refusal:
         said = str(refusal)
     else:

@@ -124,7 +124,7 @@ def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
     assert (both.mode, both.spans) == ("buckets", 2 * one.spans)
     assert both.numerics_class.rpartition("-")[2] not in one.numerics_class
 
-    def build(own, weights, kernels, placement):
+    def build(own, weights, kernels, placement, *, cpu_experts):
         used = ForgetsFarKeys().with_plan(kernels._plan) if placement.layers.start else kernels  # noqa: SLF001
         return DenseShard(own, weights, used, placement)
 

@@ -325,26 +325,26 @@ class FailingClient(ObjectClient):
     """A client whose store fails or hangs while it is asked to."""
 
     how = ""
-    used = 0  # calls that read or write an object
+    reads = 0  # of objects
 
     async def list_objects(self, folder: str) -> list[ObjectFacts]:
         await self.fail()
         return await super().list_objects(folder)
 
     async def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        await self.use()
+        await self.count_read()
         return await super().read_range(name, start, stop)
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
-        await self.use()
+        await self.count_read()
         return await super().read_object(name, size)
 
     async def write_object(self, name: str, parts: object, *, replace: bool = False) -> None:
-        await self.use()
+        await self.fail()
         await super().write_object(name, parts, replace=replace)  # type: ignore[arg-type]
 
-    async def use(self) -> None:
-        self.used += 1
+    async def count_read(self) -> None:
+        self.reads += 1
         await self.fail()
 
     async def fail(self) -> None:
@@ -365,15 +365,15 @@ def test_a_store_that_fails_costs_one_limit_and_comes_back(
     client = FailingClient(site.url, open_client(site.url)._store)  # noqa: SLF001
     server = site.open(client=client)
     assert server.restore() == len(TOKENS)
-    client.how, client.used = how, 0
+    client.how, client.reads = how, 0
     with pytest.raises(OSError, match="no answer" if how == "slow" else "refused"):
         server.restore()
-    assert client.used == 1, "nothing is asked again"
+    assert client.reads == 1, "nothing is asked again"
     assert server.tier.trouble
     assert server.store.troubles.keys() == {"shared"}
     assert not server.restore(), "nothing is found, and nothing waits"
     save(server.store, OTHERS)
-    assert client.used == 1
+    assert client.reads == 1
     figures = server.tier.collect_figures()
     assert (figures["outages"], figures["usable"], figures["dropped_outage"]) == (1, False, 1)
     client.how = ""
