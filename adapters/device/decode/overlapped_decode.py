@@ -126,8 +126,7 @@ class OverlappedDecode:
         self._pace_ns = interval_ns if evenly else None
 
     def can_run(self, effect_requests: Sequence[EffectRequest]) -> bool:
-        """Can these effects run overlapped? The device must run ahead of the host, one of them may
-        take several steps, and nothing may be proposed or copied next."""
+        """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied."""
         effects = [
             effect_request.effect for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
         ]
