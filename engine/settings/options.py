@@ -79,7 +79,7 @@ class Options:
             how = "shortens messages where --prefill-compression says so, and it is off"
             raise UserError(f"--disk-prefix-cache-compress {how}; accepted there: auto, always")
         if not (self.cache.kv_cache_budget and self.cache.uses_disk):
-            where = "keeps what messages were frozen to beside the prefix cache on disk, and --disk-prefix-cache off or"
+            where = "keeps shortened messages in the folder of the prefix cache, and --disk-prefix-cache off or"
             raise UserError(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")
 
     @property

@@ -173,6 +173,7 @@ def test_steps_whose_rows_go_to_experts_are_recorded():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_decoding_step_never_waits_for_the_device():
+    """Torch raises at an operation that makes the host wait, while its debug mode is "error"."""
     shard, tokens = shard_of(DEMO, torch.bfloat16), tokens_of(DEMO).to(DEVICE)
     batch_steps = [Step((Segment(0, at, 1),), 4) for at in range(4)]
     for at, step in enumerate(batch_steps[:3]):

@@ -228,6 +228,7 @@ def test_a_head_size_without_a_kernel_is_refused_at_once():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_forward_never_waits_for_the_device():
+    """Torch raises at an operation that makes the host wait, while its debug mode is "error"."""
     draft, rows = draft_of(WIDE, torch.bfloat16), aux_hidden_states_of(WIDE, 16, torch.bfloat16)
     for _ in range(3):
         extend(draft, 16, (0, 0, rows))

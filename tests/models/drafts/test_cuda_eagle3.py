@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts on CUDA: right by the reference, and the same bits in any pieces and company, graphs included."""
+"""EAGLE-3 drafts on CUDA: right by the reference, and the same bits in any pieces and batches, graphs included."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_says_what_the_reference_says(dtype, tokens, kind):
     assert ((ours - theirs).norm() / theirs.norm()).item() < TOLERANCE[dtype]
 
 
-def test_the_same_bits_in_any_pieces_and_company_however_often(dtype, tokens):
+def test_bits_are_the_same_in_any_pieces_and_batches_however_often(dtype, tokens):
     kind = "reduced vocabulary"
     draft = made(triton_cuda.TritonKernels(DEVICE), kind, dtype, DEVICE)
     taps = taps_of(KINDS[kind], LENGTH, dtype)

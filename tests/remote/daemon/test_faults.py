@@ -202,6 +202,7 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
 @pytest.mark.long
 @pytest.mark.timeout(0)
 async def test_a_thousand_kills_change_no_answer(split: Split) -> None:
+    """`killed` compares the answers of every round with those of an undisturbed server."""
     await answers(split.target, split.jobs, rates=FLAT)
     seeds = itertools.count(100)
     while len(split.fates.died) < MANY_KILLS:

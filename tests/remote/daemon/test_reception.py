@@ -89,6 +89,7 @@ def answered(stranger: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("count", [12, 3 * receptions.MOST_HELLOS])
 def test_connections_that_say_nothing_keep_nobody_waiting(count: int) -> None:
+    """`greet` raises where the owner is not served."""
     daemon = PortOfTests(hello_s=1000)  # nobody is sent away for being late
     with ExitStack() as strangers:
         for _ in range(count):

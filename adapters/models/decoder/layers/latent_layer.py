@@ -153,8 +153,8 @@ def latent_layer_products(shape: LatentLayerShape) -> tuple[Weight, ...]:
     """Return the matrices that each row is multiplied with. One that is used several times is listed as often.
 
     First come those of the frame (`frame_products`): the projection, the matrix behind the mixing, and the
-    feed-forward. Then come the one that makes queries of a compressed query, if there is one, and for each head the two
-    that take its query to the latent and its weighted sum of latents to a value.
+    feed-forward. Where queries are compressed, the matrix that makes queries of them follows. Then each head has two:
+    one takes its query to the latent, the other its weighted sum of latents to a value.
     """
     own = latent_of(shape)
     heads = shape.num_heads
