@@ -224,7 +224,7 @@ async def load(folder: Path, cache: Path, **options: Any) -> LoadedModel:
     shape = {"kv_cache_dir": cache, "kv_cache_min_tokens": 0, "host_cache_budget": 0, "chunk": 64, "slots": 2}
     asked = {"max_ctx": 512, "threads": 1, "draft": "none"} | options
     placed = {} if "target_devices" in asked else {"device": "cpu"}
-    return await load_target(build_options(model=str(folder), **shape, **placed, **asked))
+    return await load_target(build_options(**({"model": str(folder)} | shape | placed | asked)))
 
 
 @pytest.mark.usefixtures("_two_arithmetics")
