@@ -200,6 +200,7 @@ def record_load(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, concurre
 
 
 def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
+    """Return the rates with this time to load one token's rows from a tier."""
     known = get_load_time(rates, tier)
     return rates if time == known else evolve(rates, loads={**rates.loads, tier: time})
 

@@ -53,9 +53,11 @@ class StepPrices:
     members: int = 1
     plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
     prices: tuple[int, ...] = ()  # of steps of up to 4, 8, 16 ... rows
-    doubted_buckets: frozenset[int] = frozenset()  # forwards that were timed when plain steps were slower than now
+    # Sizes of forwards, in rows, whose price may be wrong: plain steps were slower than now when they were timed.
+    doubted_buckets: frozenset[int] = frozenset()
     needs_plain_step: bool = False  # times are learned here, and that of a plain step is missing
-    plain_suspect: bool = False  # a plain step seems to take as long as one with proposals
+    # A plain step seems to take as long as one with proposals. That cannot be: its known time is probably too long.
+    plain_suspect: bool = False
 
     def price_of(self, rows: int) -> int:
         """Return the price of a step of this many rows. Beyond the largest bucket it grows in proportion."""
@@ -108,17 +110,17 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
 
 
 def is_outdated(plain_then: int, plain: int) -> bool:
-    """Were plain steps more than an eighth slower when a wide one was timed?
+    """Return whether plain steps were more than an eighth slower when a wide step was timed than they are now.
 
-    Then plain steps may have been held up by other work at that time, and the wide one not.
+    Then other work may have held up plain steps at that time and not the wide one, so its scaled time may be too short.
     """
     return 8 * plain_then > 9 * plain > 0
 
 
 def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
-    """Return the estimated price, but never so much that the shape would not be tried again.
+    """Return the estimated price of a step, limited so that the shape is tried again sooner or later.
 
-    Otherwise one step at the server's start that other work slowed down would decide for good.
+    Without the limit, a single step that other work slowed down could keep this shape from ever being timed again.
     """
     most = UNIT + MAX_EXTRA_COST * rows // round_up_to_bucket(members)
     return min(estimate_price(times, span, members, rows), most)

@@ -288,6 +288,7 @@ def estimate_slot_wait(load: LoadReport, open_requests: int) -> int:
 
 
 def candidate_order(candidate: Candidate) -> tuple[int, int, int]:
+    """Return the key by which candidates are compared: the least is the best."""
     return candidate.cost_ns, candidate.requests, candidate.number
 
 
@@ -309,6 +310,7 @@ def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
 
 
 def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery, home: str) -> RouteDecision:
+    """Return the decision for a candidate. home: the conversation's replica before; empty: it had none."""
     replica = fleet.view.by_number[chosen.number]
     assert replica is not None
     held = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in chosen.blocks)

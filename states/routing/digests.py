@@ -58,6 +58,7 @@ class ReplicaDigest:
 
     @property
     def key_count(self) -> int:
+        """The number of keys that the digest carries."""
         return sum(len(change.added) + len(change.removed) for change in self.changes)
 
 

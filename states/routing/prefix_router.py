@@ -31,16 +31,19 @@ DIGESTS_UNTIL_TOLD = 2  # a digest may have been written before its replica has 
 
 @frozen
 class ReplicaAdded:
+    """A replica has joined the fleet."""
     replica: str
 
 
 @frozen
 class ReplicaRemoved:
+    """A replica has left the fleet."""
     replica: str
 
 
 @frozen
 class DigestArrived:
+    """A replica has said what it holds, at this time of the router's clock."""
     replica: str
     digest: ReplicaDigest
     now_ns: int
@@ -55,6 +58,7 @@ class RequestsCounted:
 
 @frozen
 class RequestArrived:
+    """A request is to be routed, at this time of the router's clock."""
     query: RouteQuery
     now_ns: int
 
