@@ -42,7 +42,7 @@ from attrs import evolve
 
 from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
-from states.rates import ClassGains, Rates
+from states.rates import ClassGains, DecodeTimes, Rates
 from states.settings import Settings
 from states.speculation_control import (
     FRUITLESS_STEPS,
@@ -57,7 +57,7 @@ from states.speculation_control import (
     update_gains,
 )
 from states.speculation_plan import Plan, SpeculationControl
-from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices, record_step_time
+from states.step_prices import UNIT, Shape, StepPrices, record_step_time
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
@@ -274,7 +274,7 @@ def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
 
 def merge_copy_times(rates: Rates) -> DecodeTimes:
     """Return the times of plain steps and of steps with copies, in the format of `Rates.decode`."""
-    return tuple(merge((one for one in rates.decode if not one[2]), rates.copy_times))
+    return tuple(merge((one for one in rates.decode if not one.rows), rates.copy_times))
 
 
 # --- what a launch teaches all requests ---
@@ -339,4 +339,4 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
 def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:
     """Return the rates after a step with copies took this long."""
     times = record_step_time(merge_copy_times(rates), shape, took_ns)
-    return evolve(rates, copy_times=tuple(one for one in times if one[2]))
+    return evolve(rates, copy_times=tuple(one for one in times if one.rows))

@@ -111,7 +111,8 @@ def apply_record(entries: dict[int, Entry], body: bytes) -> bool:
 def parse_addition(body: bytes) -> Entry:
     """Parse the record of an added run.
 
-    A start waits for thousands of these. So all keys are cut out at once, and blocks are not handled one by one.
+    A server reads thousands of records at its start, so all keys of one are cut out at once. Raises ValueError or
+    struct.error if it is malformed.
     """
     _, handle, start, size, hits, used, count, kind, since = ADDITION.unpack_from(body)
     at = ADDITION.size + KEY_BYTES * (2 + count)

@@ -224,7 +224,7 @@ class Restorer:
 
         sender_count: parts to which the lane sends meanwhile. Each keeps one thread busy, and the lane copies as well.
         """
-        at_once_count = COPY_THREADS * max(1, len(restore.fence.marks))  # one mark for each GPU
+        at_once_count = COPY_THREADS * max(1, len(restore.fence.cuda_events))  # one event for each GPU
         count = min(max(0, at_once_count - sender_count - 1) if sender_count else at_once_count, len(near))
         return [self.workers.submit(restore.copy_queued, near) for _ in range(count if restore.fence.is_open else 0)]
 

@@ -74,7 +74,7 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 @define(eq=False)
 class WorldWaiter:
-    """A task that waits until the world is as it wants it."""
+    """A task that waits until `is_met` is true of the world; `met` is set then."""
 
     is_met: Callable[[World], bool]
     met: anyio.Event = field(factory=anyio.Event)

@@ -1,0 +1,21 @@
+"""How times of decode steps (`TimedStep`) are written into traces: each as a list of its five numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cattrs import Converter
+
+from states.rates import TimedStep
+
+NUMBERS = tuple[int, int, int, int, int]  # the fields of a `TimedStep`
+
+
+def register_timed_steps(converter: Converter) -> None:
+    """Let a converter read and write times of decode steps. Without it, cattrs does not find the types of the fields."""
+
+    def structure(value: Any, _: Any) -> TimedStep:
+        return TimedStep(*converter.structure(value, NUMBERS))
+
+    converter.register_structure_hook(TimedStep, structure)
+    converter.register_unstructure_hook(TimedStep, list)
