@@ -155,11 +155,11 @@ class Restorer:
         """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
         while queue and not restore.is_over:
             move = queue.popleft()
-            at_once = partial(self._copy_after_read, restore, move)
+            copy_after_read = partial(self._copy_after_read, restore, move)
             try:
                 tier = self.store.get_lower_tier(move.part.tier)
                 assert tier is not None, "rows in host memory are not read"
-                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, at_once)
+                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, copy_after_read)
             except Damaged as error:
                 restore.record_failure([move], StoreFailed("broken", str(error)))
             except OSError as error:

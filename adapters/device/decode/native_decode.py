@@ -73,7 +73,7 @@ NOTHING_GIVEN = GivenRows()
 class FusedStep:
     """The compiled decode step for one number of rows. It serves one request at a time.
 
-    The library is told the request's settings when another request comes, and not again at each of its steps.
+    The library gets a request's settings when its first step comes, and not again at each step.
 
     draft: the part of the step in which a draft proposes, if there is one. row_layers: the auxiliary layers that the
     step copies to a draft's backlog; None before that was set up.
