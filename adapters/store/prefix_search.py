@@ -134,6 +134,7 @@ class PrefixSearch:
         return None
 
     def has_block(self, key: bytes) -> bool:
+        """Return whether any tier has the block with this key."""
         return any(key in tier.index for tier in self.tiers)
 
     def explain_miss(self, path: SequenceBlocks, lease: Lease) -> str:

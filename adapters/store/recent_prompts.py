@@ -197,6 +197,7 @@ def count_common(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def encode_prompt(recent: RecentPrompt) -> bytes:
+    """Return the record of a prompt."""
     return frame_record(BODY.pack(recent.serial, recent.parent, recent.shared) + recent.rest)
 
 
@@ -221,6 +222,7 @@ def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:
 
 
 def parse_prompt(body: bytes) -> RecentPrompt | None:
+    """Return the prompt of a record; None if its length is impossible."""
     if len(body) < BODY.size or (len(body) - BODY.size) % TOKEN_BYTES:
         return None
     serial, parent, shared = BODY.unpack_from(body)

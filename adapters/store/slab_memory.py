@@ -60,6 +60,7 @@ class Slab:
     free_spans: list[tuple[int, int]]  # ascending; no span touches the next
 
     def allocate(self, size: int) -> tuple[int, int] | None:
+        """Take the first free span of this size; None if there is none."""
         for index, (start, stop) in enumerate(self.free_spans):
             if stop - start >= size:
                 self.free_spans[index : index + 1] = [(start + size, stop)] if stop - start > size else []
@@ -67,6 +68,7 @@ class Slab:
         return None
 
     def release(self, span: tuple[int, int]) -> None:
+        """Make a span free again, and join it with its free neighbours."""
         merged = list[tuple[int, int]]()
         for start, stop in sorted([*self.free_spans, span]):
             is_touching = bool(merged) and merged[-1][1] == start

@@ -231,6 +231,7 @@ class EventLoop:
         return StoreFailed(failure_kind(error), describe_error(error))
 
     def post_outcomes(self, effect_request: EffectRequest, found: list[Outcome]) -> None:
+        """Post the answers to an effect as events of its request."""
         for outcome in found:
             self.post_if_open(ForRequest(effect_request.request, outcome))
 

@@ -112,6 +112,7 @@ def converter() -> Converter:
 
 
 def is_literal(kind: Any) -> bool:
+    """Return whether a type is a `Literal`."""
     origin: Any = get_origin(kind)
     return origin is Literal
 

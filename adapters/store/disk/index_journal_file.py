@@ -71,6 +71,7 @@ class JournalFile:
                 return
 
     def compact(self) -> None:
+        """Write the journal anew, with one record for each entry. After a failure the old one stays."""
         with self.upkeep.lock:
             parts = list(index_journal.encode_snapshot(self.index.entries.values()))
         with suppress(OSError):
