@@ -239,7 +239,10 @@ class Comparison:
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
         return await together(
-            self.target, self.jobs, tree=TREE, rates=Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000)))
+            self.target,
+            self.jobs,
+            tree=TREE,
+            rates=Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000))),
         )
 
     async def continued(self) -> list[Answered]:

@@ -101,6 +101,7 @@ Common: TypeAlias = SlotsLost | ExpertsUsed | TimerElapsed  # they happen to the
 @frozen
 class ForRequest:
     """An event of one request."""
+
     request: RequestId
     event: Event
 
@@ -128,6 +129,7 @@ class ForLaunch:
 @frozen
 class ForEngine:
     """An event that belongs to no single request."""
+
     event: Common
 
 

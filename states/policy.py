@@ -25,6 +25,7 @@ SHORT_PROMPT = 2048
 @frozen
 class Decision:
     """A choice between yes (`go`) and no, with the reason for it."""
+
     go: bool
     reason: str  # machine-readable
 

@@ -39,6 +39,7 @@ CONVERSATION_PATIENCE = 64
 @frozen
 class Slot:
     """One slot of the device, and the sequence whose rows it keeps."""
+
     tokens: Tokens = ()  # that its rows stand for, while it is idle
     holder: RequestId | None = None  # the request that it is given to; None: it is idle
     last_release: int = 0  # the turn of its last release
@@ -63,6 +64,7 @@ class Follow:
 @frozen
 class Slots:
     """All slots of the device, the queue for them, and the checkpoints that they share."""
+
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # for a slot, in order of arrival
     release_count: int = 0  # counts releases

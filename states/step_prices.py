@@ -80,11 +80,7 @@ def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int
     bucket_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
     sizes = [SMALLEST_BUCKET << index for index in range(bucket_count)]
     prices = accumulate((bound_price(times, span, members, rows) for rows in sizes), max)
-    old = (
-        one.rows
-        for one in decode
-        if one[:2] == (span, members) and is_outdated(one.plain_then_ns, plain)
-    )
+    old = (one.rows for one in decode if one[:2] == (span, members) and is_outdated(one.plain_then_ns, plain))
     return StepPrices(
         members,
         plain,

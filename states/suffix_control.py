@@ -224,7 +224,9 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
         if best is not None and rates[best] > terms.tokens_without_copies:
             found.append(ClassChoice(best.width))
             continue
-        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies)
+        could_pay = (
+            one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies
+        )
         trial = next(could_pay, None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))

@@ -89,6 +89,7 @@ STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, Stor
 @frozen
 class World:
     """Everything that decisions rest on, as one immutable value."""
+
     settings: Settings
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])

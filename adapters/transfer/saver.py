@@ -174,7 +174,9 @@ class Saver:
         def is_current() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SnapshotSource(effect.slot, is_current, state.salt, state.draft_rows, record_cuda_events(self.lane.devices))
+        return SnapshotSource(
+            effect.slot, is_current, state.salt, state.draft_rows, record_cuda_events(self.lane.devices)
+        )
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Begin to keep the slot's positional state if it is the state after rows `[0, at)`.

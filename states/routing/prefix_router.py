@@ -34,18 +34,21 @@ DIGESTS_UNTIL_KNOWN = 2
 @frozen
 class ReplicaAdded:
     """A replica has joined the fleet."""
+
     replica: str
 
 
 @frozen
 class ReplicaRemoved:
     """A replica has left the fleet."""
+
     replica: str
 
 
 @frozen
 class DigestArrived:
     """A replica has said what it holds, at this time of the router's clock."""
+
     replica: str
     digest: ReplicaDigest
     now_ns: int
@@ -61,6 +64,7 @@ class RequestsCounted:
 @frozen
 class RequestArrived:
     """A request is to be routed, at this time of the router's clock."""
+
     query: RouteQuery
     now_ns: int
 

@@ -220,7 +220,12 @@ class Simulator:
         decode_steps = rng.choice(
             (
                 (),
-                (TimedStep(0, 1, 0, 20, 0), TimedStep(0, 1, 4, 25, 20), TimedStep(0, 1, 8, 30, 10), TimedStep(0, 2, 0, 30, 0)),
+                (
+                    TimedStep(0, 1, 0, 20, 0),
+                    TimedStep(0, 1, 4, 25, 20),
+                    TimedStep(0, 1, 8, 30, 10),
+                    TimedStep(0, 2, 0, 30, 0),
+                ),
                 (TimedStep(0, 1, 0, 20, 0), TimedStep(0, 1, 4, 50, 20)),
             )
         )

@@ -12,7 +12,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, launch_choice, step_prices
+from states import lane, launch_choice
 from states import speculation_control as control
 from states.events import EffectOutcome
 from states.lane import Lane
@@ -239,7 +239,12 @@ def test_a_batch_has_a_limit_in_rows(waiting: int, taken: int) -> None:
 
 
 CHEAP = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 16, 1100, 0))
-DEAR = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 4, 1200, 0), TimedStep(0, 1, 8, 2000, 0), TimedStep(0, 1, 16, 4000, 0))
+DEAR = (
+    TimedStep(0, 1, 0, 1000, 0),
+    TimedStep(0, 1, 4, 1200, 0),
+    TimedStep(0, 1, 8, 2000, 0),
+    TimedStep(0, 1, 16, 4000, 0),
+)
 
 
 def decoding(*requests: int, decode_steps: DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
@@ -249,9 +254,7 @@ def decoding(*requests: int, decode_steps: DecodeTimes = CHEAP, **changes: Any) 
     return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
-def proposed(
-    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: DecodeTimes = CHEAP
-) -> list[int]:
+def proposed(requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: DecodeTimes = CHEAP) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     effect_requests = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
     rates = Rates(decode=(*decode_steps, *(TimedStep(0, members, 0, 1000, 0) for members in (2, 3, 4))))

@@ -73,7 +73,10 @@ def test_a_step_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, f
         ((), (1200, 1360, 1680)),  # a guess that expects little of a device
         ((TimedStep(0, 1, 4, 1100, 0), TimedStep(0, 1, 8, 1200, 0)), (1200, 1360, 1680)),  # nothing to compare with
         (FLAT.decode, (1120, 1130, 1160)),
-        ((TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 16, 1500, 0)), (1500, 1500, 1500)),  # narrower ones are at most as dear
+        (
+            (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 16, 1500, 0)),
+            (1500, 1500, 1500),
+        ),  # narrower ones are at most as dear
         (alone(1000, 1100), (1100, 1200, 1400)),  # wider ones cost more in proportion
         (alone(1000, 1500, 1300, 1400), (1300, 1300, 1400)),  # one was noise
         (alone(1000, 900, 950, 950), (1000, 1000, 1000)),  # never below a plain decode step
@@ -89,7 +92,9 @@ def test_a_batch_is_priced_by_its_own_steps_or_by_what_the_draft_costs_a_single_
     assert step_prices.estimate_prices(together, 0, 4, 64) == StepPrices(4, 1500, (1133, 1333, 1800, 2600, 4200))
     assert step_prices.estimate_prices((*together, TimedStep(0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
     assert step_prices.estimate_prices((*together, TimedStep(1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert step_prices.estimate_prices((*together, TimedStep(1, 1, 0, 2000, 0), TimedStep(1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
+    assert step_prices.estimate_prices(
+        (*together, TimedStep(1, 1, 0, 2000, 0), TimedStep(1, 1, 16, 5000, 0)), 1, 1, 16
+    ).prices == (
         2500,
         2500,
         2500,
@@ -106,7 +111,10 @@ def test_rows_that_cost_a_single_request_next_to_nothing_are_not_taken_to_cost_a
 def test_a_slow_step_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
     assert step_prices.record_step_time((), one, 900) == (TimedStep(0, 1, 4, 900, 0),)
-    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), plain, 500) == (TimedStep(0, 1, 0, 500, 0), TimedStep(0, 1, 4, 800, 0))
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), plain, 500) == (
+        TimedStep(0, 1, 0, 500, 0),
+        TimedStep(0, 1, 4, 800, 0),
+    )
     assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 400) == (TimedStep(0, 1, 4, 600, 0),)
     halved = step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 399)
     assert halved == (TimedStep(0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
@@ -562,7 +570,9 @@ def some_rates() -> st.SearchStrategy[Rates]:
     def make_rates(more: list[int], known: list[bool]) -> Rates:
         prices = [1000 + sum(more[: at + 1]) for at in range(4)]
         wider = [
-            TimedStep(0, 1, rows, price, 1000) for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True) if there
+            TimedStep(0, 1, rows, price, 1000)
+            for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True)
+            if there
         ]
         return Rates(decode=(TimedStep(0, 1, 0, 1000, 0), *wider))
 
@@ -748,7 +758,12 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
     ],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
-    four = (TimedStep(0, 4, 0, 16_000, 0), TimedStep(0, 4, 8, 22_000, 0), TimedStep(0, 4, 16, 28_000, 0), TimedStep(0, 4, 32, 40_000, 0))
+    four = (
+        TimedStep(0, 4, 0, 16_000, 0),
+        TimedStep(0, 4, 8, 22_000, 0),
+        TimedStep(0, 4, 16, 28_000, 0),
+        TimedStep(0, 4, 32, 40_000, 0),
+    )
     offer, rich = (
         step_prices.estimate_prices((*MEASURED.decode, *four), 0, 4, 64),
         evolve(MEASURED, account=INITIAL_ACCOUNT),

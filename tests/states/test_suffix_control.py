@@ -23,7 +23,8 @@ from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
 COPYING = evolve(PLAIN, max_copied=7, batch_rows=64)
 CHEAP = Rates(
-    decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 2, 0, 1000, 0)), copy_times=(TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1200, 1000))
+    decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 2, 0, 1000, 0)),
+    copy_times=(TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1200, 1000)),
 )
 LONG = len(MATCH_CLASSES) - 1  # the class of the longest matches
 PRICES = StepPrices(1, 1000, (1100, 1200, 2000))
@@ -185,7 +186,9 @@ def test_a_member_copies_only_where_that_gives_more_than_its_draft() -> None:
 
 def test_times_of_copies_are_kept_beside_those_of_a_draft() -> None:
     shape = launch_choice.Shape(0, 1, 8)
-    rates = control.record_copy_time(evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))), shape, 900)
+    rates = control.record_copy_time(
+        evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))), shape, 900
+    )
     assert rates.decode == (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))
     assert rates.copy_times == (TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1050, 1000))
 

@@ -18,7 +18,7 @@ from effects.prompt_compression import CompressPrompt, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from states import launch_choice, step_prices
+from states import launch_choice
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check_world
@@ -488,7 +488,9 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     )
     assert advance(world, ForRequest(ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start, "it proposed less"
     quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
-    assert quick.rates.decode == (TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 980, 800)), "it caught up, and was quicker even so"
+    assert quick.rates.decode == (TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 980, 800)), (
+        "it caught up, and was quicker even so"
+    )
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
     assert outs[-1] == Launch(
         (EffectRequest(ONE, RunDecode(HERE, 2, 8)), EffectRequest(TWO, RunDecode(SlotId(1), 0, 2)))
@@ -515,7 +517,9 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     ],
 )
 def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: int, quick: int, first: int) -> None:
-    measured = evolve(DRAFT, max_context=1024, rates=Rates(decode=(TimedStep(0, 1, 0, plain, 0), TimedStep(0, 1, 4, 5000, 0))))
+    measured = evolve(
+        DRAFT, max_context=1024, rates=Rates(decode=(TimedStep(0, 1, 0, plain, 0), TimedStep(0, 1, 4, 5000, 0)))
+    )
     world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
     proposed = list[int]()
     for _ in range(140):
@@ -545,7 +549,9 @@ def test_why_nothing_is_proposed_is_told() -> None:
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
-    slow = evolve(DRAFT, rates=Rates(decode=(TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 3200, 0)), steps_until_trial=9))
+    slow = evolve(
+        DRAFT, rates=Rates(decode=(TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 3200, 0)), steps_until_trial=9)
+    )
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "does_not_pay"  # type: ignore[union-attr]

@@ -148,7 +148,10 @@ def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> 
     slab, run = choose_slab_bytes(layout, 32 << 20), compute_longest_run(layout, 32 << 20)
     memory = SlabMemory(16 * slab, pin=True, slab=slab)
     memory.register_all()
-    held = [memory.allocate(size, pinned_only=True, may_grow=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
+    held = [
+        memory.allocate(size, pinned_only=True, may_grow=False)
+        for size in [state] * bool(state) + [run] * (15 * slab // run)
+    ]
     assert sum(one.data.nbytes for one in held) > 0.9 * 15 * slab
     assert memory.slab_bytes == memory.max_bytes
     held.clear()
@@ -157,7 +160,9 @@ def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> 
     assert store is not None
     for kind in ("rows", "draft") if layers else ("rows",):
         for run in store.find_missing_runs(path, kind):
-            assert memory.allocate(layout.compute_size(run.kind, run.length), pinned_only=True, may_grow=False).data.nbytes
+            assert memory.allocate(
+                layout.compute_size(run.kind, run.length), pinned_only=True, may_grow=False
+            ).data.nbytes
 
 
 def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:

@@ -35,7 +35,10 @@ from states.rates import Rates, TimedStep
 from tests.device.fake_shard import FakeShard, NoStates, make_fake_shard
 from tests.models.recurrent_shard import RecurrentShard
 
-TIMES = Rates(prefill=(1000, 1200, 1500), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 8_000, 0), TimedStep(0, 1, 16, 9_000, 0)))
+TIMES = Rates(
+    prefill=(1000, 1200, 1500),
+    decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 8_000, 0), TimedStep(0, 1, 16, 9_000, 0)),
+)
 GOOD = json.loads(to_json(TIMES))
 HOSTILE = {
     "nothing": "",
@@ -125,11 +128,21 @@ def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch:
         return load_or_measure_rates(kept, "a", None, None, RateShape(64, 512, widths)).decode  # type: ignore[arg-type]
 
     better = start(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 11_000, 7_000))
-    assert better == (TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 11_000, 7_000), TimedStep(0, 1, 16, 30_000, 8_000))
-    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 10_000, 9_000))[1] == TimedStep(0, 1, 4, 10_000, 7_000), "of the quickest each"
-    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 12_000, 9_000))[1] == TimedStep(0, 1, 4, 10_000, 7_000)
+    assert better == (
+        TimedStep(0, 1, 0, 7_000, 0),
+        TimedStep(0, 1, 4, 11_000, 7_000),
+        TimedStep(0, 1, 16, 30_000, 8_000),
+    )
+    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 10_000, 9_000))[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    ), "of the quickest each"
+    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 12_000, 9_000))[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    )
     assert asked == [[0, 3]] * 3
-    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")).decode[1] == TimedStep(0, 1, 4, 10_000, 7_000)
+    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")).decode[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    )
 
 
 def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
