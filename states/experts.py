@@ -37,7 +37,7 @@ class ExpertPrices:
 
 @frozen
 class ExpertPlacement:
-    """How experts that the device has no room for are computed.
+    """The way in which experts are computed that the device has no room for.
 
     cpu_layers: the host computes the experts of this many layers, the first ones. brings: host memory has all experts,
     and those that a step needs are copied to the device.

@@ -65,7 +65,7 @@ def list_widths(settings: Settings) -> tuple[int, ...]:
 
 @cache
 def list_bucket_widths(most: int) -> tuple[int, ...]:
-    """List the numbers of proposals, up to `most`, that fill a forward of one request up to a bucket; and `most` itself."""
+    """List the numbers of proposals below `most` that fill a forward of one request up to a bucket, and `most`."""
     all_buckets = ((SMALLEST_BUCKET << step) - 1 for step in range(most.bit_length()))
     full = [width for width in all_buckets if width < most]
     return (*full, most) if most > 0 else ()

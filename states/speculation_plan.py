@@ -39,7 +39,7 @@ NO_PLAN = Plan()
 
 @frozen
 class SpeculationControl:
-    """What is known of one request: how often its proposals are right, and the time that they may still lose."""
+    """The knowledge about one request: how often its proposals are right, and the time that they may still lose."""
 
     widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width

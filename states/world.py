@@ -227,7 +227,6 @@ class Fold:
             self.outputs.append(EffectRequest(ENGINE, MoveExperts(moves)))
 
     def play_event(self, request: RequestId, event: Event) -> None:
-        """Let an event of one request, and all that follows from it, play out."""
         self.pending.append((request, event))
         self.process_pending()
 

@@ -69,7 +69,7 @@ def describe_pace(world: World) -> dict[str, Any]:
 
 
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
-    """Return the status of live requests, MAX_RUNNING_SHOWN at most: first those that have a slot, then those that wait."""
+    """Return the status of live requests, MAX_RUNNING_SHOWN at most. Those with a slot come before those that wait."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
     waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
     shown = [*islice(seated, MAX_RUNNING_SHOWN)]

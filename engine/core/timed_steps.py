@@ -1,4 +1,4 @@
-"""How times of decode steps (`TimedStep`) are written into traces: each as a list of its five numbers."""
+"""The form of times of decode steps (`TimedStep`) in traces: each is a list of its five numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from cattrs import Converter
 
 from states.rates import TimedStep
 
-NUMBERS = tuple[int, int, int, int, int]  # the fields of a `TimedStep`
+NUMBERS: Any = tuple[int, int, int, int, int]  # the fields of a `TimedStep`
 
 
 def register_timed_steps(converter: Converter) -> None:
-    """Let a converter read and write times of decode steps. Without it, cattrs does not find the types of the fields."""
+    """Let a converter read and write times of decode steps. By itself, cattrs does not find the types of the fields."""
 
     def structure(value: Any, _: Any) -> TimedStep:
         return TimedStep(*converter.structure(value, NUMBERS))

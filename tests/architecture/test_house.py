@@ -208,7 +208,7 @@ def list_explained_names(text: str) -> list[str]:
 
 
 def list_own_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, module: ast.Module) -> Container[str]:
-    """Return the parameters of a function, or the fields of a class; everything for one with bases of other modules."""
+    """Return the parameters of a function, or the members of a class; everything for one with bases of other modules."""
     if not isinstance(node, ast.ClassDef):
         return {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
     names: set[str] = set()
@@ -216,6 +216,10 @@ def list_own_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, 
         match part:
             case ast.Name(name, ast.Store()) | ast.Attribute(ast.Name("self"), name) | ast.arg(name):
                 names |= {name, name.lstrip("_")}
+            case ast.FunctionDef(name):
+                names.add(name)
+            case _:
+                pass
     local = {one.name: one for one in ast.walk(module) if isinstance(one, ast.ClassDef) and one is not node}
     for base in node.bases:
         name = name_of(base.value if isinstance(base, ast.Subscript) else base)
