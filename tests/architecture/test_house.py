@@ -208,7 +208,7 @@ def list_explained_names(text: str) -> list[str]:
 
 
 def list_own_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, module: ast.Module) -> Container[str]:
-    """Return the parameters of a function, or the members of a class; everything for one with bases of other modules."""
+    """Return the parameters of a function or the members of a class: everything if a base is of another module."""
     if not isinstance(node, ast.ClassDef):
         return {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
     names: set[str] = set()
