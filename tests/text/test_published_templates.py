@@ -6,6 +6,7 @@ Templates of our own, which do what published ones do, are always tried.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jinja2 import TemplateError
 from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, build_template_variables
 from adapters.text.template import ChatTemplate, ControlToken, TemplateFailed, TemplateRefused, join_rendered
+from tests.text import small
 
 FOLDER = os.environ.get("REKINDLE_TEMPLATES")
 PUBLISHED = {path.stem: path.read_text() for path in sorted(Path(FOLDER).glob("*.jinja"))} if FOLDER else {}
@@ -28,12 +30,30 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "ByteDance-Seed": ("seed-xml", "seed"),
     "openai-gpt-oss": ("harmony", "none"),
     "GLM-4": ("glm-xml", "think"),
+    "Laguna": ("glm-xml", "think"),
     "MiniMax-M2": ("minimax-xml", "think"),
+    "MiMo": ("hermes", "none"),
     "Mistral": ("mistral", "none"),
-    "mistralai-Mistral-Nemo": ("mistral", "none"),
+    "mistral-common-v11_think": ("mistral", "think"),
+    "mistral-common-v13_think": ("mistral", "mistral"),
+    "mistral-common-v13_image_think": ("mistral", "mistral"),
+    "mistral-common-v15_think": ("mistral", "mistral"),
+    "mistral-common-v15_image_think": ("mistral", "mistral"),
+    "mistral-common-v1": ("mistral", "none"),
+    "mistral-common": ("mistral-json", "none"),
+    "mistralai-Mistral-Nemo": ("mistral-json", "none"),
     "mistralai-Ministral": ("mistral", "mistral"),
     "unsloth-mistral-Devstral": ("mistral", "none"),
-    "qwen3.6": ("qwen-xml", "think"),
+    "qwen3.": ("qwen-xml", "think"),
+    "Qwen3.": ("qwen-xml", "think"),
+    "Qwen3-Coder": ("qwen-xml", "none"),
+    "Qwen-Qwen2.5": ("hermes", "none"),
+    "Qwen-": ("hermes", "think"),
+    "NousResearch-Hermes": ("hermes", "none"),
+    "meta-llama": ("llama3-json", "none"),
+    "DeepSeek-V": ("none", "none"),
+    "deepseek-ai": ("none", "think"),
+    "llama-cpp-deepseek-r1": ("none", "think"),
 }
 # What is a token of its own in the vocabularies of these models.
 WORDS = r"</?(?:think|tool_call|tool_response|sop|minimax:tool_call|seed:[a-z_]+)>"
@@ -85,6 +105,8 @@ CONVERSATIONS: dict[str, Conversation] = {
     "no reasoning": Conversation((ASK,), variables={"enable_thinking": False, "thinking": False}),
     "much reasoning": Conversation((ASK,), variables={"reasoning_effort": "high"}),
     "an answer that is known": Conversation((ASK, SAID), generate=False),
+    "a loop of an agent": Conversation((SYSTEM, ASK, CALL, RESULT, THOUGHT, TIME, CALL, RESULT), TOOLS),
+    "a call that is known": Conversation((SYSTEM, ASK, BOTH), TOOLS, generate=False),
 }
 # What published templates do: macros that call themselves, namespaces, looks ahead and back, sorted members, JSON as
 # it is, refusals, dates, texts that are taken apart at control tokens.
@@ -136,13 +158,20 @@ def controls_of(source: str) -> list[ControlToken]:
     return [ControlToken(content, number) for number, content in enumerate(found)]
 
 
-def rendered_by_transformers(source: str, variables: Mapping[str, Any], generate: bool) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - slow to import
+@functools.cache
+def make_tokenizer() -> Any:
+    """Return a tokenizer of transformers, which renders any template that it is given."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - slow to import
 
-    asked = {"tools": None, **variables}
-    (found,), _ = render_jinja_template(
-        [asked.pop("messages")], chat_template=source, add_generation_prompt=generate, **VARIABLES, **asked
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=small.train(), **VARIABLES)
+
+
+def rendered_by_transformers(source: str, variables: Mapping[str, Any], generate: bool) -> str:
+    asked = dict(variables)
+    messages = asked.pop("messages")
+    how = {"chat_template": source, "add_generation_prompt": generate, "tokenize": False}
+    found = make_tokenizer().apply_chat_template(messages, **how, **asked)
+    assert isinstance(found, str)
     return found
 
 

@@ -1,0 +1,47 @@
+"""An agent's turns with published templates: calls that a random model makes under its grammar arrive, and go back.
+
+Published templates are not part of this repository. `REKINDLE_TEMPLATES` names a folder with some, as NAME.jinja.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from adapters.text.answer.answer_parser import CALL_FORMS, NONE
+from tests.http.answer.test_constrained_calls import ASKS, make_folder, schema_of, speak
+from tests.http.conftest import served
+from tests.text import small
+from tests.text.test_published_templates import MARKS, PUBLISHED
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="REKINDLE_TEMPLATES names no folder with published templates")
+@pytest.mark.parametrize("name", PUBLISHED)
+async def test_calls_arrive_and_the_next_prompt_shows_them(name: str, tmp_path: Path) -> None:
+    source = PUBLISHED[name]
+    controls = sorted({*MARKS.findall(source)} - {*small.SPECIAL, *small.VISIBLE})
+    async with served(make_folder(tmp_path, source, controls)) as site:
+        form = site.text.calls
+        if form == NONE:
+            pytest.skip("this template writes no calls that are read")
+        schema = schema_of(form)
+        arrived = []
+        for ask in ASKS:
+            said: list[int] = []
+            speak(site, 3, said)
+            call = await ask(site, schema)
+            assert call is not None
+            assert call[1] == "write"
+            arrived.append(json.loads(call[2]))
+            jsonschema.validate(arrived[-1], schema)
+            site.say("Well.")
+            assert await ask(site, schema, call) is None
+            prompt = site.text.tokenizer.decode(site.door.tickets[-1].job.prompt)
+            text = site.text.tokenizer.decode(tuple(said))
+            opener = next((mark for mark in CALL_FORMS[form].openers if mark in text), "")
+            shown = json.dumps(arrived[-1], ensure_ascii=False) if form == "harmony" else text[text.index(opener) :]
+            assert shown in prompt
+        assert arrived[0] == arrived[1] == arrived[2]
