@@ -207,14 +207,11 @@ def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping
         calls = []
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            given = (
-                parse_arguments(function["arguments"])
-                if isinstance(function["arguments"], str)
-                else function["arguments"]
-            )
+            written = function["arguments"]
+            given = parse_arguments(written) if isinstance(written, str) else written
             if not isinstance(given, dict):
                 given = {"input": given}
-                found = True
+            found = found or given is not written
             calls.append({**call, "function": {**function, "arguments": given}})
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed if found else None

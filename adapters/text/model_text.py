@@ -19,7 +19,6 @@ from adapters.text.conversation import (
     Conversation,
     MovedText,
     build_template_variables,
-    with_object_arguments,
 )
 from adapters.text.grammars.grammar import Grammars
 from adapters.text.reasoning_efforts import apply_accepted_effort, find_efforts
@@ -173,24 +172,11 @@ class Text:
             conversation, self.template.wants_argument_text, self.reads_content_parts, self.single_system
         )
         generate = conversation.generate and not conversation.continues
-        rendered = await self._render_messages(variables.pop("messages"), generate, variables)
+        rendered = await self.template.render(**variables, generate=generate)
         if not conversation.continues:
             return rendered
         last = conversation.messages[-1]
         return cut_after(rendered, (last.content or last.reasoning).strip())
-
-    async def _render_messages(
-        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
-    ) -> Rendered:
-        """Render the messages. If the template fails, render them again with an object for each call's arguments."""
-        assert self.template is not None
-        try:
-            return await self.template.render(messages, generate=generate, **variables)
-        except (TemplateFailed, TemplateRefused):
-            again = with_object_arguments(messages)
-            if again is None:
-                raise
-        return await self.template.render(again, generate=generate, **variables)
 
     def build_reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
         """Return how the answer to this prompt is to be read."""

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed, WorkTimedOut
+from adapters.text.conversation import with_object_arguments
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # that a template adds to one word; a built-in system prompt takes a few thousand
@@ -77,19 +78,27 @@ class ChatTemplate:
     @property
     def wants_argument_text(self) -> bool:
         """Does the template take the arguments of calls as text? Otherwise it gets the parsed object."""
-        return bool(re.search(r"arguments\s+is\s+string", self.source))
+        return bool(re.search(r"arguments\s+is\s+(not\s+)?string", self.source))
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True, **variables: Any
     ) -> Rendered:
-        """Render a conversation.
+        """Render a conversation. If the template fails, render it again with an object for each call's arguments.
 
         generate: end with the opening of the assistant's answer.
         variables: `tools` and whatever else the template reads.
 
         Raises TemplateRefused or TemplateFailed.
         """
-        asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
+        try:
+            return await self._render_once({"messages": [*messages], "add_generation_prompt": generate, **variables})
+        except (TemplateFailed, TemplateRefused):
+            again = with_object_arguments(messages)
+            if again is None:
+                raise
+        return await self._render_once({"messages": again, "add_generation_prompt": generate, **variables})
+
+    async def _render_once(self, asked: Mapping[str, Any]) -> Rendered:
         try:
             reply = await self._confined.ask(asked)
         except WorkTimedOut as failure:

@@ -75,6 +75,28 @@ async def test_a_control_token_may_be_part_of_it() -> None:
     await made.aclose()
 
 
+async def test_a_template_may_take_arguments_as_objects_only_and_say_so() -> None:
+    """It looks whether they are text in order to refuse that, as templates of Qwen3.8 do."""
+    refuses = "{% if call.function.arguments is string %}{{ raise_exception('parse them') }}{% endif %}"
+    made = template(refuses + FORMS["qwen-xml"])
+    assert made.wants_argument_text
+    assert await detect_call_form(made) == "qwen-xml"
+    await made.aclose()
+
+
+async def test_arguments_are_text_where_a_template_encodes_what_is_none() -> None:
+    """JSON of an object that is marked as safe would escape the quotes of all that stands beside it."""
+    encodes = (
+        "{% set written = call.function.arguments %}"
+        "{% if written is not string %}{% set written = written | tojson | safe %}{% endif %}"
+        """[TOOL_CALLS][{{ '{"name": "' + call.function.name + '", "arguments": ' + written + '}' }}]"""
+    )
+    made = template(encodes.replace("written", "arguments"))
+    assert made.wants_argument_text
+    assert await detect_call_form(made) == "mistral-json"
+    await made.aclose()
+
+
 @pytest.mark.parametrize(
     ("tags", "name"), [(("<seed:think>", "</seed:think>"), "seed"), (("[THINK]", "[/THINK]"), "mistral")]
 )
