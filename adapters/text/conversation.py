@@ -6,6 +6,7 @@ into the variables of a template. So the same conversation has the same prompt i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
 MAX_ARGUMENT_DEPTH = 128  # nested levels in a call's arguments: twice as many as a request's body may have
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 BRACKET_DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -176,18 +178,37 @@ def merge_system_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [ChatMessage("system", "\n\n".join(leading)), *rest] if leading else rest
 
 
+def shorten_call_ids(message: ChatMessage) -> ChatMessage:
+    """Return the message with ids of calls that have nine letters and digits. One id always becomes the same one."""
+    calls = tuple(evolve(call, id=shorten_call_id(call.id)) for call in message.calls)
+    answered = message.answered_call_id
+    return evolve(message, calls=calls, answered_call_id=None if answered is None else shorten_call_id(answered))
+
+
+def shorten_call_id(call_id: str) -> str:
+    if SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
+
+
 def build_template_variables(
-    conversation: Conversation, argument_text: bool, parts: bool = False, one_system: bool = False
+    conversation: Conversation,
+    argument_text: bool,
+    parts: bool = False,
+    one_system: bool = False,
+    short_ids: bool = False,
 ) -> dict[str, Any]:
     """Return all variables of a template.
 
     argument_text: the template takes the arguments of calls as text, instead of as objects.
     parts: the template reads contents as lists of parts.
     one_system: the template accepts a system message in first place only.
+    short_ids: the template accepts ids of calls only if they have nine letters and digits.
     """
     names: dict[str, str] = {}
     messages = []
-    for message in merge_system_messages(conversation.messages) if one_system else conversation.messages:
+    said = merge_system_messages(conversation.messages) if one_system else conversation.messages
+    for message in map(shorten_call_ids, said) if short_ids else said:
         names.update((call.id, call.name) for call in message.calls)
         messages.append(build_message_variables(message, names, argument_text, parts))
     variables: dict[str, Any] = {"messages": messages, **conversation.variables}

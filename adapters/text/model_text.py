@@ -12,7 +12,12 @@ from attrs import define, field, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import read_text_files
 from adapters.text.answer.answer_parser import NONE, AnswerReader
-from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning, opens_reasoning
+from adapters.text.answer.detect_call_form import (
+    detect_call_form,
+    detect_reasoning,
+    opens_reasoning,
+    refuses_long_call_ids,
+)
 from adapters.text.boundaries import MessageOpenings, find_message_openings
 from adapters.text.conversation import (
     ChatMessage,
@@ -72,6 +77,7 @@ class Text:
     grammars: the grammars of this tokenizer.
     reads_content_parts: the template reads contents as lists of parts only.
     single_system: the template accepts no system message but the first.
+    short_call_ids: the template refuses ids of calls that have more than nine characters.
     efforts: the value that the template gets for each level of reasoning effort.
 
     `check` finds all of these that were not given.
@@ -86,6 +92,7 @@ class Text:
     reasoning: str | None = None
     reads_content_parts: bool = False  # the template reads contents as lists of parts only
     single_system: bool = False  # it knows no system message but the first
+    short_call_ids: bool = False
     efforts: Mapping[str, str | None] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -119,6 +126,7 @@ class Text:
         self.reads_content_parts = await reads_only_parts(self.template)
         self.single_system = not await accepts_system_anywhere(self.template, self.reads_content_parts)
         self.efforts = await find_efforts(self.template, self.reads_content_parts)
+        self.short_call_ids = await refuses_long_call_ids(self.template)
         self.calls = self.calls or await detect_call_form(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
@@ -169,7 +177,11 @@ class Text:
         assert self.template is not None
         conversation = apply_accepted_effort(conversation, self.efforts)
         variables = build_template_variables(
-            conversation, self.template.wants_argument_text, self.reads_content_parts, self.single_system
+            conversation,
+            self.template.wants_argument_text,
+            self.reads_content_parts,
+            self.single_system,
+            self.short_call_ids,
         )
         generate = conversation.generate and not conversation.continues
         rendered = await self.template.render(**variables, generate=generate)

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
-from adapters.text.answer.answer_parser import CALL_FORMS, NONE
-from tests.http.answer.test_constrained_calls import ASKS, make_folder, schema_of, speak
+from adapters.text.answer.answer_parser import NONE, AnswerReader
+from adapters.text.answer.answer_pieces import join_blocks
+from adapters.text.answer.forms.harmony_calls import CONTROLS
+from adapters.text.conversation import FunctionTool, ToolCall
+from tests.http.answer.test_constrained_calls import ASKED, ASKS, make_folder, schema_of, speak
 from tests.http.conftest import served
 from tests.text import small
 from tests.text.test_published_templates import MARKS, PUBLISHED, forms_of
+
+
+def read_calls(form: str, text: str) -> list[tuple[str, Any]]:
+    """Return the calls in a part of a prompt, with their arguments."""
+    parser = AnswerReader(form, {"write": FunctionTool("write", None, schema_of(form))}).start_parser()
+    blocks = join_blocks([*parser.push(text), *parser.finish()])
+    return [(block.name, json.loads(block.arguments)) for block in blocks if isinstance(block, ToolCall)]
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="REKINDLE_TEMPLATES names no folder with published templates")
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if forms_of(name)[0] != NONE])
 async def test_calls_arrive_and_the_next_prompt_shows_them(name: str, tmp_path: Path) -> None:
     source = PUBLISHED[name]
-    controls = sorted({*MARKS.findall(source)} - {*small.SPECIAL, *small.VISIBLE})
+    own = CONTROLS if forms_of(name)[0] == "harmony" else ()
+    controls = sorted({*MARKS.findall(source), *own} - {*small.SPECIAL, *small.VISIBLE})
     async with served(make_folder(tmp_path, source, controls)) as site:
         form = site.text.calls
         assert form == forms_of(name)[0]
@@ -39,8 +51,5 @@ async def test_calls_arrive_and_the_next_prompt_shows_them(name: str, tmp_path: 
             site.say("Well.")
             assert await ask(site, schema, call) is None
             prompt = site.text.tokenizer.decode(site.door.tickets[-1].job.prompt)
-            text = site.text.tokenizer.decode(tuple(said))
-            opener = next((mark for mark in CALL_FORMS[form].openers if mark in text), "")
-            shown = json.dumps(arrived[-1], ensure_ascii=False) if form == "harmony" else text[text.index(opener) :]
-            assert shown in prompt
+            assert read_calls(form, prompt[prompt.rindex(ASKED) :]) == [("write", arrived[-1])]
         assert arrived[0] == arrived[1] == arrived[2]
