@@ -217,25 +217,35 @@ def build_template_variables(
     return variables
 
 
-def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Return template messages in which the arguments of every call are an object. None: they all are objects already.
+def complete_variables(variables: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the variables of a template, completed for one that fails where something is left out.
 
-    Some templates iterate over the members of arguments, and fail where arguments are a text.
+    Some templates iterate over the members of arguments, and fail where arguments are a text. Others read the
+    description of every tool. None: nothing is left out.
     """
-    changed = list[Mapping[str, Any]]()
-    found = False
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            written = function["arguments"]
-            given = parse_arguments(written) if isinstance(written, str) else written
-            if not isinstance(given, dict):
-                given = {"input": given}
-            found = found or given is not written
-            calls.append({**call, "function": {**function, "arguments": given}})
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed if found else None
+    completed = {**variables, "messages": [with_object_arguments(message) for message in variables["messages"]]}
+    if "tools" in variables:
+        completed["tools"] = [with_description(tool) for tool in variables["tools"]]
+    return None if completed == variables else completed
+
+
+def with_object_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of a template in which the arguments of every call are an object."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        written = function["arguments"]
+        given = parse_arguments(written) if isinstance(written, str) else written
+        arguments = given if isinstance(given, dict) else {"input": given}
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool that has a description and names its parameters, which may be empty."""
+    function = tool["function"]
+    parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
 def build_message_variables(

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed, WorkTimedOut
-from adapters.text.conversation import with_object_arguments
+from adapters.text.conversation import complete_variables
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # that a template adds to one word; a built-in system prompt takes a few thousand
@@ -83,20 +83,21 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True, **variables: Any
     ) -> Rendered:
-        """Render a conversation. If the template fails, render it again with an object for each call's arguments.
+        """Render a conversation. If the template fails, render it again with what was left out in the variables.
 
         generate: end with the opening of the assistant's answer.
         variables: `tools` and whatever else the template reads.
 
         Raises TemplateRefused or TemplateFailed.
         """
+        asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
         try:
-            return await self._render_once({"messages": [*messages], "add_generation_prompt": generate, **variables})
+            return await self._render_once(asked)
         except (TemplateFailed, TemplateRefused):
-            again = with_object_arguments(messages)
-            if again is None:
+            completed = complete_variables(asked)
+            if completed is None:
                 raise
-        return await self._render_once({"messages": again, "add_generation_prompt": generate, **variables})
+        return await self._render_once(completed)
 
     async def _render_once(self, asked: Mapping[str, Any]) -> Rendered:
         try:

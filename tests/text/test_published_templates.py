@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from adapters.text.conversation import (
     FunctionTool,
     ToolCall,
     build_template_variables,
-    with_object_arguments,
+    complete_variables,
 )
 from adapters.text.template import ChatTemplate, ControlToken, TemplateFailed, TemplateRefused, join_rendered
 from tests.text import small
@@ -108,6 +108,7 @@ CONVERSATIONS: dict[str, Conversation] = {
     "a call after reasoning": Conversation((ASK, THOUGHT, TIME), TOOLS),
     "calls in turns": Conversation((ASK, CALL, RESULT, THOUGHT, TIME, SAID, ASK), TOOLS),
     "two calls at once": Conversation((ASK, BOTH, RESULT, TIME), TOOLS),
+    "a tool that is hardly described": Conversation((ASK,), (FunctionTool("look"), TOOLS[0])),
     "reasoning wanted": Conversation((ASK,), TOOLS, variables={"enable_thinking": True, "thinking": True}),
     "no reasoning": Conversation((ASK,), variables={"enable_thinking": False, "thinking": False}),
     "much reasoning": Conversation((ASK,), variables={"reasoning_effort": "high"}),
@@ -179,21 +180,22 @@ def make_tokenizer() -> Any:
 
 
 def rendered_by_transformers(source: str, variables: Mapping[str, Any], generate: bool) -> str:
-    asked = dict(variables)
-    messages = asked.pop("messages")
     how = {"chat_template": source, "add_generation_prompt": generate, "tokenize": False}
-    apply = functools.partial(make_tokenizer().apply_chat_template, **how)
-    objects = with_object_arguments(messages)
+
+    def apply(messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        return str(make_tokenizer().apply_chat_template(messages, **how, **more))
+
+    completed = complete_variables(variables)
     try:
-        return str(apply(messages, **asked))
+        return apply(**variables)
     except TypeError:
-        if asked.get("tools"):
+        if variables.get("tools"):
             raise
-        return str(apply(messages, **asked, tools=[]))  # it iterates over tools, which are None unless they are given
+        return apply(**variables, tools=[])  # it iterates over tools, which are None unless they are given
     except TemplateError:
-        if objects is None:
+        if completed is None:
             raise
-        return str(apply(objects, **asked))  # it takes no text
+        return apply(**completed)  # it takes no text, or reads every description
 
 
 @pytest.mark.parametrize("name", EVERY)

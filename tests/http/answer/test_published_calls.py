@@ -35,7 +35,7 @@ async def test_calls_arrive_and_the_next_prompt_shows_them(name: str, tmp_path: 
     source = PUBLISHED[name]
     own = CONTROLS if forms_of(name)[0] == "harmony" else ()
     controls = sorted({*MARKS.findall(source), *own} - {*small.SPECIAL, *small.VISIBLE})
-    async with served(make_folder(tmp_path, source, controls)) as site:
+    async with served(make_folder(tmp_path, source, controls), max_ctx=8192) as site:
         form = site.text.calls
         assert form == forms_of(name)[0]
         schema = schema_of(form)
