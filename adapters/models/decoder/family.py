@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models import FAMILIES, MISSING
+from adapters.models import FAMILIES
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.layers.feed_forward import Matrix, cut_up
@@ -21,6 +21,7 @@ from adapters.models.decoder.layers.host_experts import HostExperts
 from adapters.models.decoder.layers.latent_layer import LatentLayerShape, LatentShape
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.explain_refusal import explain_refused_type
 from adapters.models.kernels.formats.row_format import Rows, RowTypes
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.interfaces.layer_interface import Kernels
@@ -211,10 +212,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises CheckpointError."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        accepted = ", ".join(map(repr, FAMILIES))
-        if isinstance(kind, str) and kind in MISSING:
-            raise CheckpointError(f"config.json: model_type {kind!r} needs {MISSING[kind]}, which is not supported")
-        raise CheckpointError(f"config.json: model_type {describe_value(kind)} is not supported; accepted: {accepted}")
+        raise CheckpointError(explain_refused_type(kind))
     found = import_module(FAMILIES[kind]).FAMILY
     assert isinstance(found, Family)
     return found

@@ -15,12 +15,13 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.gguf_tensor import GgufTensor, JoinedTensor, make_tensor
 from adapters.checkpoint.gguf.header import GgufTensorInfo
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
 from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
+from adapters.models.explain_refusal import explain_refused_architecture
 from adapters.models.gguf.architecture import OUTSIDE, Architecture, SplitTensor, count_prediction_layers
 from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
 from adapters.models.gguf.gguf_laguna import LAGUNA
@@ -76,9 +77,7 @@ def open_gguf(path: Path) -> OpenedGguf:
     metadata = read_metadata(path)
     kind = ARCHITECTURES.get(metadata.architecture)
     if kind is None:
-        accepted = ", ".join(map(repr, ARCHITECTURES))
-        what = f"general.architecture {describe_value(metadata.architecture)} is not supported; accepted: {accepted}"
-        raise CheckpointError(f"{path}: {what}")
+        raise CheckpointError(f"{path}: {explain_refused_architecture(metadata.architecture)}")
     architecture = GGUF_ARCHITECTURES[metadata.architecture]
     # An architecture of several families says itself which one it is.
     raw = {"model_type": kind[0], **architecture.read_settings(metadata)}

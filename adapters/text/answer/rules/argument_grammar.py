@@ -28,6 +28,7 @@ SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$s
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # a key that bare text can have
+CALL_ID = "/[A-Za-z0-9]{9}/"  # Mistral's
 # The rules of Python's literals, by the JSON types as which they are read. Strings have the escapes of both languages.
 LITERALS: Mapping[str, str] = {
     "string": "STRING",
@@ -122,6 +123,12 @@ def write_json_arguments(tool: FunctionTool, _: GeneratedRules) -> str:
 def write_json_member(tool: FunctionTool, rules: GeneratedRules) -> str:
     """Return the rule of arguments as the last member of a JSON object, with the end of that object."""
     return f'{write_json_arguments(tool, rules)} "}}"'
+
+
+def write_marked_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
+    """Return the rule of arguments as JSON behind Mistral's mark. The id of the call may stand before it."""
+    named = f"({rules.write_text('[CALL_ID]')} {CALL_ID})? " if "[CALL_ID]" in rules.controls else ""
+    return f"{named}{rules.write_text('[ARGS]')} {write_json_arguments(tool, rules)}"
 
 
 def may_be_text(types: Collection[str]) -> bool:
