@@ -68,7 +68,7 @@ def save_with_template(family: str, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_calls_of_a_random_model_arrive_alike_in_every_api(family: str, tmp_path: Path) -> None:
     model, draft = save_with_template(family, tmp_path)
@@ -77,17 +77,16 @@ async def test_calls_of_a_random_model_arrive_alike_in_every_api(family: str, tm
     with serving(*words) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as client:
             site = Remote(client)
-            for seed in (1, 2):
-                how: dict[str, Any] = {"seed": seed, "temperature": 1}
-                whole = {"max_tokens": ANSWER, "max_output_tokens": ANSWER}
-                found: list[Call | None] = [
-                    await ask_chat(site, schema, speculation="off", **how, **whole),
-                    *[await ask(site, schema, **how, **whole) for ask in ASKS],
-                ]
-                arrived = [json.loads(call[2]) for call in found if call is not None]
-                assert len(arrived) == len(found), "the grammar asks for a call"
-                assert all(values == arrived[0] for values in arrived)
-                jsonschema.validate(arrived[0], schema)
-                for ask, call in zip(ASKS, found[1:], strict=True):
-                    await ask(site, schema, call, max_tokens=16, max_output_tokens=16, **how)
+            how: dict[str, Any] = {"seed": 1, "temperature": 1}
+            whole = {"max_tokens": ANSWER, "max_output_tokens": ANSWER}
+            found: list[Call | None] = [
+                await ask_chat(site, schema, speculation="off", **how, **whole),
+                *[await ask(site, schema, **how, **whole) for ask in ASKS],
+            ]
+            arrived = [json.loads(call[2]) for call in found if call is not None]
+            assert len(arrived) == len(found), "the grammar asks for a call"
+            assert all(values == arrived[0] for values in arrived)
+            jsonschema.validate(arrived[0], schema)
+            for ask, call in zip(ASKS, found[1:], strict=True):
+                await ask(site, schema, call, max_tokens=16, max_output_tokens=16, **how)
         assert server.stop() == 0
