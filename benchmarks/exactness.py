@@ -63,7 +63,7 @@ from engine.serving.re_execute import execute
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
 from engine.settings.paths import find_model_folder
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from states.residency import resolve_residency
 
 ANSWER = 48  # tokens
@@ -239,7 +239,10 @@ class Comparison:
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
         return await together(
-            self.target, self.jobs, tree=TREE, rates=Rates(decode=((0, 1, 0, 1000, 0), (0, 1, 32, 1001, 1000)))
+            self.target,
+            self.jobs,
+            tree=TREE,
+            rates=Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000))),
         )
 
     async def continued(self) -> list[Answered]:

@@ -194,8 +194,8 @@ class Family:
     what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
     the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none. head_inputs: what that head joins. is_spare: says whether a layer does without a tensor, by its
-    name here, if it is not expected.
+    models have none. head_inputs: what that head joins. is_unused: returns whether a tensor of this name may be in a
+    checkpoint although no layer uses it.
     """
 
     model_type: str
@@ -205,7 +205,7 @@ class Family:
     cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
     head_inputs: HeadInputs = USUAL_INPUTS
-    is_spare: Callable[[str], bool] = lambda _: False
+    is_unused: Callable[[str], bool] = lambda _: False
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:

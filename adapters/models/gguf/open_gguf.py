@@ -99,8 +99,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     }
     for name in metadata.tensors:
         part = name.removeprefix(f"blk.{config.num_layers}.")
-        is_known = name in used or name in architecture.ignored or part in architecture.spare_parts
-        if not is_known and not is_spare(architecture, family, name):
+        is_known = name in used or name in architecture.ignored or part in architecture.unused_layer_tensors
+        if not is_known and not is_unused_tensor(architecture, family, name):
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
     return OpenedGguf(family, config, tensors, others)
 
@@ -200,13 +200,13 @@ def slice_half(stored: GgufTensorInfo, *, second: bool) -> GgufTensorInfo:
     return evolve(stored, shape=(rows, *stored.shape[1:]), start=start, stop=start + size)
 
 
-def is_spare(architecture: Architecture, family: Family, stored_name: str) -> bool:
-    """Return whether a layer does without a tensor of the file that the family does not expect."""
+def is_unused_tensor(architecture: Architecture, family: Family, stored_name: str) -> bool:
+    """Return whether a tensor of the file belongs to a layer that does not use it, so that it may be left out."""
     found = STORED_LAYER.fullmatch(stored_name)
     if found is None:
         return False
     published = [name for name, part in architecture.layer_names.items() if part == found[2]]
-    return any(family.is_spare(f"model.layers.{found[1]}.{name}") for name in published)
+    return any(family.is_unused(f"model.layers.{found[1]}.{name}") for name in published)
 
 
 def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
