@@ -14,6 +14,7 @@ searched in every step. Figures are those of the width that gains most, which is
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -153,6 +154,7 @@ def measure_drafted(pair: Pair, plain: tuple[Tokens, float], answer: int) -> lis
             told = row("", plain[1], plain[0], found, done)
             rows.append(describe("EAGLE-3", width, plain, found, told["tokens a decode step"], told["ms a decode step"]))
             rows[-1]["ms proposing"] = median(forced.took_ns[2:-1]) / 1e6
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -166,6 +168,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
                 forced = ForcedCopies(SuffixProposer(matcher), plain[0], tokens - 1)
                 found, steps, spent = run_launch(pair, forced, width, most)
             rows.append(describe("copies", width, plain, found, (len(found) - CONTEXT) / steps, spent))
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
