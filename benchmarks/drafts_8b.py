@@ -164,7 +164,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
     rows = list[dict[str, Any]]()
     for width, accepted in COPIED.items():
         for tokens in accepted:
-            for most in (4 * tokens, answer):  # the first run records graphs
+            for most in (4 * (width + tokens), answer):  # the first run records graphs
                 forced = ForcedCopies(SuffixProposer(matcher), plain[0], tokens - 1)
                 found, steps, spent = run_launch(pair, forced, width, most)
             rows.append(describe("copies", width, plain, found, (len(found) - CONTEXT) / steps, spent))
