@@ -152,7 +152,9 @@ def measure_drafted(pair: Pair, plain: tuple[Tokens, float], answer: int) -> lis
             forced = Forced(pair.drafting, plain[0], tokens - 1)
             found, done = decoded(pair, forced, width, answer)
             told = row("", plain[1], plain[0], found, done)
-            rows.append(describe("EAGLE-3", width, plain, found, told["tokens a decode step"], told["ms a decode step"]))
+            rows.append(
+                describe("EAGLE-3", width, plain, found, told["tokens a decode step"], told["ms a decode step"])
+            )
             rows[-1]["ms proposing"] = median(forced.took_ns[2:-1]) / 1e6
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -173,7 +175,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
 
 
 def measure_on_lane(pair: Pair, parts: Sequence[str], answer: int) -> list[dict[str, Any]]:
-    """The plain run is timed with the draft offloaded. It is longer, so that the forced tokens of all runs are known."""
+    """The plain run is timed with the draft offloaded. It is longer, so that all forced tokens are known."""
     pair.draft.offload()
     longest = answer + max(COPIED) + 1
     run_launch(pair, None, 0, longest)  # records graphs

@@ -245,7 +245,7 @@ class ProposalPicker:
         return found
 
     def _rank_positions(self, index: int, logits: Tensor) -> list[int]:
-        """Rank the candidates of the next positions by what a pick compares: noisy logits. Return the likeliest ones."""
+        """Rank the candidates of the next positions by what a pick compares: noisy logits. Return the likeliest."""
         ids, scores = rank_candidates(logits, self._rows(index, len(logits)), noise_shares(len(logits)))
         values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
         ranked = [
