@@ -128,10 +128,13 @@ def run_launch(pair: Pair, text: TextProposer | None, width: int, most: int) -> 
 
 
 def describe(
-    kind: str, width: int, plain: tuple[Tokens, float], found: Tokens, tokens: float, spent: float
+    name: tuple[str, int], plain: tuple[Tokens, float], found: Tokens, tokens: float, spent: float
 ) -> dict[str, Any]:
-    """Return a row. plain: the tokens and the milliseconds of a step without proposals. tokens: of a decode step."""
+    """Return a row. name: the kind and the number of proposals. plain: the tokens without proposals, and the
+    milliseconds of a step. tokens, spent: those of a decode step.
+    """
     known, base = plain
+    kind, width = name
     return {
         "kind": kind,
         "proposals": width,
@@ -153,7 +156,7 @@ def measure_drafted(pair: Pair, plain: tuple[Tokens, float], answer: int) -> lis
             found, done = decoded(pair, forced, width, answer)
             told = row("", plain[1], plain[0], found, done)
             rows.append(
-                describe("EAGLE-3", width, plain, found, told["tokens a decode step"], told["ms a decode step"])
+                describe(("EAGLE-3", width), plain, found, told["tokens a decode step"], told["ms a decode step"])
             )
             rows[-1]["ms proposing"] = median(forced.took_ns[2:-1]) / 1e6
             print(json.dumps(rows[-1]), flush=True)
@@ -169,7 +172,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
             for most in (4 * (width + tokens), answer):  # the first run records graphs
                 forced = ForcedCopies(SuffixProposer(matcher), plain[0], tokens - 1)
                 found, steps, spent = run_launch(pair, forced, width, most)
-            rows.append(describe("copies", width, plain, found, (len(found) - CONTEXT) / steps, spent))
+            rows.append(describe(("copies", width), plain, found, (len(found) - CONTEXT) / steps, spent))
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -181,7 +184,7 @@ def measure_on_lane(pair: Pair, parts: Sequence[str], answer: int) -> list[dict[
     run_launch(pair, None, 0, longest)  # records graphs
     found, _, base = run_launch(pair, None, 0, longest)
     plain = found, base
-    rows = [describe("plain", 0, plain, found, 1.0, base)]
+    rows = [describe(("plain", 0), plain, found, 1.0, base)]
     if "copies" in parts:
         rows += measure_copied(pair, plain, answer)
     if "eagle3" in parts:
