@@ -81,13 +81,17 @@ def check_shared_tiles() -> None:
     assert check_plan(step([4000] * 8), 8, both) == 7 * 10
     little = make_pages([(8, 1)])
     little[:4, :12] = little[0, :12]
-    assert check_plan(step([4000] * 8), 8, little) == 3 * 12, "what the first four have in common is not cut to one page"
+    assert check_plan(step([4000] * 8), 8, little) == 3 * 12, (
+        "what the first four have in common is not cut to one page"
+    )
     pieces = [Segment(0, 3000, 1), Segment(1, 3000, 20), Segment(2, 3000, 1), Segment(3, 3000, 1), Segment(4, 0, 5)]
     assert check_plan(pieces, 32, make_pages([(4, 10)])) == 10, "rows of one slot are not mixed with others"
     draw = random.Random(1)
     for _ in range(12):
         sizes = [(draw.randrange(1, 8), draw.randrange(MOST)) for _ in range(5)]
-        starts = [draw.choice((0, PAGE - 1, PAGE, draw.randrange(MOST * PAGE - 1))) for _ in range(draw.randrange(1, 33))]
+        starts = [
+            draw.choice((0, PAGE - 1, PAGE, draw.randrange(MOST * PAGE - 1))) for _ in range(draw.randrange(1, 33))
+        ]
         check_plan(step(starts), 64 if len(starts) > 32 else 32, make_pages(sizes))
 
 
