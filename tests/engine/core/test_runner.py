@@ -42,23 +42,6 @@ async def test_a_stream_has_the_models_tokens_and_one_end() -> None:
     assert running.closed == [closed]
 
 
-async def test_prompts_have_one_object_for_each_token() -> None:
-    """Comparing a token with itself is quick, and prompts are compared at every admission."""
-    prompts = [tuple(int(str(1000 + number)) for number in range(20)) for _ in range(2)]
-    assert prompts[0][7] is not prompts[1][7]
-    async with engine() as running:
-        for prompt in prompts:
-            await collect(running.door.submit(Job(prompt=prompt, max_tokens=1)))
-        kept = [slot.tokens for slot in running.runner.world.slots.slots if slot.tokens]
-        again = running.door.submit(Job(prompt=prompts[0], max_tokens=1))
-        state = running.runner.world.requests[again.request]
-        await collect(again)
-    assert state.prompt.tokens == prompts[0]
-    assert kept
-    for tokens in kept:
-        assert all(one is other for one, other in zip(tokens, state.prompt.tokens, strict=False))
-
-
 async def test_progress_comes_before_tokens_and_never_goes_back() -> None:
     async with engine() as running:
         messages = [message async for message in running.door.submit(LONG)]
