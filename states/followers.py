@@ -132,8 +132,8 @@ def measure_leader(
     if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return None
     settings = context.settings
-    # Agents that have followed a head of 8,000 tokens are admitted at once, and computing stands still meanwhile. If all
-    # of them compared whole prompts with each other here, that would take a third of the time.
+    # Agents that have followed a head of 8,000 tokens are admitted at once, and computing stands still meanwhile. If
+    # all of them compared whole prompts with each other here, that would take a third of the time.
     following = slice(own_rows, own_rows + settings.block_size)
     if state.prompt.tokens[following] != prompt.tokens[following]:
         return None

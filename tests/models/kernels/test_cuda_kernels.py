@@ -322,7 +322,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_pages_that_slots_share_are_attended_as_those_that_each_has_alone(head, group):
-    """Slots of two families begin with the same pages. Kernels that share no tiles read each slot's own copy of them."""
+    """Slots of two families begin with the same pages, or each has a copy of its own: then no tiles are shared."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel of Hopper's")
     kv, slots, most = 2, 24, 20
