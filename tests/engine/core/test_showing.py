@@ -191,10 +191,10 @@ def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
     assert [slot_status(place, slot, world).state for place, slot in enumerate(world.slots.slots)] == ["Prefilling"] * 2
 
 
-def test_rates_are_shown_with_the_times_of_decode_steps_as_lists() -> None:
-    step = TimedStep(span=0, members=2, rows=0, ns=5_000, plain_then_ns=0)
-    rates = Rates(prefill=(7,), loads={"host": 3}, decode=(step,), copied=(ClassGains(4, (900,)),))
+def test_measured_times_of_every_kind_can_be_shown_as_json():
+    step = TimedStep(span=0, members=1, rows=0, ns=5, plain_then_ns=0)
+    rates = Rates(prefill=(7,), loads={"host": 3}, decode=(step,), copy_times=(step,), copied=(ClassGains(1, (2,)),))
     shown = json.loads(json.dumps(show_rates(rates)))
-    assert shown["decode"] == [[0, 2, 0, 5_000, 0]]
-    assert shown["copied"] == [{"seen": 4, "gains": [900]}]
     assert (shown["prefill"], shown["host"], shown["disk"]) == ([7], 3, 0)
+    assert shown["decode"] == shown["copy_times"] == [[0, 1, 0, 5, 0]]
+    assert shown["copied"] == [{"seen": 1, "gains": [2]}]

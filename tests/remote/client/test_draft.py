@@ -241,7 +241,7 @@ def test_one_that_fails_at_what_it_is_asked_is_had_anew(
         follow(apart.draft, 0, 0, 64)
         assert apart.drafting.propose([asking(0, 64, Sampling(), 3)])[0].size == 0
     assert apart.back.wait(100)
-    assert "draft_round: a kernel failed" in caplog.text
+    assert "draft_step: a kernel failed" in caplog.text
     assert apart.draft.peer.error == "", "it is back"
 
 
