@@ -2,22 +2,23 @@
 // too, and does not wait for threads that have not begun, so a thread that the system does not run costs nothing. Of two
 // calls at the same time the second one runs its loop alone.
 //
-// A helper that has nothing to do spins for a while, then sleeps. One that spins takes no lock: with a lock the helpers
-// would pass it from one to the next, each asleep until its turn, before most of them could work. One word, the door, has
-// the number of the loop and the places left in it. A helper joins by taking a place while the number is the same. The
-// caller closes the door by taking all places that are left, so it knows how many helpers it must wait for. Locks
-// serve only those that sleep: who is about to sleep says so first and then looks once more, and who changes something
-// looks for sleepers afterwards. Both do so in one order for all threads, so one of them sees the other.
+// A helper that has nothing to do spins for a while, then sleeps. Helpers have no lock in common. In a virtual machine it
+// takes a tenth of a millisecond to wake a thread, and helpers that pass a lock from one to the next wait for each other
+// as often as they are many. Instead one word, the door, has the number of the loop and the places left in it. A helper
+// joins by taking a place while the number is the same. The caller closes the door by taking all places that are left, so
+// it knows how many helpers it must wait for. To sleep, a helper has a lock of its own: it says that it sleeps and then
+// looks at the door once more, and the caller changes the door and then looks for sleepers. Atomics are in one order for
+// all threads, so one of both sees the other. The caller sleeps in the same way if helpers take long.
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <time.h>
 
 #define MOST_HELPERS 255
-#define PAUSES 64 // between two looks at the clock
-#define SPINS 8000 // pauses before a caller sleeps that waits for helpers
-#define BRIEFLY 100000L // nanoseconds that a helper spins behind a loop: loops of a step have less between them
+#define PAUSES 64 // before a thread that spins gives way to others and looks at the clock
+#define BRIEFLY 200000L // nanoseconds that a thread spins: loops of a step have less between them
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
@@ -36,15 +37,21 @@ typedef struct {
     _Alignas(64) atomic_long next;
 } loop_t;
 
+typedef struct { // a place to sleep
+    _Alignas(64) pthread_mutex_t guard;
+    pthread_cond_t woken;
+    atomic_int sleeps; // or is about to
+} bed_t;
+
+#define EMPTY_BED {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0}
+
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; // of the caller whose loop is shared
-static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER; // of threads that fall asleep and wake up
-static pthread_cond_t begun = PTHREAD_COND_INITIALIZER, ended = PTHREAD_COND_INITIALIZER;
-static loop_t *shared;                                // belongs to those that took a place, until they are done
-static int helpers;                                   // threads there are; changed by the caller that is busy
-static _Alignas(64) atomic_ullong door;               // upper half: the number of the loop; lower half: places left
-static _Alignas(64) atomic_int done;                  // helpers that took a place and have left the loop
-static atomic_int sleepers, waiting;                  // helpers that sleep or are about to; whether the caller is
-static atomic_long patience = BRIEFLY;                // nanoseconds that helpers spin
+static loop_t *shared;                                   // of those that took a place, until they are done
+static int helpers;                                      // threads there are; changed by the caller that is busy
+static bed_t beds[MOST_HELPERS], caller = EMPTY_BED;
+static _Alignas(64) atomic_ullong door; // upper half: the number of the loop; lower half: places left
+static _Alignas(64) atomic_int done;    // helpers that took a place and have left the loop
+static atomic_long patience = BRIEFLY;  // nanoseconds that helpers spin
 
 #define NUMBER_OF(word) ((unsigned)((word) >> 32))
 #define PLACES_OF(word) ((unsigned)(word))
@@ -55,6 +62,34 @@ static long nanoseconds(void) {
     return now.tv_sec * 1000000000L + now.tv_nsec;
 }
 
+static int is_open(unsigned seen) { return NUMBER_OF(atomic_load(&door)) != seen; }
+
+static int are_done(unsigned joined) { return (unsigned)atomic_load(&done) >= joined; }
+
+// Wait until holds(of). A thread that spins gives way to those that the system could run in its place.
+static void await(int (*holds)(unsigned), unsigned of, long spin, bed_t *bed) {
+    const long start = nanoseconds();
+    do {
+        for (int pause = 0; pause < PAUSES; pause++) {
+            if (holds(of)) return;
+            PAUSE();
+        }
+        sched_yield();
+    } while (nanoseconds() - start < spin);
+    pthread_mutex_lock(&bed->guard);
+    atomic_store(&bed->sleeps, 1);
+    while (!holds(of)) pthread_cond_wait(&bed->woken, &bed->guard);
+    atomic_store(&bed->sleeps, 0);
+    pthread_mutex_unlock(&bed->guard);
+}
+
+static void wake(bed_t *bed) {
+    if (!atomic_load(&bed->sleeps)) return;
+    pthread_mutex_lock(&bed->guard);
+    pthread_cond_signal(&bed->woken);
+    pthread_mutex_unlock(&bed->guard);
+}
+
 static void run_loop(loop_t *loop) {
     for (;;) {
         const long at = atomic_fetch_add(&loop->next, 1);
@@ -63,41 +98,20 @@ static void run_loop(loop_t *loop) {
     }
 }
 
-// Wait for a loop of another number. Returns the door.
-static unsigned long long await_loop(unsigned seen) {
-    unsigned long long word;
-    const long start = nanoseconds();
-    do {
-        for (int pause = 0; pause < PAUSES; pause++) {
-            word = atomic_load(&door);
-            if (NUMBER_OF(word) != seen) return word;
-            PAUSE();
-        }
-    } while (nanoseconds() - start < atomic_load(&patience));
-    pthread_mutex_lock(&guard);
-    atomic_fetch_add(&sleepers, 1);
-    while (NUMBER_OF(word = atomic_load(&door)) == seen) pthread_cond_wait(&begun, &guard);
-    atomic_fetch_sub(&sleepers, 1);
-    pthread_mutex_unlock(&guard);
-    return word;
-}
-
-static void *help(void *nothing) {
+static void *help(void *bed) {
     unsigned seen = 0;
     for (;;) {
-        unsigned long long word = await_loop(seen);
+        await(is_open, seen, atomic_load(&patience), bed);
+        unsigned long long word = atomic_load(&door);
         int joined = 0;
         while (!joined && PLACES_OF(word)) joined = atomic_compare_exchange_weak(&door, &word, word - 1);
         seen = NUMBER_OF(word);
         if (!joined) continue;
         run_loop(shared);
         atomic_fetch_add(&done, 1);
-        if (!atomic_load(&waiting)) continue;
-        pthread_mutex_lock(&guard);
-        pthread_cond_signal(&ended);
-        pthread_mutex_unlock(&guard);
+        wake(&caller);
     }
-    return nothing;
+    return NULL;
 }
 
 static void grow(int wanted) { // signals are for the program's own threads
@@ -106,7 +120,8 @@ static void grow(int wanted) { // signals are for the program's own threads
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; helpers < wanted; helpers++) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, help, NULL)) break;
+        beds[helpers] = (bed_t)EMPTY_BED;
+        if (pthread_create(&thread, NULL, help, &beds[helpers])) break;
         pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -114,13 +129,9 @@ static void grow(int wanted) { // signals are for the program's own threads
 
 static void forked(void) { // a child has none of these threads
     pthread_mutex_init(&busy, NULL);
-    pthread_mutex_init(&guard, NULL);
-    pthread_cond_init(&begun, NULL);
-    pthread_cond_init(&ended, NULL);
+    caller = (bed_t)EMPTY_BED;
     helpers = 0;
     atomic_store(&door, atomic_load(&door) >> 32 << 32); // without the places of a loop that only the parent runs
-    atomic_store(&sleepers, 0);
-    atomic_store(&waiting, 0);
 }
 
 __attribute__((constructor)) static void expect_forks(void) { pthread_atfork(NULL, NULL, forked); }
@@ -129,23 +140,7 @@ __attribute__((constructor)) static void expect_forks(void) { pthread_atfork(NUL
 static unsigned long long open_door(unsigned places) {
     const unsigned long long word = (unsigned long long)(NUMBER_OF(atomic_load(&door)) + 1) << 32 | places;
     atomic_store(&door, word);
-    if (atomic_load(&sleepers)) {
-        pthread_mutex_lock(&guard);
-        pthread_cond_broadcast(&begun);
-        pthread_mutex_unlock(&guard);
-    }
     return word;
-}
-
-// Wait until so many helpers are done with the loop.
-static void await_helpers(int joined) {
-    for (int pause = 0; pause < SPINS && atomic_load(&done) < joined; pause++) PAUSE();
-    if (atomic_load(&done) == joined) return;
-    pthread_mutex_lock(&guard);
-    atomic_store(&waiting, 1);
-    while (atomic_load(&done) < joined) pthread_cond_wait(&ended, &guard);
-    atomic_store(&waiting, 0);
-    pthread_mutex_unlock(&guard);
 }
 
 // work(of, 0) ... work(of, count - 1), by up to so many threads, in any order.
@@ -160,18 +155,19 @@ static void share(int threads, long count, work_t work, void *of) {
     if (helpers < wanted) grow((int)wanted);
     shared = &loop;
     atomic_store(&done, 0);
-    atomic_store(&patience, BRIEFLY);
     const unsigned long long opened = open_door((unsigned)wanted);
+    for (int helper = 0; helper < helpers && helper < wanted; helper++) wake(&beds[helper]);
     run_loop(&loop);
     const unsigned long long left = atomic_exchange(&door, opened - (unsigned long long)wanted);
-    await_helpers((int)wanted - (int)PLACES_OF(left));
+    await(are_done, (unsigned)wanted - PLACES_OF(left), BRIEFLY, &caller);
     pthread_mutex_unlock(&busy);
 }
 
-// Wake the helpers up and let them spin for so many nanoseconds, or until the next loop: one will come soon.
-void rekindle_expect_loop(long wait) {
+// Wake the helpers, because a loop will come soon. From now on they spin for so many nanoseconds before they sleep.
+void rekindle_expect_loop(long spin) {
+    atomic_store(&patience, spin);
     if (pthread_mutex_trylock(&busy)) return; // they are awake
-    atomic_store(&patience, wait);
     open_door(0);
+    for (int helper = 0; helper < helpers; helper++) wake(&beds[helper]);
     pthread_mutex_unlock(&busy);
 }
