@@ -260,11 +260,15 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     torch.cuda.empty_cache()
     home, kv = folder / "home", folder / "kv"
     home.mkdir()
-    model = holes(folder / "model", settings(given.layers), config.tensors())
+    longest = max(given.contexts) + 1024
+    positions = {"max_position_embeddings": max(POSITIONS, longest)}
+    model = holes(folder / "model", settings(given.layers) | positions, config.tensors())
     checkpoint_texts(model, VOCABULARY)
     words = ["--model", str(model), "--device", "cuda", "--kv-cache-dir", str(kv), "--kv-cache-budget", "20000"]
-    words += ["--kv-dtype", given.kv_dtype, "--state-checkpoints", "4", "--chunk", str(given.chunk)] if given.gib else []
-    words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(max(given.contexts) + 1024)]
+    words += (
+        ["--kv-dtype", given.kv_dtype, "--state-checkpoints", "4", "--chunk", str(given.chunk)] if given.gib else []
+    )
+    words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(longest)]
     if given.draft:
         words += ["--draft", str(holes(folder / "draft", DRAFT, list_draft_tensors(draft_of(given.layers))))]
     prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]

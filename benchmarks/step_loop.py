@@ -143,14 +143,15 @@ def way(subject: StepLoop, name: str) -> Iterator[None]:
     unwatched = phases.count_unwatched_tokens
     if name == "asked":
         phases.count_unwatched_tokens = lambda *_: 1
-    spec = subject.shard.spec
+    pipeline = subject.executor.parts.shard
+    spec = pipeline.spec
     if name != "ahead":
-        subject.shard.spec = evolve(spec, runs_ahead=False)  # type: ignore[misc]
+        pipeline.spec = evolve(spec, runs_ahead=False)
     try:
         yield
     finally:
         phases.count_unwatched_tokens = unwatched
-        subject.shard.spec = spec  # type: ignore[misc]
+        pipeline.spec = spec
 
 
 async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:

@@ -86,13 +86,17 @@ def test_rows_of_an_expert_come_in_runs_that_the_library_takes() -> None:
     assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("shape", [
-    ExpertsShape(128, 8, 32, is_normalized=True),
-    ExpertsShape(100, 6, 32, is_normalized=False),
-    ExpertsShape(4, 4, 32, is_normalized=True),
-    ExpertsShape(60, 1, 32, is_normalized=True),
-    GroupedExpertsShape(64, 4, 32, is_normalized=True, groups=4, chosen_groups=2, factor=2.5),
-], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ExpertsShape(128, 8, 32, is_normalized=True),
+        ExpertsShape(100, 6, 32, is_normalized=False),
+        ExpertsShape(4, 4, 32, is_normalized=True),
+        ExpertsShape(60, 1, 32, is_normalized=True),
+        GroupedExpertsShape(64, 4, 32, is_normalized=True, groups=4, chosen_groups=2, factor=2.5),
+    ],
+    ids=str,
+)
 def test_one_call_chooses_the_experts_that_operations_choose(shape: ExpertsShape) -> None:
     compiled = find_library()
     assert compiled is not None

@@ -23,7 +23,6 @@ from adapters.models.kernels.interfaces.experts_interface import (
     PackedProducts,
 )
 
-
 EXPECTED_NS = 1_000_000  # that threads spin which expect experts: longer than a GPU takes for the layer before
 
 
