@@ -2,9 +2,9 @@
 // too, and does not wait for threads that have not begun, so a thread that the system does not run costs nothing. Of two
 // calls at the same time the second one runs its loop alone.
 //
-// A helper that has nothing to do spins for a while, then sleeps. Helpers have no lock in common. In a virtual machine it
-// takes a tenth of a millisecond to wake a thread, and helpers that pass a lock from one to the next wait for each other
-// as often as they are many. Instead one word, the door, has the number of the loop and the places left in it. A helper
+// A helper that has nothing to do spins for a while, then sleeps. While it spins it gives way to other threads: one of
+// them may be a helper that has work, for which the caller waits. Helpers have no lock in common, which each would have to
+// take before it can work. Instead one word, the door, has the number of the loop and the places left in it. A helper
 // joins by taking a place while the number is the same. The caller closes the door by taking all places that are left, so
 // it knows how many helpers it must wait for. To sleep, a helper has a lock of its own: it says that it sleeps and then
 // looks at the door once more, and the caller changes the door and then looks for sleepers. Atomics are in one order for
