@@ -82,8 +82,8 @@ class DenseShard:
             vocab_size=config.vocab_size,
             device=device,
             dtype=placement.dtype,
-            # Experts make the host wait for the router's choice in each layer.
-            runs_ahead=device.type == "cuda" and config.experts is None,
+            # Experts in host memory make the host wait for the router's choice in each layer.
+            runs_ahead=device.type == "cuda" and offloaded is None and cpu_experts is None,
             cpu_experts=range(0) if cpu_experts is None else cpu_experts.layers,
         )
         self._aux_layers = tuple(placement.aux_layers)
