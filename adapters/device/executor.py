@@ -326,9 +326,10 @@ class DeviceExecutor:
         def is_given_up() -> bool:
             return self.is_abandoned(request) or self._lanes.has_prompt_lane_waiting_work
 
-        started_ns = time.perf_counter_ns()
         stop = effect.start
-        chunks = run_prefill(self._shard, self._buckets, state, effect, is_given_up, follow=self.decoding.follow)
+        follow = None if self.parts.proposer is None else self.decoding.follow
+        chunks = run_prefill(self._shard, self._buckets, state, effect, is_given_up, follow=follow)
+        started_ns = time.perf_counter_ns()
         try:
             for stop in chunks:
                 if stop < effect.stop:

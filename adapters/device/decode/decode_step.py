@@ -42,6 +42,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 
+from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
 from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
 from adapters.device.decode.overlapped_decode import OverlappedDecode
@@ -310,7 +311,8 @@ class DecodeRunner:
         if piece is not None:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
-        forward = self.shard.forward(whole, torch.from_numpy(np.array(tokens, np.int64)))
+        states = () if piece is not None else [member.state for member in members]
+        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), states)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]

@@ -41,6 +41,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
@@ -279,7 +280,8 @@ class OverlappedDecode:
             for member, offset in zip(members, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(members)))
-        forward = self.shard.forward(step, tokens)
+        states = () if unread_count else [member.state for member in members]
+        forward = forward_unless_kept(self.shard, step, tokens, states)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
         if unread_count and pace_ns is not None:

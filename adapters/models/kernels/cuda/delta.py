@@ -7,7 +7,6 @@ in every step, and computing costs less than reading would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import triton
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.delta_plan import ChunkPlan, FactorScratch
+from adapters.models.kernels.cuda.delta_plan import FIELDS, ChunkPlan, FactorScratch, plan_advance
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.interfaces.delta_interface import (
     BLOCK,
@@ -25,6 +24,7 @@ from adapters.models.kernels.interfaces.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    LayerStates,
     make_raw_state,
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
@@ -34,11 +34,11 @@ from adapters.models.kernels.triton.hopper import hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
-FIELDS = 8  # numbers of a chunk in the plan
 TILE = 64  # values of a head in one program
 AT_ONCE = 8  # heads of a program that works on single rows
 NONE, ALL, SOME = range(3)  # segments of a step that settle
 WALK_STAGES = 2  # chunks that Hopper's kernel has in shared memory or on their way there
+ADVANCED_LAYERS = 16  # whose states one launch moves: their factors take as much memory as those of 16 decode rows
 CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
 # Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
@@ -104,7 +104,7 @@ class CudaDelta:
     ) -> Tensor:
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
-        out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles)
+        out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles, holds=batch.holds)
         if batch.settles or batch.mixed:
             self._keep_rows(convolved[:, weights.shape.keys :], state.keys, None, batch)
         return out
@@ -117,8 +117,12 @@ class CudaDelta:
         state: DeltaState,
         planned: tuple[ChunkPlan, Tensor],
         settles: int,
+        *,
+        holds: bool = False,
     ) -> Tensor:
-        """Launch the kernels. planned: the chunks, and by row of the step whether its segment settles."""
+        """Launch the kernels. planned: the chunks, and by row of the step whether its segment settles. holds: as in
+        `StateBatch`.
+        """
         plan, settled = planned
         shape = weights.shape
         limit = len(plan.chunks)
@@ -170,6 +174,7 @@ class CudaDelta:
             scale,
             TILE=tile,
             SETTLES=settles,
+            HOLDS=holds,
             WALKED=walks,
             **sizes,
             **wide,
@@ -190,6 +195,7 @@ class CudaDelta:
                 segments,
                 scale,
                 STAGES=WALK_STAGES,
+                HOLDS=int(holds),
                 enable_fp_fusion=False,
                 **{key: sizes[key] for key in ("KEY_HEADS", "HEADS", "DV")},
                 **self._options(4),
@@ -217,27 +223,26 @@ class CudaDelta:
             rows.stride(0),
             WIDTH=width,
             EDGE=edge is not None,
+            HOLDS=batch.holds,
             BLOCK=block,
             **self._options(4),
         )
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        """Run a settled step of no rows over a whole chunk that is in the rings."""
-        # In pinned memory, so that the host does not wait for earlier steps. Nothing is new, so no row settles.
-        numbers = torch.tensor([0, 0, slot, base, CHUNK, 0, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
-        if self.device.type == "cuda":
-            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        plan = ChunkPlan(numbers[:FIELDS].view(1, FIELDS), numbers[FIELDS:].view(2, 2), numbers)  # no walks
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
+        """Run settled steps of no rows over a whole chunk that is in the rings, for some layers in each launch.
+
+        The slot of a layer is one of the slots of all layers to the kernels.
+        """
+        whole = states.whole
+        heads, key_size, value_size = whole.memory.shape[1:]
+        shape = DeltaShape((whole.keys.shape[2] - heads * value_size) // key_size, heads, key_size, value_size)
+        nothing = whole.keys.new_empty(0, shape.channels)
+        unread = DeltaWeights(shape, whole.decays, whole.decays, whole.decays)  # by rows that are not new
         unsettled = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for plan in plan_advance(states, slot, base, ADVANCED_LAYERS):
+            self._run(nothing, nothing, unread, whole, (plan, unsettled), ALL)
         last = base % RING + CHUNK
-        for state in states:
-            _, heads, key_size, value_size = state.memory.shape
-            keys = (state.keys.shape[2] - heads * value_size) // key_size
-            shape = DeltaShape(keys, heads, key_size, value_size)
-            nothing = state.keys.new_empty(0, shape.channels)
-            unread = DeltaWeights(shape, state.decays, state.decays, state.decays)  # by rows that are not new
-            self._run(nothing, nothing, unread, state, (plan, unsettled), ALL)
-            state.conv[slot] = state.inputs[slot, last - TAPS + 1 : last]
+        states.stacked.conv[:, slot] = states.stacked.inputs[:, slot, last - TAPS + 1 : last]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, heads, size = x.shape

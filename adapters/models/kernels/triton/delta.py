@@ -253,6 +253,7 @@ def scan(
     PARTS: tl.constexpr,
     READ: tl.constexpr,
     SETTLES: tl.constexpr,
+    HOLDS: tl.constexpr,
     WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -261,7 +262,8 @@ def scan(
     WALKED: `hopper_delta.walk` follows, which processes the chunks without earlier rows of the segments that settle.
     The last programs clear the padded rows, and the others share the runs. memory, float32 `[slots, HEADS, DK, DV]`, is
     moved if the segment settles. SETTLES: 0 if no segment does, 1 if all do, 2 if settled, int64 `[bucket]`, tells it
-    of each row. What later steps need of the gates is kept.
+    of each row. HOLDS: the last chunk of a segment that settles does not move it. What later steps need of the gates is
+    kept.
     """
     if PDL:
         gdc_launch_dependents()
@@ -288,7 +290,9 @@ def scan(
             settles = tl.load(settled_ptr + row0).to(tl.int32)
         if WALKED:
             stop = tl.where(settles != 0, first + (old > 0).to(tl.int32), stop)
-        memory = memory_ptr + (slot * HEADS + head) * DK * DV
+        # Where one launch serves several layers, their states are further apart than the rings.
+        place = tl.load(chunks_ptr + first * FIELDS + 5).to(tl.int64)
+        memory = memory_ptr + (place * HEADS + head) * DK * DV
         state = tl.load(memory + d[:, None] * DV + v, (d < DK)[:, None] & (base > 0) & (stop > first), 0.0)
         for item in range(first, stop):
             row0, count, slot, base, old = _load_chunk(chunks_ptr + item * FIELDS)
@@ -303,7 +307,10 @@ def scan(
             here = (tl.zeros((), tl.int64) + item) * HEADS + head
             g = tl.load(lines_ptr + here * 3 * CHUNK + i)
             beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-            if (settles == 0) | (old + count < CHUNK):
+            moves = old + count == CHUNK
+            if HOLDS:
+                moves = moves & ((settles == 0) | (item + 1 < first + number))
+            if (settles == 0) | (not moves):
                 keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
                 gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING
                 tl.store(gates, beta, keep)
@@ -324,7 +331,7 @@ def scan(
                 read = _product(_parts(at, CHUNK * CHUNK, PARTS), u, read, PARTS, PARTS, PARTS)
                 to = out_ptr + ((row0 + r - old) * HEADS + head)[:, None] * DV + v
                 tl.store(to, read, is_read)
-            if old + count == CHUNK:
+            if moves:
                 last = tl.sum(tl.where(i == CHUNK - 1, g, 0.0), 0)
                 at = fold_ptr + here * PARTS * CHUNK * DK + d[:, None] * CHUNK + i[None, :]
                 state = _product(_parts(at, CHUNK * DK, PARTS), u, state * tl.exp(last), PARTS, PARTS, PARTS)
