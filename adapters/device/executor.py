@@ -315,8 +315,7 @@ class DeviceExecutor:
         state = self._slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
-        if misfit is not None:
+        if (misfit := find_prefill_misfit(self._shard, self._chunk, state, effect)) is not None:
             return misfit
         self._checkpoints.keep_before_prefill(request, effect)
         state.rows_ahead = 0

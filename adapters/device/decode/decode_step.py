@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
@@ -56,7 +56,7 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
-from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
+from adapters.device.speculation.acceptance import Acceptance, StepMember, VerifiedStep, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
@@ -71,15 +71,6 @@ from effects.prefill import PrefillAdvanced
 log = logging.getLogger("rekindle.device")
 
 NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
-
-
-@frozen(eq=False)
-class VerifiedStep:
-    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
-
-    step: Step
-    forward: Forward
-    found: Sequence[Acceptance | DeviceFailed]
 
 
 @define(eq=False)

@@ -45,6 +45,15 @@ class Acceptance:
     accepted: int  # how many of the tokens were proposed
 
 
+@frozen(eq=False)
+class VerifiedStep:
+    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
+
+    step: Step
+    forward: Forward
+    found: Sequence[Acceptance | DeviceFailed]
+
+
 def accept_proposals(
     member: StepMember, picked_at: Callable[[int], PickResult], first: int
 ) -> Acceptance | DeviceFailed:

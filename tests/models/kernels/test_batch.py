@@ -40,17 +40,18 @@ def test_wide_steps_are_told_as_narrow_ones_are(kind: str, rows: int, given: str
 
 
 @pytest.mark.parametrize(
-    ("counts", "rows_only", "settled", "mixed"),
+    ("counts", "rows_only", "settled", "kind"),
     [
-        ((1, 1), False, [0, 0], False),
-        ((1, 64), False, [0] * 65, False),
-        ((1, 65), False, [0] + [1] * 65, True),
-        ((1, 65), True, [1] * 66, False),
+        ((1, 1), False, [0, 0], "single"),
+        ((1, 64), False, [0] * 65, "layers"),
+        ((1, 65), False, [0] + [1] * 65, "mixed"),
+        ((65,), False, [1] * 65, "held"),
+        ((1, 65), True, [1] * 66, "settled"),
     ],
     ids=str,
 )
 def test_rows_of_a_prompt_settle_if_they_are_too_many_to_be_rolled_back(
-    counts: tuple[int, ...], rows_only: bool, settled: list[int], mixed: bool
+    counts: tuple[int, ...], rows_only: bool, settled: list[int], kind: str
 ) -> None:
     batch = StateBatch(BUCKET, CPU)
     batch.before = (0,) * len(counts)
@@ -58,4 +59,6 @@ def test_rows_of_a_prompt_settle_if_they_are_too_many_to_be_rolled_back(
     batch.settle(step)
     batch.load(step, None)
     assert batch.settled.tolist() == [*settled, *[0] * (BUCKET - len(settled))]
-    assert (batch.settles, batch.mixed) == (rows_only, mixed)
+    assert batch.kind == kind
+    assert batch.settles == (kind in {"held", "settled"})
+    assert batch.holds == (kind in {"held", "mixed"})

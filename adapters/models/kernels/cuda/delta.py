@@ -14,6 +14,8 @@ import triton
 from attrs import define, field
 from torch import Tensor
 
+from adapters.models.kernels.cuda import delta_launches
+from adapters.models.kernels.cuda.delta_launches import AT_ONCE, describe_heads
 from adapters.models.kernels.cuda.delta_plan import FIELDS, ChunkPlan, FactorScratch, plan_advance
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.interfaces.delta_interface import (
@@ -29,13 +31,12 @@ from adapters.models.kernels.interfaces.delta_interface import (
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_rows
+from adapters.models.kernels.triton import delta, delta_factor, delta_rows
 from adapters.models.kernels.triton.hopper import hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
 TILE = 64  # values of a head in one program
-AT_ONCE = 8  # heads of a program that works on single rows
 NONE, ALL, SOME = range(3)  # segments of a step that settle
 WALK_STAGES = 2  # chunks that Hopper's kernel has in shared memory or on their way there
 ADVANCED_LAYERS = 16  # whose states one launch moves: their factors take as much memory as those of 16 decode rows
@@ -92,7 +93,7 @@ class CudaDelta:
             AT_ONCE=AT_ONCE,
             ROWS=rows,
             ROLLS=not batch.settles,
-            **_head_constants(shape),
+            **describe_heads(shape),
             **self._options(4),
         )
         if batch.settles or batch.mixed:
@@ -102,6 +103,9 @@ class CudaDelta:
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
+        if batch.single:
+            wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
+            return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
         out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles, holds=batch.holds)
@@ -127,14 +131,12 @@ class CudaDelta:
         shape = weights.shape
         limit = len(plan.chunks)
         segments = len(plan.runs) - 1
-        inputs, parts = PIECES[convolved.dtype]
-        scratch = self._scratch(limit, shape, parts)
-        read = CHUNK if settles == ALL else BLOCK
-        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts, "READ": read}
+        wide = self._wide_options(convolved)
+        scratch = self._scratch(limit, shape, wide["PARTS"])
+        sizes = describe_heads(shape) | {"READ": CHUNK if settles == ALL else BLOCK}
         scale = shape.key_size**-0.5
-        wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
         launch(
-            delta.factor,
+            delta_factor.factor,
             (limit, shape.value_heads),
             plan.chunks,
             convolved,
@@ -245,43 +247,18 @@ class CudaDelta:
         states.stacked.conv[:, slot] = states.stacked.inputs[:, slot, last - TAPS + 1 : last]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, heads, size = x.shape
-        out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
-        launch(
-            delta_rows.gated_norm,
-            (rows, triton.cdiv(heads, AT_ONCE)),
-            x,
-            gate,
-            weight,
-            out,
-            gate.stride(0),
-            eps,
-            HEADS=heads,
-            DV=size,
-            AT_ONCE=AT_ONCE,
-            **self._options(4),
-        )
-        return out
+        return delta_launches.normalize_and_gate(x, gate, weight, eps, self._options(4))
 
     def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        rows, width = x.shape
-        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        launch(
-            delta_rows.gate,
-            (rows, triton.cdiv(width, 1024)),
-            x,
-            gate,
-            out,
-            x.stride(0),
-            gate.stride(0),
-            width,
-            BLOCK=1024,
-            **self._options(4),
-        )
-        return out
+        return delta_launches.apply_gate(x, gate, self._options(4))
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
+
+    def _wide_options(self, convolved: Tensor) -> dict[str, Any]:
+        """Return the options of kernels that multiply whole chunks. Nothing may change the order of their sums."""
+        inputs, parts = PIECES[convolved.dtype]
+        return {"INPUTS": inputs, "PARTS": parts, "enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
 
     def _scratch(self, limit: int, shape: DeltaShape, parts: int) -> FactorScratch:
         key = (triton.next_power_of_2(limit), shape.value_heads, parts, shape.key_size)
@@ -340,7 +317,3 @@ class CudaDelta:
             num_warps=4,
         )
         self._stale = False
-
-
-def _head_constants(shape: DeltaShape) -> dict[str, int]:
-    return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.delta import CHUNK, FIELDS, RING, _load_chunk, _rows
+from adapters.models.kernels.triton.delta_factor import CHUNK, FIELDS, RING, _load_chunk, _rows
 
 
 @triton.jit
