@@ -56,7 +56,13 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
-from adapters.device.speculation.acceptance import Acceptance, StepMember, VerifiedStep, accept_proposals, decode_outcome
+from adapters.device.speculation.acceptance import (
+    Acceptance,
+    StepMember,
+    VerifiedStep,
+    accept_proposals,
+    decode_outcome,
+)
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies

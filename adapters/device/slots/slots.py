@@ -36,7 +36,7 @@ class SlotState:
         many more rows of keys and values.
     salt: whose rows these are; requests of another salt do not share them.
     refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
-    last_row: the position of the prompt's last token and its hidden state `[bucket, D]`, if its row is computed already.
+    last_row: the position of the prompt's last token and its hidden state `[bucket, D]`, if that row is computed.
     """
 
     request: RequestId

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
 from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
+from adapters.models.kernels.step import Forward, Step
 from effects.decode import Decoded, Logprob
 from effects.ids import DeviceFailed, FailureKind, Tokens
 

@@ -8,7 +8,17 @@ from attrs import define, field
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
 from adapters.sequence_layout import TensorSpec
-from tests.device.driver import CHUNK, GREEDY, PENALISED, SAMPLED, Driver, drive, let_run_ahead, prompt_of, straightforward
+from tests.device.driver import (
+    CHUNK,
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    Driver,
+    drive,
+    let_run_ahead,
+    prompt_of,
+    straightforward,
+)
 from tests.device.fake_shard import FakeShard, NoStates
 
 STATES = NoStates((TensorSpec("layers.0.state", "F32", (1,)),))

@@ -42,7 +42,9 @@ def plan_advance(states: LayerStates, slot: int, base: int, most: int) -> Iterat
     layers, rooms = states.stacked.memory.shape[:2]
     slots = states.stacked.keys.shape[1]
     groups = -(-layers // most)
-    numbers = np.zeros(layers * FIELDS + groups * 2 * (most + 2), np.int32)  # each part begins at a multiple of 16 bytes
+    numbers = np.zeros(
+        layers * FIELDS + groups * 2 * (most + 2), np.int32
+    )  # each part begins at a multiple of 16 bytes
     chunks = numbers[: layers * FIELDS].reshape(layers, FIELDS)
     chunks[:, 2] = np.arange(layers) * slots + slot
     chunks[:, 3] = base

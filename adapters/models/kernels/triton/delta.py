@@ -123,9 +123,7 @@ def scan(
             here = (tl.zeros((), tl.int64) + item) * HEADS + head
             g = tl.load(lines_ptr + here * 3 * CHUNK + i)
             beta = tl.load(lines_ptr + here * 3 * CHUNK + CHUNK + i)
-            moves = old + count == CHUNK
-            if HOLDS:
-                moves = moves & ((settles == 0) | (item + 1 < first + number))
+            moves = (old + count == CHUNK) & ((settles == 0) | (item + 1 < first + number) | (not HOLDS))
             if (settles == 0) | (not moves):
                 keep = (i >= old) & (i < old + count) & (tl.program_id(1) % (DV // TILE) == 0)
                 gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + i) % RING

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton for steps with one row of each slot, none of which settles: what most decode steps are.
+"""The gated delta rule in Triton for steps with one row of each slot, none of which settles, as most decode steps are.
 
 One program computes the factor of a row's chunk and reads from the state right after it. `delta_factor.factor` and
 `delta.scan` would write the factor to memory and read it back, and wait for each other. The products are theirs, in the

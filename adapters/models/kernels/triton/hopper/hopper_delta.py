@@ -247,8 +247,9 @@ def walk(
 ):
     """Process the step's chunks of new rows that settle, one segment after the other, for a tile of one head's values.
 
-    HOLDS: 1 if the last chunk of a segment does not move its state. walks: of the plan, `limit` possible ones. Other pointers are those of `delta.scan`. Descriptors bring 64 rows of a
-    key head from `convolved`, 64 rows of the tile's values from there, and one part of mix and of fold.
+    HOLDS: 1 if the last chunk of a segment does not move its state. walks: of the plan, `limit` possible ones.
+    Other pointers are those of `delta.scan`. Descriptors bring 64 rows of a key head from `convolved`, 64 rows of the
+    tile's values from there, and one part of mix and of fold.
     """
     TILE: gl.constexpr = values_desc.block_type.shape[1]
     DK: gl.constexpr = rows_desc.block_type.shape[1]
