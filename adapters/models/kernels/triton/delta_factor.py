@@ -77,7 +77,7 @@ def _inverse(a, rows, PARTS: tl.constexpr):
     j = tl.arange(0, CHUNK)[None, :]
     size: tl.constexpr = BLOCK
     for level in tl.static_range(2):
-        width: tl.constexpr = size << level
+        width = size << level
         if rows > width:  # otherwise no pair has a second block
             pair = (i // (2 * width) == j // (2 * width)) & (i // width != j // width)
             t = t - _times(t, _times(tl.where(pair, a, 0.0), t, PARTS), PARTS)

@@ -39,9 +39,9 @@ def plan_chunks(
 ):
     """Cut the step's segments at multiples of 64. One program, once a forward.
 
-    chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps, and again the
-    slot, whose state `scan` takes. runs[s] = the segment's first chunk and how many it has. The entry after the last
-    possible run holds the number of real rows.
+    chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps, slot of the
+    state. runs[s] = the segment's first chunk and how many it has. The entry after the last possible run holds the
+    number of real rows.
     walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
     there on, their first row, slot, position of that row, and number of rows. The entry after the last possible walk
     holds the number of walks.
