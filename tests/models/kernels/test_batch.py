@@ -62,3 +62,19 @@ def test_rows_of_a_prompt_settle_if_they_are_too_many_to_be_rolled_back(
     assert batch.kind == kind
     assert batch.settles == (kind in {"held", "settled"})
     assert batch.holds == (kind in {"held", "mixed"})
+
+
+@pytest.mark.parametrize("kind", ["plain", "state"])
+def test_a_wide_step_of_several_slots_is_written_as_narrow_ones_are(kind: str) -> None:
+    """Decode rows, and the rows of a prompt that settle."""
+    segments = (*(Segment(slot, 60 + slot, 1) for slot in range(16)), Segment(20, 128, LISTED))
+    step = Step(segments, BUCKET)
+    tokens = torch.arange(step.rows)
+    one, other = batch_of(kind), batch_of(kind)
+    for each in (one, other):
+        if isinstance(each, StateBatch):
+            each.before = (*(0 if slot < 4 else 64 for slot in range(16)), 128)
+        each._staging.fill_(99)  # noqa: SLF001 - what an earlier step has left
+    one.load(step, tokens)
+    other._write(step, tokens.tolist())  # noqa: SLF001 - the way of narrow ones
+    assert torch.equal(one.table, other.table)

@@ -103,7 +103,7 @@ class CudaDelta:
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
-        if batch.single:
+        if batch.single and self._can_read_single(convolved, weights.shape):
             wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
             return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
@@ -208,6 +208,14 @@ class CudaDelta:
         """Return whether Hopper's kernel serves: a wide step in bfloat16, and heads that fill the tensor cores."""
         fills = shape.key_size in (64, 128) and shape.value_size in (64, 128)
         return self.hopper and len(convolved) > NARROW and convolved.dtype == torch.bfloat16 and fills
+
+    def _can_read_single(self, convolved: Tensor, shape: DeltaShape) -> bool:
+        """Return whether the kernel for single rows serves. It is proven for these heads, on Hopper.
+
+        Compiled for keys of 64 by Triton 3.6, it returned other numbers.
+        """
+        fills = shape.key_size == 128 and shape.value_size in (64, 128)
+        return self.hopper and convolved.dtype == torch.bfloat16 and fills
 
     def _keep_rows(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
         plan = self._step_chunks(batch, len(ring))

@@ -107,4 +107,4 @@ def read_single_rows(
             none = tl.zeros((BLOCK, TILE), tl.float32)
             read = _product(q, states, none, INPUTS, PARTS, PARTS) * (tl.exp(own) * scale)[:, None]
             read = _product(mix, u, read, PARTS, PARTS, PARTS)
-            tl.store(to + r[:, None] * 0 + v, read, is_read)
+            tl.store(out_ptr + ((row + r - old) * HEADS + head)[:, None] * DV + v, read, is_read)
