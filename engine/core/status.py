@@ -30,7 +30,9 @@ from states.world import World
 
 def show_rates(rates: Rates) -> dict[str, Any]:
     """Return what /props shows as `rates_ns`, with the loading times as `host` and `disk`, 0 at first."""
-    shown = asdict(rates)
+    # attrs cannot rebuild named tuples, so the times of steps are listed here.
+    steps = {"decode": [*map(list, rates.decode)], "copy_times": [*map(list, rates.copy_times)]}
+    shown = asdict(rates, filter=lambda field, _: field.name not in steps) | steps
     loads = shown.pop("loads")
     return {"prefill": shown.pop("prefill"), "host": 0, "disk": 0, **loads, **shown}
 

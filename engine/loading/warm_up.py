@@ -260,10 +260,11 @@ def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int,
 def run_settling_steps(shard: Pipeline, bucket: int) -> None:
     """Run the further kinds of steps that models with recurrent layers have (`StateBatch.kind`).
 
-    Several rows that do not settle, rows that settle and leave the last ones in the rings, and both together.
+    They are several rows that do not settle, rows that settle and leave the last ones in the rings, and both. Wide
+    steps of the first kind are recorded at their first use.
     """
     settled = min(2 * UNSETTLED, bucket - 1, shard.spec.capacity)
-    kinds: list[tuple[int, ...]] = [(2,)]
+    kinds: list[tuple[int, ...]] = [(2,)] if bucket <= 2 * UNSETTLED else []
     if settled > UNSETTLED:
         kinds.append((settled,))
         if bucket <= MIXED_ROWS_GPU and shard.spec.slots > 1:

@@ -16,15 +16,25 @@ from effects.residency import ModelLoaded
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES, RequestMeter, stage_of
 from engine.core.status import list_running as named
-from engine.core.status import slot_status
+from engine.core.status import show_rates, slot_status
 from engine.core.submission import Submissions
 from states.events import ForRequest, Submitted
+from states.rates import Rates, TimedStep
 from states.request_states import Waiting
 from states.residency import Resolved
 from states.world import advance, make_world
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, collect, engine
 
 PROMPT = tuple(range(10, 110))
+
+
+def test_rates_are_shown_with_the_times_of_decode_steps():
+    decode = TimedStep(0, 1, 0, 5, 0), TimedStep(0, 4, 0, 6, 0)
+    shown = show_rates(Rates((7,), loads={"disk": 3}, decode=decode, copy_times=decode[:1]))
+    assert shown["prefill"] == (7,)
+    assert shown["decode"] == [[0, 1, 0, 5, 0], [0, 4, 0, 6, 0]]
+    assert shown["copy_times"] == [[0, 1, 0, 5, 0]]
+    assert (shown["host"], shown["disk"]) == (0, 3)
 
 
 class Halting:
