@@ -158,8 +158,8 @@ def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
 def compile_step(shard: Shard, number: int) -> None:
     """Run a step of one bucket, in a slot of its own if there are enough.
 
-    A bucket that attends in a different way from the second time on runs twice. Recurrent layers have kernels for further
-    kinds of steps.
+    A bucket that attends in a different way from the second time on runs twice. Recurrent layers have kernels for
+    further kinds of steps.
     """
     bucket = shard.spec.buckets[number]
     step = Step((Segment(number % shard.spec.slots, 0, 1),), bucket)
