@@ -53,9 +53,10 @@ class PrefillRunner:
         def is_given_up() -> bool:
             return self.is_abandoned(request) or self.is_lane_wanted()
 
-        started_ns = time.perf_counter_ns()
         stop = effect.start
-        chunks = run_prefill(self.shard, self.buckets, state, effect, is_given_up, follow=self.decoding.follow)
+        follow = None if self.decoding.proposer is None else self.decoding.follow
+        chunks = run_prefill(self.shard, self.buckets, state, effect, is_given_up, follow=follow)
+        started_ns = time.perf_counter_ns()
         try:
             for stop in chunks:
                 if stop < effect.stop:

@@ -176,7 +176,7 @@ class DenseShard:
             early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
             name = "rows" if early else "layers"
             if self.states.specs and not early:
-                name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
+                name = buffers.batch.kind
             with self.states.settling(step):
                 self._runner.run(self._launcher(name, buffers), buffers, early=early)
                 self._crossing.leave(step, buffers)
