@@ -103,8 +103,9 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
     was last timed, the wide one is taken to have changed in the same proportion.
     """
     times: dict[ShapeKey, int] = {}
-    for span, members, rows, ns, plain_then_ns in decode:
-        if (span, members) in near:
+    for one in decode:
+        if (one.span, one.members) in near:
+            span, members, rows, ns, plain_then_ns = one
             plain = times.get((span, members, 0), 0)
             times[span, members, rows] = ns * plain // plain_then_ns if plain_then_ns and plain else ns
     return times
