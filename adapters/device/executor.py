@@ -315,8 +315,7 @@ class DeviceExecutor:
         state = self._slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
-        if misfit is not None:
+        if (misfit := find_prefill_misfit(self._shard, self._chunk, state, effect)) is not None:
             return misfit
         self._checkpoints.keep_before_prefill(request, effect)
         state.rows_ahead = 0
@@ -334,7 +333,8 @@ class DeviceExecutor:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self._chunk and self._shard.states.specs and is_out_of_memory(error):
+            is_lost = effect.stop - effect.start > self._chunk or not self._shard.states.survives_failure
+            if is_lost and self._shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
         # Without waiting, the host would acknowledge rows that the device has yet to compute.

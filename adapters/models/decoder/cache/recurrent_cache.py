@@ -36,6 +36,7 @@ class RecurrentCache:
     """
 
     block = CHUNK
+    survives_failure = True
 
     def __init__(
         self,
