@@ -76,7 +76,7 @@ class StatelessLayers:
 
     specs: tuple[()] = ()
     block: int = 64
-    places: int = 0
+    checkpoint_count: int = 0
 
 
 @define

@@ -4,11 +4,11 @@ executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
-[--family gpt_oss] [--quantize int8] [--cpu-experts 2] [--longest 700] [--answer 48]`
+[--family gpt_oss] [--gguf Q8_0] [--quantize int8] [--cpu-experts 2] [--longest 700] [--answer 48]`
 
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
-for Gemma 4 `--draft assistant` an assistant.
+for Gemma 4 `--draft assistant` an assistant. With `--gguf Q8_0` it is a GGUF file with weights of that type.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 
@@ -63,7 +63,7 @@ from engine.serving.re_execute import execute
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
 from engine.settings.paths import find_model_folder
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from states.residency import resolve_residency
 
 ANSWER = 48  # tokens
@@ -239,7 +239,10 @@ class Comparison:
     async def trees(self) -> list[Answered]:
         """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
         return await together(
-            self.target, self.jobs, tree=TREE, rates=Rates(decode=((0, 1, 0, 1000, 0), (0, 1, 32, 1001, 1000)))
+            self.target,
+            self.jobs,
+            tree=TREE,
+            rates=Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000))),
         )
 
     async def continued(self) -> list[Answered]:
@@ -360,6 +363,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     kinds = [kind for kind in (given.dtype, given.kv_dtype, given.quantize) if kind not in ("auto", "none")]
+    kinds += [f"{given.gguf} in GGUF"] if given.gguf else []
     kinds += [] if given.cpu_experts == "auto" else [f"{given.cpu_experts} layers' experts on the CPU"]
     subject = ", ".join([Path(given.model).stem, *kinds])
     name = "-".join(["exactness", slug(subject)])
@@ -427,6 +431,7 @@ def main() -> int:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--cpu-experts", default="auto", help="layers whose experts the host computes")
     parser.add_argument("--family", default="", choices=["", *FAMILIES])
+    parser.add_argument("--gguf", default="", help="the type of weights of a GGUF file that --family becomes")
     parser.add_argument("--only", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
     parser.add_argument("--digests", action="store_true", help="all logits are compared as well")
@@ -434,7 +439,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.family:
-            model, draft = save_family(given.family, Path(folder), given.draft)
+            model, draft = save_family(given.family, Path(folder), given.draft, given.gguf)
             given.model = str(model)
             given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
         where = {"device": given.device, "threads": given.threads}

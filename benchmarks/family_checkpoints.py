@@ -9,6 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from adapters import demo
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -17,6 +20,7 @@ from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
 from tests.models.eagle3_drafts import random_eagle3, save_eagle3
+from tests.models.ggufs import packed, write_gguf
 from tests.models.windowed import WINDOWED
 
 VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
@@ -56,12 +60,30 @@ DRAFT = DFlashConfig(
 EAGLE3 = Eagle3Config(HIDDEN, 128, 4, 2, 32, Rotary(32, 1e4), (0, 1, 2), HIDDEN, vocab=VOCABULARY // 2, has_map=True)
 
 
-def save_family(name: str, folder: Path, drafts: str = "dflash") -> tuple[Path, Path]:
-    """Write the checkpoint and its draft below `folder`, and return their folders. One name always gives one model.
+def save_family(name: str, folder: Path, drafts: str = "dflash", gguf: str = "") -> tuple[Path, Path]:
+    """Write the checkpoint and its draft below `folder`, and return their paths. One name always gives one model.
 
     drafts: the kind of the draft: "dflash", "eagle3", "mtp" for the checkpoint's own head, or, for Gemma 4,
     "assistant".
+    gguf: the checkpoint becomes a GGUF file with weights of this type. Empty: it is a folder.
     """
+    model, draft = save_folders(name, folder, drafts)
+    if gguf:
+        kind = GGMLQuantizationType[gguf]
+        model = write_gguf(folder / f"{name}.gguf", model, kind, pack=pack_weight, tokenizer="smollm")
+    return model, draft
+
+
+def pack_weight(name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
+    """Pack a weight as llama-quantize does: MXFP4 is for experts only, and rows that are no whole blocks stay F16."""
+    if kind is GGMLQuantizationType.MXFP4 and not name.endswith("_exps.weight"):
+        kind = GGMLQuantizationType.Q8_0
+    block, _ = GGML_QUANT_SIZES[kind]
+    return packed(name, weight, kind if weight.shape[-1] % block == 0 else GGMLQuantizationType.F16)
+
+
+def save_folders(name: str, folder: Path, drafts: str) -> tuple[Path, Path]:
+    """Write the checkpoint and its draft as folders below `folder`, and return these."""
     model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
     settings = {**told, **{key: value for key, value in own.items() if key != "head_dim" or name not in COMPRESSED}}

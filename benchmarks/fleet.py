@@ -4,8 +4,9 @@
 answers all turns first, one session after another; each turn contains the answers before it. Then a fleet of two
 replicas on this machine answers the same requests, all sessions at a time, with a pause before each turn. Meanwhile
 busy replicas are killed with SIGKILL, by turns the server and its actor, and the options are updated. The replicas
-share a tier in an S3 store, `moto`'s server process, which is killed and started again without its objects. Every
-answer is compared token by token. Half of the answers are streams. `--outages 0` runs without a shared tier.
+share a tier in an S3 store, `moto`'s server process, which is killed and started again without its objects. With
+`--store file` they share a folder, which goes away and comes back as a mount would. Every answer is compared token by
+token. Half of the answers are streams. `--outages 0` runs without a shared tier.
 
 What happens is placed by the number of the turn, and not by time (`TurnGate`): before the first turn behind a given
 number begins, all earlier turns have been answered, and what is due there has begun. So an outage in the middle of the
@@ -272,8 +273,27 @@ def plan_steps(given: argparse.Namespace) -> deque[str]:
     return steps
 
 
+@frozen
+class SharedFolder:
+    """A folder as a store that can go away. A file has its name meanwhile, so every operation on it fails."""
+
+    folder: Path
+
+    @property
+    def _moved(self) -> Path:
+        return self.folder.with_name("away")
+
+    def kill(self) -> None:
+        self.folder.rename(self._moved)
+        self.folder.touch()
+
+    def start(self) -> None:
+        self.folder.unlink()
+        self._moved.rename(self.folder)
+
+
 async def disturb(
-    url: str, update: Sequence[str], store: MotoServer | None, given: argparse.Namespace, gate: TurnGate
+    url: str, update: Sequence[str], store: MotoServer | SharedFolder | None, given: argparse.Namespace, gate: TurnGate
 ) -> None:
     """Kill replicas, update the options and stop the store, evenly over the turns.
 
@@ -398,6 +418,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--outages", type=int, default=1)
+    parser.add_argument("--store", choices=("s3", "file"), default="s3")
     parser.add_argument("--port", type=int, default=8470)
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--runs", type=int, default=400)
@@ -425,10 +446,17 @@ def publish_overhead(given: argparse.Namespace, several: list[str], kept: Path) 
 
 
 @contextmanager
-def open_shared_store(given: argparse.Namespace) -> Iterator[tuple[MotoServer | None, list[str]]]:
+def open_shared_store(
+    given: argparse.Namespace, kept: Path
+) -> Iterator[tuple[MotoServer | SharedFolder | None, list[str]]]:
     """Yield the store that is to go away, and the words with which a fleet uses it."""
     if not given.outages:
         yield None, []
+        return
+    if given.store == "file":
+        folder = SharedFolder(kept / "shared")
+        folder.folder.mkdir()
+        yield folder, ["--kv-shared-tier", folder.folder.as_uri()]
         return
     command = find_moto()
     assert command is not None, "pip install 'moto[server]', or name its command in REKINDLE_MOTO_SERVER"
@@ -442,7 +470,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
     outcome = Outcome()
     gate = TurnGate(opened=0)
 
-    async def run(url: str, address: str, words: Sequence[str], store: MotoServer | None) -> None:
+    async def run(url: str, address: str, words: Sequence[str], store: MotoServer | SharedFolder | None) -> None:
         update = [*words, "--address", address, "--request-timeout", "1800"]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(disturb, url, update, store, given, gate)
@@ -452,7 +480,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
                 await outcome.shared.read(client)
             tasks.cancel_scope.cancel()
 
-    with open_shared_store(given) as (store, more):
+    with open_shared_store(given, kept) as (store, more):
         words = [*several, *more]
         with run_program(words, kept / "fleet.log") as (url, address):
             anyio.run(run, url, address, words, store)
@@ -469,6 +497,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
     print_table("turns in the fleet", [raw])
     print(*outcome.failures[:5], sep="\n")
     at = f"{outcome.answered} turns, {given.kills} kills, {given.updates} updates, {given.outages} outages"
+    at += f" of {given.store}" if given.outages else ""
     none = Goal(at_most=0)
     figures = [
         Figure("service", "Fleet: requests that failed without a token", at, "", len(outcome.failures), goal=none),
@@ -482,7 +511,8 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
             goal=Goal(at_least=0.9),
         ),
     ]
-    publish(given, "fleet", {**raw, "failures": outcome.failures}, figures, device="cpu")
+    name = "fleet-file" if given.store == "file" else "fleet"
+    publish(given, name, {**raw, "failures": outcome.failures}, figures, device="cpu")
 
 
 if __name__ == "__main__":

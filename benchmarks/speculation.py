@@ -52,7 +52,7 @@ from engine.serving.serve import freeze_collected
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
 from states import step_prices
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 LONGEST = 512  # tokens of a prompt
@@ -256,7 +256,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
                 watched = WatchedProposer(proposer, {})
                 target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
                 width = step_prices.round_up_to_bucket(1 + target.settings.max_proposals)
-                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, width, 1001, 1000)))
+                flat = Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, width, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]

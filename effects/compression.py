@@ -19,7 +19,8 @@ WHOLE = 1000  # thousandths
 class PromptPart:
     """A message of a prompt: its tokens `[start, stop)`, which begin behind the marker that opens the message.
 
-    A message that has aged may be frozen: shortened once, and served in that form from then on.
+    The client or the server's options say from which age on a message has aged: then `keep` is not 0. Such a message
+    may be frozen, which means that it is shortened once and served in that form from then on.
     """
 
     role: str
@@ -32,10 +33,11 @@ class PromptPart:
 
     @property
     def length(self) -> int:
+        """The number of tokens of the message."""
         return self.stop - self.start
 
     def __attrs_post_init__(self) -> None:
-        """Refuse impossible parts. They also come out of traces, which are hostile input."""
+        """Refuse impossible parts. Parts are also read from traces, which are hostile input."""
         edges = [0, *(at for span in self.kept or () for at in span), self.length]
         if not 0 <= self.keep <= WHOLE or edges != sorted(edges):
             raise ValueError(f"a part of a prompt that cannot be: {self}")
@@ -55,7 +57,7 @@ class Compression:
     least: int = 0  # tokens of aged messages together from which on freezing is worth it, if the prompt fits
 
     def __attrs_post_init__(self) -> None:
-        """Refuse impossible values. Jobs also come out of traces, which are hostile input."""
+        """Refuse impossible values. Jobs are also read from traces, which are hostile input."""
         edges = [at for part in self.parts for at in (part.start, part.stop)]
         natural = min(self.threshold, self.least, *edges[:1]) >= 0
         if not 1 <= self.keep <= WHOLE or edges != sorted(edges) or not natural:
@@ -93,4 +95,5 @@ def select_tokens(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
 
 
 def count_tokens(spans: Sequence[Span]) -> int:
+    """Count the tokens in these spans together."""
     return sum(stop - start for start, stop in spans)

@@ -22,7 +22,10 @@ def find_match_class(matched: int) -> int:
 
 
 def infer_accepted(done: Decoded) -> int:
-    """Return the accepted proposals: all tokens but the target's own. An executor says so if there is no such token."""
+    """Return the number of accepted proposals: all tokens except the last one, which the target added itself.
+
+    It is the default of `Decoded.accepted`. An executor whose last token is a proposal too sets that field itself.
+    """
     return len(done.tokens) - 1 if done.proposed else 0
 
 
@@ -50,11 +53,11 @@ class Decoded:
 
 @frozen
 class Copying:
-    """The rule by which a member of a launch copies earlier text: decided in advance, since matches are found between
-    its steps.
+    """The rule by which a request of a launch copies earlier text.
 
-    A step in which the member's text has a match proposes as many tokens as `counts` says for the class of the match.
-    They replace what a draft would propose.
+    The core makes the rule in advance, because the executor finds matches between two steps and does not ask the core
+    there. A step before which the request's text has a match proposes as many copied tokens as `counts` says for the
+    class of that match. They replace the proposals of a draft.
     """
 
     counts: tuple[int, ...]  # tokens, for each of MATCH_CLASSES; 0: nothing is copied

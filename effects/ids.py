@@ -37,8 +37,8 @@ class DeviceFailed:
     """A device effect did not happen.
 
     If it was abandoned, ran out of memory or came to a dead end, what was acknowledged before still holds. After any
-    other failure the slot's rows cannot be trusted. lost: the rows are gone, as `SlotsLost` has reported before.
-    dead_end: the request's grammar lets no token follow.
+    other failure the slot's rows cannot be trusted. The kind `lost` means that the rows are gone, as `SlotsLost` has
+    reported before. The kind `dead_end` means that the request's grammar lets no token follow.
     """
 
     kind: FailureKind
@@ -49,7 +49,8 @@ class DeviceFailed:
 class StoreFailed:
     """A store effect did not happen. The store has released the lease that the effect used.
 
-    lost: the slot's positional state was overwritten in part, so it is gone. The slot's rows are still there.
+    The kind `lost` means that the slot's positional state was overwritten in part, so the state is gone. The slot's
+    rows are still there.
     """
 
     kind: FailureKind

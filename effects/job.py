@@ -99,7 +99,7 @@ def find_aged_messages(job: Job) -> tuple[PromptPart, ...]:
 
 
 def explain_no_compression(job: Job, scorer_limit: int) -> str:
-    """Return why the job's prompt is never compressed, machine-readable; empty: it may be.
+    """Return why the job's prompt is never compressed, machine-readable; "" if it may be.
 
     scorer_limit: tokens that the prompt scorer takes at most; 0: there is none.
 

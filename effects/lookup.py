@@ -13,7 +13,8 @@ from effects.ids import LeaseId, Side, StoreFailed, Tier, Tokens
 class PrefixFound:
     """Rows `[0, length)` are in the store, and stay there until `lease` is released.
 
-    Where the model has positional state, requests can go on from its checkpoints only. The last one is at `length`.
+    Where the model has positional state, a request can only continue from a checkpoint of that state. The last
+    checkpoint is at `length`.
     """
 
     lease: LeaseId

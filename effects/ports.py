@@ -201,8 +201,8 @@ MAX_RECENT_SHOWN = 32  # requests that have ended; each takes 400 bytes
 class Activity:
     """The requests of an engine, running and ended, for people who watch it."""
 
-    running: tuple[RequestStatus, ...]  # MOST_RUNNING at most
-    recent: tuple[PastRequest, ...]  # the last ones that have ended, the newest first; MOST_RECENT at most
+    running: tuple[RequestStatus, ...]  # MAX_RUNNING_SHOWN at most
+    recent: tuple[PastRequest, ...]  # the last ones that have ended, the newest first; MAX_RECENT_SHOWN at most
     totals: Totals
 
 

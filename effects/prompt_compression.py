@@ -12,9 +12,10 @@ from effects.ids import DeviceFailed, Side, Span, Tokens
 
 @frozen
 class PromptCompressed:
-    """The prompt is scored, and it is decided what is kept.
+    """The prompt is scored, and the executor has chosen the tokens that are kept.
 
-    Where messages were shortened one by one (`apart`), `kept` says what is kept of all of them, and `prompt` is empty.
+    Where messages were shortened one by one (`CompressPrompt.apart`), `kept` lists the kept spans of all of these
+    messages, and `prompt` is empty.
     """
 
     prompt: Tokens  # the tokens that are kept; the whole prompt, where nothing could be left out
@@ -25,17 +26,21 @@ class PromptCompressed:
 
 @frozen
 class PromptScored:
-    """Part of the work is done, as much as scoring tokens `[0, stop)` would take. More has to be asked for."""
+    """A part of the scoring is done: about the share of the work that tokens `[0, stop)` have in it.
+
+    The core asks for the next part with another `CompressPrompt`.
+    """
 
     stop: int
 
 
 @frozen
 class CompressPrompt:
-    """Score a prompt for as long as C tokens take. The last of these effects also picks what is kept.
+    """Score the next part of a prompt: about as much work as one chunk of `Settings.chunk` tokens.
 
-    The first one, with start 0, carries the prompt and how much of it to keep. The executor remembers that, together
-    with the scores, until it has reported what is kept, or the work has failed or was abandoned.
+    A prompt takes several of these effects, one after the other. The first one, with start 0, carries the prompt and
+    how much of it to keep. The last one also chooses the tokens that are kept. Between them the executor remembers the
+    prompt and the scores, until it has reported `PromptCompressed`, or the work has failed or was abandoned.
     """
 
     outcomes: ClassVar = (PromptScored, PromptCompressed, DeviceFailed)

@@ -42,4 +42,4 @@ class UnloadModel:
     outcomes: ClassVar = (ModelUnloaded, DeviceFailed)
     side: ClassVar = Side.DEVICE
     name: ModelName
-    keep: bool = True  # in host memory; otherwise they are released and read again from disk next time
+    keep: bool = True  # keep the weights in host memory; otherwise release them, and read them from disk next time

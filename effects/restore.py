@@ -13,8 +13,8 @@ from effects.ids import LeaseId, Side, SlotId, StoreFailed
 class BlocksRestored:
     """Rows `[start, stop)` of the slot are on the device, and the lease is released.
 
-    Where the model has positional state, the slot has the one at `stop`. If the slot had all rows before, the state is
-    all that was loaded, and there are no rows in the span.
+    Where the model has positional state, the slot has the state behind row `stop` now. If the slot had all rows before,
+    only that state was loaded, and the span is empty.
     """
 
     start: int

@@ -11,7 +11,10 @@ from effects.ids import Side, SlotId, StoreFailed, Tokens
 
 @frozen
 class SnapshotSaved:
-    """Rows `[0, length)` are in host memory, and are written in the background. There was no time or room for more."""
+    """Rows `[0, length)` are in host memory, and lower tiers write them in the background.
+
+    If `length` is less than what was asked for, time or memory ended before the rest was copied.
+    """
 
     length: int
     bytes: int

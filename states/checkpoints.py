@@ -30,6 +30,7 @@ EMPTY = StateCheckpoint()
 
 
 def replace_checkpoint(checkpoints: Checkpoints, number: CheckpointId, checkpoint: StateCheckpoint) -> Checkpoints:
+    """Return the checkpoints with another one at this number."""
     return (*checkpoints[:number], checkpoint, *checkpoints[number + 1 :])
 
 
@@ -52,10 +53,13 @@ def drop_beyond(checkpoints: Checkpoints, slot: int, rows: int) -> Checkpoints:
 
 
 def hand_over(checkpoints: Checkpoints, slot: int, rows: int, sequences: Sequence[Tokens]) -> Checkpoints:
-    """Do as `drop_beyond` before a slot serves another prompt, but save checkpoints that other slots can use.
+    """Return the checkpoints after a slot keeps only its first `rows` rows, because it will serve another prompt.
 
-    A checkpoint is handed over to a slot that keeps the same tokens, unless such a slot has that state already.
-    sequences: by slot, what it keeps.
+    Checkpoints of the slot beyond these rows are emptied, as `drop_beyond` does, with one exception. If another slot
+    keeps a sequence that begins with the same tokens, the checkpoint belongs to that slot from now on. It is emptied
+    all the same if such a slot has a checkpoint at that row already.
+
+    sequences: by slot, the tokens that the slot keeps.
     """
 
     def pass_on(checkpoint: StateCheckpoint) -> StateCheckpoint:
@@ -73,9 +77,10 @@ def hand_over(checkpoints: Checkpoints, slot: int, rows: int, sequences: Sequenc
 
 
 def rate_checkpoint(checkpoints: Checkpoints, checkpoint: StateCheckpoint, turn: int) -> int:
-    """Return what a checkpoint is worth, in thousandths of a token: tokens that it saves, divided by its age.
+    """Return what a checkpoint is worth, in thousandths of a token: the tokens that it saves, divided by its age.
 
-    Without it a request would go on from the checkpoint before it. The age is one more than the requests since its use.
+    Without it, a request would continue from the checkpoint before it in the same slot, and compute the tokens between
+    the two. The age is 1 plus the number of requests that have ended since the checkpoint was last used.
     """
     earlier = (other.at for other in checkpoints if other.slot == checkpoint.slot and other.at < checkpoint.at)
     return 1000 * (checkpoint.at - max(earlier, default=0)) // (1 + turn - checkpoint.last_turn)

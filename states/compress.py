@@ -71,6 +71,7 @@ def serve_without_scorer(
 def continue_scoring(
     state: Compressing, event: PromptScored, _: DecisionContext
 ) -> Transition[Compressing, CompressPrompt]:
+    """Score the next part of the prompt."""
     return Transition(state, CompressPrompt(event.stop))
 
 
@@ -125,11 +126,13 @@ def select_spans_within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, 
 
 
 def give_up_compression(state: Compressing, event: DeviceFailed, context: DecisionContext) -> ReleaseScorer:
+    """Give the scorer back and serve the prompt as it is, because scoring has failed."""
     whole = keep_prompt_whole(state.prompt, f"drafter_{event.kind}")
     return release_prompt_scorer(context, state.slot_lease, whole)
 
 
 def release_prompt_scorer(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReleaseScorer:
+    """Give the scorer back. `prompt` is served afterwards."""
     return Transition(UnloadingScorer(slot_lease, prompt), unload_model(context.settings, "scorer"))
 
 
@@ -159,7 +162,10 @@ def recover_while_releasing(
 
 
 def keep_prompt_whole(prompt: Prompt, why_not: str, ns: int = 0) -> Prompt:
-    """Return the prompt as it is after a compression that came to nothing. Its stored rows are looked up again."""
+    """Return the prompt with the reason why no token of it was left out. It is not compressed a second time.
+
+    ns: nanoseconds that the scorer took.
+    """
     before = prompt.compression or Compressed(len(prompt.job.prompt))
     return evolve(prompt, compression_tried=True, compression=evolve(before, why_not=why_not, ns=ns))
 

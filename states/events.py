@@ -100,6 +100,8 @@ Common: TypeAlias = SlotsLost | ExpertsUsed | TimerElapsed  # they happen to the
 
 @frozen
 class ForRequest:
+    """An event of one request."""
+
     request: RequestId
     event: Event
 
@@ -126,6 +128,8 @@ class ForLaunch:
 
 @frozen
 class ForEngine:
+    """An event that belongs to no single request."""
+
     event: Common
 
 

@@ -1,12 +1,13 @@
-"""Experts that the device has no room for: whether the host computes them, and which of them are on the device.
+"""Experts that the device has no room for: either the host computes them, or they are copied to the device when needed.
 
-`choose_expert_placement` decides at the start, once for all rows. The rest of this module is about experts that are
-brought to the device: it has those that recent steps have needed most, and host memory has all of them.
+`choose_expert_placement` chooses between the two once, at the start of the server. The rest of this module is about the
+second way. Host memory has all experts then, and the device has a number of expert slots. `choose_moves` decides after
+each report which experts have these slots: those that recent steps have needed most.
 
-An expert that is needed and is not on the device is copied there for that step alone. So a slot on the device saves one
-copy for every step that needs its expert. Uses are therefore counted in steps and not in rows. They fade, because
-what people talk about changes. And an expert has to be used clearly more often to take a slot, because a move costs a
-copy itself, and a small difference may be chance.
+An expert that a step needs and that has no slot is copied to the device for that step alone. So a slot saves one copy
+in every step that needs its expert. Therefore uses are counted in steps and not in rows. Earlier uses fade, because the
+subjects of conversations change. To take another expert's slot, an expert has to be needed clearly more often: the move
+costs a copy itself, and a small difference may be chance.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ FADE_DIVISOR = 8  # at every report an eighth of what was counted before is forg
 
 @frozen
 class ExpertPrices:
-    """Measured nanoseconds, of one decoded row.
+    """Measured times, in nanoseconds, for one decoded row.
 
-    compute_ns: the host runs the row through its experts of one layer, with the row's way there and back. bring_ns: the
-    weights of one expert are copied to the device.
+    compute_ns: the host computes the row's experts of one layer, including the transfer of the row to the host and
+    back. bring_ns: the weights of one expert are copied to the device.
     """
 
     compute_ns: int
@@ -36,10 +37,10 @@ class ExpertPrices:
 
 @frozen
 class ExpertPlacement:
-    """The place of experts that the device has no room for.
+    """The way in which experts are computed that the device has no room for.
 
-    cpu_layers: the host computes the experts of this many first layers. brings: host memory has all experts, and those
-    that are chosen are brought to the device.
+    cpu_layers: the host computes the experts of this many layers, the first ones. brings: host memory has all experts,
+    and those that a step needs are copied to the device.
     """
 
     cpu_layers: int = 0
@@ -47,13 +48,15 @@ class ExpertPlacement:
 
 
 def choose_expert_placement(prices: ExpertPrices, least: int, chosen: int) -> ExpertPlacement:
-    """Return what is sooner for a decoded row: to compute the experts of `least` layers, or to bring them.
+    """Return the quicker way for a decoded row: the host computes the experts of `least` layers, or they are copied.
 
-    least: layers whose experts have to leave the device, so that the others fit. chosen: experts of a row.
+    A mixture of both ways is never quicker than the better of the two, because the time grows linearly with the number
+    of layers that the host computes. The device holds the same share of all experts either way. So if all experts are
+    needed equally often, a row lacks as many experts on the device as it has in `least` layers. Therefore it is enough
+    to compare the times of one layer.
 
-    The time is linear in the number of layers that the host computes, so a mixture of both ways is never quicker than
-    the better one. The device has room for the same share of experts either way. So as many experts are brought, if
-    all are chosen alike, as the host would compute, and the prices of one layer decide.
+    least: layers whose experts have to leave the device, so that the other layers' experts fit. chosen: the experts
+    that the router picks for a row in one layer.
     """
     if prices.compute_ns < chosen * prices.bring_ns:
         return ExpertPlacement(cpu_layers=least)
@@ -65,7 +68,10 @@ Moves = tuple[tuple[int, int], ...]  # each (expert slot, expert)
 
 @frozen
 class Residents:
-    """The expert in each slot of the device, and how much each expert was used. All layers are numbered through."""
+    """The expert in each expert slot of the device, and how much each expert was used.
+
+    Experts are numbered over all layers: those of layer 0 first, then those of layer 1, and so on.
+    """
 
     uses: tuple[int, ...] = ()  # by expert
     expert_slots: tuple[int, ...] = ()  # by slot, the expert that has it

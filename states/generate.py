@@ -41,6 +41,7 @@ from states.settings import DecisionContext
 
 
 def start_with_draft(state: UnparkingDraft, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
+    """Begin to compute the prompt, now that the draft is loaded and leased to the request."""
     control = suffix_control.make_control(context.settings, context.rates)
     return prefill_or_decode(context.settings, state.slot_lease, state.prompt, MayPropose(control))
 
@@ -131,4 +132,5 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
 
 
 def fail_generation(state: Prefilling | Speculating, event: DeviceFailed, context: DecisionContext) -> FailRequest:
+    """Close the stream with the failure. What can be trusted of the rows is kept."""
     return fail_request(context, state, event)

@@ -104,6 +104,10 @@ def check_follows(world: World) -> None:
 
 
 def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:
+    """Check that each request has one device effect at most, and that no lane is idle or blocked without a reason.
+
+    held: as in `check_slots`.
+    """
     on_lanes = [one.request for lane in world.lanes.values() for one in (*lane.waiting, *lane.running)]
     assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
@@ -116,6 +120,10 @@ def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
 
 
 def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:
+    """Check that a leased model is loaded, and that models and requests agree about the leases.
+
+    held: as in `check_slots`.
+    """
     for name, model in world.models.items():
         leases = model.leases
         assert len(set(leases)) == len(leases), f"a request leases the {name} twice"

@@ -38,10 +38,10 @@ def get_kept_sequence(settings: Settings, left: RequestRemainder) -> Tokens:
 
 
 def find_own_state(settings: Settings, left: RequestRemainder) -> int:
-    """Return the row up to which the slot itself has the positional state that its rows can be continued from; 0: none.
+    """Return the row behind which the slot itself has a usable positional state; 0: it has none.
 
-    The slot has the state at the end of its last block. Where decoded rows are not kept, blocks may be longer than the
-    distance at which the model keeps states. Then the state is there only if a prefill stopped exactly at that row.
+    A slot has the state behind its last whole block. If decoded rows are not kept, a block may be longer than the
+    distance at which the model keeps states. Then the slot has that state only if its rows end exactly there.
     """
     valid_rows = left.slot_lease.valid_rows
     at = round_down_to_block(settings, valid_rows)
@@ -55,9 +55,10 @@ def count_usable_tokens(settings: Settings, prompt: Prompt, length: int) -> int:
 
 
 def continue_lease(settings: Settings, slot_lease: SlotLease, held: Tokens, tokens: Tokens) -> SlotLease:
-    """Return the lease of a slot that has rows of `held`, after its prompt has become `tokens`.
+    """Return the lease of a slot whose rows stand for `held`, after other tokens are to be served in it.
 
-    Rows that both begin with stay, in whole blocks. Positional state that lies beyond them is of no use.
+    Rows stay valid as far as both sequences begin alike, in whole blocks. If the slot's positional state lies behind
+    those rows, it is of no use: then no row is valid, though the rows are there (`SlotLease.rows_ahead`).
     """
     rows = count_continuable_rows(settings, held, tokens)
     valid_rows = rows

@@ -81,6 +81,7 @@ def choose_lane(settings: Settings, effect: Effect) -> LaneId:
 
 
 def enqueue_effect(lane: Lane, effect_request: EffectRequest) -> Lane:
+    """Append an effect to the effects that wait for the lane."""
     return with_effect_requests(lane, (*lane.waiting, effect_request), lane.running)
 
 

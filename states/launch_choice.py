@@ -269,18 +269,17 @@ def plan_proposals(
     *,
     draft_is_lost: bool = False,
 ) -> Plan:
-    """Plan how many tokens each decode step proposes.
+    """Plan what each decode step proposes, and for how many steps of its launch the plan holds (`Plan.steps`).
 
-    A step is one forward. A launch is what the lane carries out without asking the core, and may take many steps. All
-    of them propose what the plan says, and `Plan.steps` limits their number.
+    A launch takes its steps without asking the core, so one plan holds for all of them. It may not hold too long: all
+    prices are multiples of the time of a plain step, so that time is measured again and again.
 
-    A draft proposes in every step, so its steps are limited to those that are left until a plain one is due. A plan of
-    copies alone has its own limit: at least 64 steps (`REVIEW_STEPS`), at most as many as are left until copies are
-    tried again (512), or none. Its steps without a match are plain ones and are measured in between, and
-    `Copying.steps` limits those that copy to 16.
+    * If a draft proposes, it does so in every step. The plan holds for the rest of PLAIN_STEP_INTERVAL steps.
+    * If there are only copies, steps without a match are plain ones. The plan holds until copies that do not pay now
+      are tried again, and at least for REVIEW_STEPS; without such copies it holds for good.
+    * If a plain step is due, or was never timed, nothing is proposed, and the plan holds for one step.
 
-    proposing_steps: steps since the last plain one. After PLAIN_STEP_INTERVAL of them a plain step is measured again,
-    and already after one where the known time of a plain step looks too long to be true.
+    proposing_steps: steps since the last plain one. One is enough if `StepPrices.plain_suspect` doubts the plain time.
     """
     controls = [find_control(requests, one) for one in decode_steps]
     effects = get_decode_effects(decode_steps)
@@ -320,6 +319,7 @@ def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
 
 
 def get_decode_effects(decode_steps: Sequence[EffectRequest]) -> list[RunDecode]:
+    """Return the effects of the requests that are decode steps."""
     return [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
 
 

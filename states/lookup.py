@@ -53,15 +53,18 @@ OpenAndContinue: TypeAlias = ReopenAndServe | Transition[LoadingScorer, OpenSlot
 
 
 def submit_request(_: New, event: Submitted, __: DecisionContext) -> Transition[Waiting, ReportProgress]:
+    """Let a new request wait for a slot. The first progress report says that it is accepted."""
     prompt = make_prompt(event.job)
     return Transition(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
 
 
 def refuse_request(_: New, event: Rejected, __: DecisionContext) -> Transition[Done, CloseStream]:
+    """Close the stream of a new request at once, because the queue is full."""
     return Transition(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
 
 
 def cancel_waiting(state: Waiting, event: Cancelled, _: DecisionContext) -> Transition[Done, CloseStream]:
+    """Close the stream of a request that has no slot. It is done at once, because nothing of it is in flight."""
     report = make_report_without_slot(state.prompt)
     return Transition(Done(), CloseStream(FINISH[event.reason], report, event.reason))
 
@@ -122,6 +125,7 @@ def use_found_prefix(state: LookingUp, event: PrefixFound, context: DecisionCont
 
 
 def continue_after_miss(state: LookingUp, event: PrefixMissed, context: DecisionContext) -> ContinueRequest:
+    """Continue with the rows that the slot has, because the stores have no more of the prompt."""
     prompt = note_miss(context.settings, state.slot_lease, state.prompt, event.reason)
     shared_tokens = prompt.shared_tokens or event.shared
     prompt = evolve(prompt, shared_tokens=shared_tokens, stored_rows=event.length)

@@ -52,16 +52,18 @@ AnyTransition: TypeAlias = Transition[Any, *tuple[Any, ...]]
 
 
 @overload
-def prepend_effect(effect: First, then: Transition[T]) -> Transition[T, First]: ...
+def prepend_effect(effect: First, transition: Transition[T]) -> Transition[T, First]: ...
 @overload
-def prepend_effect(effect: First, then: Transition[T, Second, *Effects]) -> Transition[T, First, Second, *Effects]: ...
-def prepend_effect(effect: Any, then: AnyTransition) -> AnyTransition:
+def prepend_effect(
+    effect: First, transition: Transition[T, Second, *Effects]
+) -> Transition[T, First, Second, *Effects]: ...
+def prepend_effect(effect: Any, transition: AnyTransition) -> AnyTransition:
     """Return the transition with one more effect before its others.
 
     There are two signatures because type checkers go through the members of a union one by one only for functions that
     have several.
     """
-    return Transition(then.state, effect, *then.effects)
+    return Transition(transition.state, effect, *transition.effects)
 
 
 @frozen
@@ -98,6 +100,7 @@ def ignore(state: type, event: type) -> Row:
 
 
 def build_table(*rows: Row) -> Table:
+    """Return the rows as a table, keyed by state and event. A pair may appear once only."""
     keyed = {(row.state, row.event): row for row in rows}
     assert len(keyed) == len(rows), "a (state, event) pair appears twice"
     return keyed

@@ -55,15 +55,16 @@ def learn_from_outcome(
             return known_rates
 
 
-def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_beside: bool) -> bool:
-    """Does an outcome teach anything about times? answer: of a launch on this lane.
+def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_prompt_lane_busy: bool) -> bool:
+    """Return whether anything is learned from the time of an outcome. answer: of a launch on this lane.
 
-    What shared the device with a launch of another lane took longer than it would take alone. Every member of a plain
-    decode step reports the same time, so the first one teaches as much as all of them; only drafts differ by member.
+    A launch that shares the device with a launch of another lane takes longer than it would take alone, so its time
+    teaches nothing. All members of a decode step report the same time, so only the first one is learned from. With a
+    draft or copies every member is, because how well proposals do differs by member.
 
-    is_beside: these are decode steps, and a prompt is computed on the prompt lane.
+    is_prompt_lane_busy: the launch runs decode steps while the prompt lane computes a prompt.
     """
-    if lane.shares_device or (is_beside and not settings.max_proposals):
+    if lane.shares_device or (is_prompt_lane_busy and not settings.max_proposals):
         return False
     is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not lane.plan.copying
     return not is_common or is_first_of_step(lane, answer.request)

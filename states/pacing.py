@@ -148,6 +148,7 @@ class PaceOutput:
     effects: list[EffectRequest] = field(factory=list[EffectRequest])
 
     def add(self, effect: Effect, request: RequestId = ENGINE) -> None:
+        """Append an effect. request: the one that it is for; ENGINE if it is for none."""
         self.effects.append(EffectRequest(request, effect))
 
     def start_timer(self, name: TimerName) -> int:

@@ -96,6 +96,7 @@ def make_open_slot(
 
 
 def look_up_prefix(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Transition[LookingUp, FindPrefix]:
+    """Search host memory and disk for more of the prompt than the slot has."""
     rows = slot_lease.rows if settings.stateful else 0
     window = policy.choose_window(prompt)
     lookup = FindPrefix(prompt.tokens, slot_lease.valid_rows, window, rows, prompt.job.salt)
@@ -145,6 +146,7 @@ def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prom
 def prefill_or_decode(
     settings: Settings, slot_lease: SlotLease, prompt: Prompt, speculation: Speculation
 ) -> PrefillOrDecode:
+    """Compute the missing rows of the prompt; decode at once if none is missing."""
     if slot_lease.valid_rows < prompt.prefill_rows:
         return start_prefill(settings, slot_lease, prompt, speculation)
     keeps_state = scope.should_keep_held_state(settings, slot_lease, prompt)
@@ -170,8 +172,11 @@ def start_prefill(
 def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """Return the effect that computes the next rows of `[valid_rows, target)`.
 
-    It is one chunk, or several at once where the settings allow it. It ends within the block behind a row at which
-    positional state is kept. A last chunk that would be too narrow for the prompt lane is left to the next effect.
+    It is one chunk, or several at once where the settings allow it. If positional state is to be kept at some row on
+    the way (`scope.CheckpointMark`), the effect ends there, or so soon behind it that the slot still has that state.
+    A last chunk that would be too narrow for the prompt lane is left to the next effect.
+
+    target: the row before which prefill ends.
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
@@ -197,8 +202,9 @@ def make_decode_step(
 ) -> RunDecode:
     """Return the effect that decodes the next token.
 
-    It says what the request could use at most: proposals, and steps that nothing would be decided between. What is
-    really done is chosen at launch, together with the other members (`states/launch_choice.py`).
+    The effect states upper limits for this request: the most proposals it can use, and the most steps it can take
+    before the core has to decide something about it. When the effect is launched, `states/launch_choice.py` chooses the
+    real numbers for all requests of the launch together.
     """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
     widest = max(speculation.control.widths, default=0) if isinstance(speculation, MayPropose) else 0
@@ -208,10 +214,11 @@ def make_decode_step(
 
 
 def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Prompt, answer: Generated) -> int:
-    """Count the tokens that may come before the core has to look at one.
+    """Count the tokens that may be decoded before the core has to decide something about this request.
 
-    It looks at the last token, at tokens that are compared with those that the client has heard already, and where
-    positional state is to be kept.
+    The core decides in three cases: at the last token of the answer; at each token that the client has already received
+    from an earlier slot, because the two are compared; and at the end of each block where the model has positional
+    state, because that state may have to be kept.
     """
     if prompt.heard_tokens and len(answer.tokens) < len(prompt.heard_tokens):
         return 1
@@ -225,6 +232,7 @@ def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Pr
 
 
 def unload_model(settings: Settings, name: ModelName) -> UnloadModel:
+    """Return the effect that gives a leased model back, as the residency policy wants it."""
     return make_unload(settings.residency, name)
 
 
@@ -256,12 +264,14 @@ def snapshot_new_rows(settings: Settings, left: RequestRemainder) -> Transition[
 
 
 def release_model(settings: Settings, left: RequestRemainder) -> ReleaseModel | Transition[Done]:
+    """Give the leased model back if there is one. Otherwise the request is done."""
     if left.leased_model:
         return Transition(Parking(left), unload_model(settings, left.leased_model))
     return Transition(Done(left))
 
 
 def finish_stream(context: DecisionContext, state: Speculating, emit: EmitTokens, why: Finish) -> FinishStream:
+    """Send the last tokens, close the stream, and begin what follows the end of a request."""
     closing = CloseStream(why, make_report(context, state))
     return prepend_effect(emit, prepend_effect(closing, end_request(context.settings, get_remainder(state))))
 
@@ -270,11 +280,13 @@ def finish_stream(context: DecisionContext, state: Speculating, emit: EmitTokens
 
 
 def fail_request(context: DecisionContext, state: Open, event: DeviceFailed) -> FailRequest:
+    """Close the stream with a failure, and begin what follows the end of a request."""
     left = keep_trusted_rows(get_remainder(state), event)
     return prepend_effect(make_failure_close(context, state, event), end_request(context.settings, left))
 
 
 def fail_without_lease(context: DecisionContext, state: Open, event: DeviceFailed) -> FailWithoutLease:
+    """Do as `fail_request` for a request that has leased no model."""
     left = keep_trusted_rows(get_remainder(state), event)
     return prepend_effect(make_failure_close(context, state, event), end_without_lease(context.settings, left))
 
@@ -309,4 +321,5 @@ def keep_rows_after_failed_load(slot_lease: SlotLease, event: StoreFailed) -> Sl
 
 
 def forget_all_rows(left: RequestRemainder) -> RequestRemainder:
+    """Return what the request leaves behind, without any row: none can be trusted."""
     return evolve(left, slot_lease=SlotLease(left.slot_lease.slot))

@@ -24,18 +24,21 @@ SHORT_PROMPT = 2048
 
 @frozen
 class Decision:
+    """A choice between yes (`go`) and no, with the reason for it."""
+
     go: bool
     reason: str  # machine-readable
 
 
 def decide_one_off(job: Job) -> Decision:
-    """Is the request, such as one for a title, one that no other request will continue?
+    """Decide whether the request is a one-off: one that no other request will continue, such as one for a title.
 
-    Agents bring tools, and a conversation that goes on has answers in its prompt. A short prompt can be computed again,
-    if it is continued after all.
+    The client may declare it. Otherwise only the first turn of a conversation without tools, with a short prompt, is
+    taken for a one-off: agents offer tools, and later turns have answers in their prompts. If the guess is wrong, a
+    short prompt is computed a second time, which costs little.
     """
     if job.one_off is not None:
-        return Decision(job.one_off, "told")
+        return Decision(job.one_off, "declared")
     if not job.opens:
         return Decision(False, "continues")
     if len(job.prompt) > SHORT_PROMPT:
@@ -47,7 +50,7 @@ def decide_one_off(job: Job) -> Decision:
 
 
 def decide_shortening(settings: Settings, prompt: Prompt) -> Decision:
-    """May anything but the prompt as it came be served?"""
+    """Decide whether the prompt may be shortened at all, whatever that would gain."""
     obstacle = explain_no_compression(prompt.job, settings.scorer_max_tokens)
     if obstacle:
         return Decision(False, obstacle)
@@ -59,11 +62,13 @@ def decide_shortening(settings: Settings, prompt: Prompt) -> Decision:
 
 
 def decide_compression(context: DecisionContext, prompt: Prompt, missing: int) -> Decision:
-    """Is the prompt to be compressed (PFlash)? missing: rows that would have to be computed without.
+    """Decide whether the prompt is compressed (PFlash) before it is served.
 
-    `auto` looks at the missing rows and at what they would cost. A conversation whose messages can be frozen has a gate
-    of its own. Any other prompt goes through this gate, also where freezing is on: it continues nothing, so compressing
-    it loses no prefix.
+    A conversation whose aged messages are frozen one by one is decided by `decide_freezing`. Every other prompt is
+    decided here, also where freezing is on: no earlier turn of it is kept, so compressing it as a whole loses no
+    prefix. Mode `auto` compresses if many rows are missing and if scoring them is quicker than computing them.
+
+    missing: rows that have to be computed if the prompt is served as it is.
     """
     if freezes_messages(prompt.job):
         return decide_freezing(context, prompt, missing)
@@ -80,10 +85,13 @@ def decide_compression(context: DecisionContext, prompt: Prompt, missing: int) -
 
 
 def decide_freezing(context: DecisionContext, prompt: Prompt, missing: int) -> Decision:
-    """Are messages that have aged to be shortened now?
+    """Decide whether the messages of a conversation that have aged are shortened now.
 
-    A prompt that fits is frozen seldom: only when the aged messages are worth it together. Between two times the prompt
-    only grows, so each turn finds the one before it.
+    Shortening changes the tokens that are served, so the next turn finds fewer kept rows. Therefore it happens seldom:
+    when the aged messages have many tokens together, or when the prompt does not fit otherwise. Between two such times
+    the prompt only grows, so each turn continues from the rows of the turn before it.
+
+    missing: as in `decide_compression`.
     """
     compression = prompt.job.compression
     messages = find_aged_messages(prompt.job)
@@ -155,9 +163,10 @@ def is_compression_quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
 
 
 def fade_scorer_time(context: DecisionContext, prompt: Prompt) -> Rates:
-    """Return the rates after a prompt was admitted, with a faded scoring time if that speaks against compression.
+    """Return the rates after a prompt was admitted.
 
-    It is not measured again while nothing is compressed.
+    If compression is left out because scoring is known to be slow, that known time is made a little shorter. Otherwise
+    one slow measurement would end compression for ever: the time is measured only when something is compressed.
     """
     rates = context.rates
     if not rates.scoring or decide_compression(context, prompt, prompt.prefill_rows).reason != "does_not_pay":
@@ -169,7 +178,10 @@ def fade_scorer_time(context: DecisionContext, prompt: Prompt) -> Rates:
 
 
 def decide_lookup(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Decision:
-    """Can anything be gained from asking the stores?"""
+    """Decide whether the stores are asked for more of the prompt.
+
+    That may gain rows that the slot lacks. Where the scope is `auto`, it also compares the prompt with recent ones.
+    """
     if not settings.store:
         return Decision(False, "no_store")
     if prompt.job.scope.kind == "off":
@@ -197,7 +209,7 @@ def choose_window(prompt: Prompt) -> int:
 
 
 def decide_speculation(context: DecisionContext, job: Job) -> Decision:
-    """Is the draft worth being loaded for this request?"""
+    """Decide whether this request proposes tokens, of a draft or copied from earlier text."""
     if context.settings.max_proposals == 0 and context.settings.max_copied == 0:
         return Decision(False, "no_draft")
     if not job.speculate:
@@ -210,7 +222,7 @@ def decide_speculation(context: DecisionContext, job: Job) -> Decision:
 
 
 def decide_snapshot(settings: Settings, left: RequestRemainder) -> Decision:
-    """Are there rows to keep that the stores do not have?"""
+    """Decide whether rows of the ended request are saved: whether its scope selects some that the stores lack."""
     selection = scope.select_rows_to_keep(settings, left)
     if selection.rows == 0:
         return Decision(False, selection.reason)
@@ -238,8 +250,11 @@ def choose_rows_to_load(
 ) -> Span | None:
     """Choose the rows that are loaded; None: computing all of them is better.
 
-    Positional state cannot be computed for some rows and loaded for the others. So there it is one checkpoint or
-    another, with the rows before it that the slot does not have, and everything behind it is computed.
+    Without positional state, the last rows are loaded while the first ones are computed (`choose_front`). Positional
+    state cannot be mixed in this way: a loaded state belongs to one row. There, one of the found checkpoints is chosen,
+    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed.
+
+    restore_ends: ascending, from `list_restore_ends`.
     """
     settings = context.settings
     rates = context.rates

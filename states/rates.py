@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 from attrs import evolve, field, frozen
 
@@ -19,6 +20,23 @@ SLOWEST = 64 * ALONE  # no measurement of a slowdown counts for more
 FADE_DIVISOR = 32  # what is not measured again loses a 32nd each time
 INITIAL_ACCOUNT = 5000  # the most that `Rates.account` is refilled to, and its first value: 1 % of 512 tokens
 FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends at twice its start
+
+
+class TimedStep(NamedTuple):
+    """The time of one shape of decode step. A tuple, so that entries sort by their shape and a trace has them as lists.
+
+    The first three fields are the shape (`step_prices.Shape`). `plain_then_ns` says how long a plain step of the same
+    requests took when this one was timed last.
+    """
+
+    span: int  # of positions, as in `Rates.prefill`
+    members: int  # requests
+    rows: int  # of the forward; 0: a plain step, in which no request proposes anything
+    ns: int
+    plain_then_ns: int  # 0 for a plain step
+
+
+DecodeTimes: TypeAlias = tuple[TimedStep, ...]  # ascending; one entry for each shape that was timed
 
 
 @frozen
@@ -44,9 +62,7 @@ class Rates:
     prefill: tuple[int, ...] = ()  # by span, to compute one prompt token
     # To load one token's rows, by the name of the tier that they come from.
     loads: Mapping[Tier, int] = field(factory=dict[Tier, int], hash=False)
-    # Ascending, each (span, requests, rows that are fed, time of such a decode step, time of a plain step
-    # then). 0 rows: a plain step, in which no request proposes anything; the last number is 0 there.
-    decode: tuple[tuple[int, int, int, int, int], ...] = ()
+    decode: DecodeTimes = ()
     # The times above are of either side alone. These are what computing and loading take while both go on for one
     # prompt, in thousandths of that. A mixture of the two conditions in one number would predict neither.
     prefill_slowdown: int = 0
@@ -60,7 +76,7 @@ class Rates:
     next_trial_gap: int = 1  # plain steps from the next trial to the one after it
     # What `states/suffix_control.py` has learned of all requests together. Times are those of steps with copies, in the
     # format of `decode`; their plain steps are in `decode`.
-    copy_times: tuple[tuple[int, int, int, int, int], ...] = ()
+    copy_times: DecodeTimes = ()
     copied: tuple[ClassGains, ...] = ()  # one for each class of matches
     copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
     copy_next_trial_gap: int = 1  # decode steps from the next trial of copies to the one after it
@@ -77,7 +93,7 @@ class Rates:
         ):
             raise ValueError(f"impossible rates: {self}")
 
-    def with_decode_times(self, decode: tuple[tuple[int, int, int, int, int], ...]) -> Rates:
+    def with_decode_times(self, decode: DecodeTimes) -> Rates:
         """Return these rates with other times of decode steps.
 
         This runs once for every step of every launch. `evolve` would take three times as long.
@@ -200,6 +216,7 @@ def record_load(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, concurre
 
 
 def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
+    """Return the rates with this time to load one token's rows from a tier."""
     known = get_load_time(rates, tier)
     return rates if time == known else evolve(rates, loads={**rates.loads, tier: time})
 

@@ -60,16 +60,19 @@ def recover_or_fail(state: Open, _: SlotEmptied, context: DecisionContext) -> Re
 
 
 def forget_rows_while_draining(state: Draining, _: SlotEmptied, __: DecisionContext) -> Transition[Draining]:
+    """Note that no row of the slot is left to be kept. The effects in flight still answer."""
     return Transition(Draining(forget_all_rows(state.remainder), state.in_flight, rows_lost=True))
 
 
 def forget_rows_while_snapshotting(
     state: Snapshotting, _: SlotEmptied, __: DecisionContext
 ) -> Transition[Snapshotting]:
+    """Note that no row of the slot is left. The snapshot in flight still answers."""
     return Transition(Snapshotting(forget_all_rows(state.remainder)))
 
 
 def forget_rows_while_parking(state: Parking, _: SlotEmptied, __: DecisionContext) -> Transition[Parking]:
+    """Note that no row of the slot is left. The unload in flight still answers."""
     return Transition(Parking(forget_all_rows(state.remainder)))
 
 
@@ -84,15 +87,17 @@ def release_found_prefix(
 
 
 def requeue_after_miss(state: Recovering, event: PrefixMissed, _: DecisionContext) -> Transition[Waiting]:
+    """Wait for a slot again. The lookup was all that was in flight."""
     return Transition(Waiting(note_shared_tokens(state.remainder, event).prompt))
 
 
 def note_shared_tokens(left: RequestRemainder, event: PrefixFound | PrefixMissed) -> RequestRemainder:
-    """Keep the result of the comparison with recent prompts: the next lookup does not compare again."""
+    """Keep the result of the comparison with recent prompts, because the next lookup does not compare again."""
     return evolve(left, prompt=evolve(left.prompt, shared_tokens=left.prompt.shared_tokens or event.shared))
 
 
 def drop_restored_rows(state: Recovering, _: BlocksRestored | StoreFailed, __: DecisionContext) -> KeepRecovering:
+    """Ignore the outcome of a load or a lookup. Wait for a slot again if nothing else is in flight."""
     if state.in_flight > 1:
         return Transition(Recovering(state.remainder, state.in_flight - 1))
     return Transition(Waiting(state.remainder.prompt))
@@ -108,6 +113,7 @@ def yield_prompt_scorer(
 def yield_loaded_model(
     state: Recovering, event: ModelLoaded, context: DecisionContext
 ) -> Transition[Yielding, UnloadModel]:
+    """Give the model back that was loaded for the request meanwhile."""
     left = evolve(state.remainder, leased_model=event.name)
     return Transition(Yielding(left), unload_model(context.settings, event.name))
 
@@ -115,6 +121,7 @@ def yield_loaded_model(
 def drop_computed_rows(
     state: Recovering, event: PrefillAdvanced | DeviceFailed, context: DecisionContext
 ) -> Transition[Recovering] | RequeueOrYield:
+    """Ignore the outcome of a device effect, and go on once everything in flight has answered."""
     if isinstance(event, PrefillAdvanced) and event.more:
         return Transition(state)
     if state.in_flight > 1:
@@ -125,6 +132,7 @@ def drop_computed_rows(
 def drop_decoded_tokens(
     state: Recovering, event: Decoded, context: DecisionContext
 ) -> Transition[Recovering] | RequeueOrYield:
+    """Ignore decoded tokens, and go on after the last outcome of the launch."""
     return Transition(state) if event.more else requeue_or_yield(state, context)
 
 
@@ -137,6 +145,7 @@ def requeue_or_yield(state: Recovering, context: DecisionContext) -> RequeueOrYi
 
 
 def requeue_request(state: Yielding, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Waiting]:
+    """Wait for a slot again. Whether the model could be unloaded does not matter to this request."""
     return Transition(Waiting(state.remainder.prompt))
 
 
@@ -146,11 +155,13 @@ def requeue_request(state: Yielding, _: ModelUnloaded | DeviceFailed, __: Decisi
 def cancel_recovering(
     state: Recovering, event: Cancelled, _: DecisionContext
 ) -> Transition[Draining, CloseStream, Abandon]:
+    """Close the stream, and wait for the outcomes of what is in flight."""
     report = make_report_without_slot(state.remainder.prompt)
     closing = CloseStream(FINISH[event.reason], report, event.reason)
     return Transition(Draining(state.remainder, state.in_flight, rows_lost=True), closing, Abandon())
 
 
 def cancel_yielding(state: Yielding, event: Cancelled, _: DecisionContext) -> Transition[Parking, CloseStream]:
+    """Close the stream. The effect that gives the model back is in flight already."""
     report = make_report_without_slot(state.remainder.prompt)
     return Transition(Parking(state.remainder), CloseStream(FINISH[event.reason], report, event.reason))

@@ -53,7 +53,7 @@ def make_report_without_slot(prompt: Prompt) -> Report:
 
 
 def explain_no_proposals(context: DecisionContext, state: Open) -> str:
-    """Return why nothing, nothing more, or no tree is proposed; empty: all that was asked for is, or may yet be."""
+    """Return why nothing, nothing more, or no tree is proposed; "" if all that was asked for is, or may yet be."""
     if isinstance(state, Prefilling | Speculating):
         return state.speculation.reason or ("no_trees" if context.settings.no_trees else "")
     decision = policy.decide_speculation(context, state.prompt.job)

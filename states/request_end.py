@@ -93,6 +93,7 @@ def end_after_scoring(
 
 
 def end_after_store_failure(state: Draining, event: StoreFailed, context: DecisionContext) -> DrainOrEndWithoutLease:
+    """End the request, or wait for the other effect, after a load or a lookup has failed."""
     left = state.remainder
     slot_lease = keep_rows_after_failed_load(left.slot_lease, event)
     left = evolve(left, slot_lease=slot_lease, prompt=evolve(left.prompt, stored_rows=0))
@@ -100,6 +101,7 @@ def end_after_store_failure(state: Draining, event: StoreFailed, context: Decisi
 
 
 def end_after_device_failure(state: Draining, event: DeviceFailed, context: DecisionContext) -> DrainOrEnd:
+    """End the request, or wait for the other effect, with the rows that are still trusted."""
     left = keep_trusted_rows(state.remainder, event)
     return keep_draining(state, left) if state.in_flight > 1 else end_request(context.settings, left)
 
@@ -116,6 +118,7 @@ def end_after_model_load(state: Draining, event: ModelLoaded, context: DecisionC
 
 
 def end_after_prefill(state: Draining, event: PrefillAdvanced, context: DecisionContext) -> DrainOrEnd:
+    """Count the computed rows. End the request once everything in flight has answered."""
     left = state.remainder
     if not state.rows_lost:
         left = evolve(left, slot_lease=left.slot_lease.with_computed_rows(event.stop))
@@ -163,6 +166,7 @@ def keep_draining(state: Draining, left: RequestRemainder) -> Transition[Drainin
 def end_after_snapshot(
     state: Snapshotting, _: SnapshotSaved, context: DecisionContext
 ) -> ReleaseModel | Transition[Done]:
+    """End the request. Its rows are saved."""
     return release_model(context.settings, state.remainder)
 
 
@@ -174,4 +178,5 @@ def end_after_failed_snapshot(
 
 
 def finish_parking(state: Parking, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Done]:
+    """End the request. Whether the model could be unloaded does not matter to it."""
     return Transition(Done(state.remainder))

@@ -325,4 +325,5 @@ def get_remainder(state: Held) -> RequestRemainder:
 
 
 def get_leased_draft(speculation: Speculation) -> ModelName | None:
+    """Return the name of the draft if the request has leased it; None if it only copies text, or proposes nothing."""
     return "draft" if isinstance(speculation, MayPropose) and speculation.control.widths else None

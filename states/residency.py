@@ -47,7 +47,10 @@ def resolve_policy(policy: Policy, use: Use, *, low_memory: bool, has_draft: boo
 
 @frozen
 class Resolved:
-    """The policy, and what it means for each model here. A server always resolves it; settings made by hand may not."""
+    """The residency policy, and what follows from it for each model.
+
+    A server makes it with `resolve_residency`. The defaults are for settings that tests make without a server.
+    """
 
     policy: Policy = "auto"
     draft: After = "keep"
@@ -101,18 +104,22 @@ def make_models(settings: ResidencySettings) -> Models:
 
 
 def get_action_after_use(residency: Resolved, name: ModelName) -> After:
+    """Return what becomes of a model when no request needs it. The target is always kept."""
     return {"draft": residency.draft, "scorer": residency.scorer}.get(name, "keep")
 
 
 def make_unload(residency: Resolved, name: ModelName) -> UnloadModel:
+    """Return the effect that gives a model back. Its weights are parked unless the policy releases them."""
     return UnloadModel(name, keep=get_action_after_use(residency, name) != "release")
 
 
 def add_lease(model: Residence, request: RequestId) -> Residence:
+    """Return the model with one more request that needs it."""
     return evolve(model, leases=(*model.leases, request))
 
 
 def remove_lease(model: Residence, request: RequestId) -> Residence:
+    """Return the model without the lease of this request."""
     return evolve(model, leases=tuple(other for other in model.leases if other != request))
 
 
@@ -165,6 +172,7 @@ def record_process_change(models: Models, name: ModelName, *, is_there: bool) ->
 
 
 def record_load(model: Residence, size: int) -> Residence:
+    """Return the model after its weights were loaded. size: bytes that were moved; 0: not known."""
     return evolve(
         model,
         location="loaded",
@@ -175,6 +183,7 @@ def record_load(model: Residence, size: int) -> Residence:
 
 
 def record_unload(model: Residence, size: int, location: WeightsLocation) -> Residence:
+    """Return the model after its weights have left the device. size: bytes that were moved; 0: not known."""
     return evolve(
         model,
         location=location,
@@ -222,6 +231,7 @@ def describe_residency(
 
 
 def describe_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
+    """Return the entry of one model in `describe_residency`. held: bytes on its device and in host memory, if known."""
     device = model.size_bytes * (model.location == "loaded")
     host = model.size_bytes * (model.location == "parked")
     if held:

@@ -1,8 +1,16 @@
 """Transitions of Restoring: the store loads the last rows of a prompt while the device computes the rows before them.
 
-Rows `[front, stop)` are loaded and rows `[valid_rows, front)` are computed, both at once. Either side may end first,
-and either may fail. When both have ended, `join_both_sides` counts the rows that are valid without a gap.
-`states/policy.py` chooses `front` so that both sides are expected to end at the same time.
+A restore has two sides that work at the same time. The store loads rows `[front, stop)`, and the device computes rows
+`[valid_rows, front)`. `states/policy.py` chooses `front` so that both sides are expected to end at the same time. If
+there is nothing to compute before `front`, only the store works.
+
+Either side may end first, and either may fail. `Restoring.loading` and `Restoring.computing` say which sides are still
+at work. When both have ended, `join_both_sides` counts the rows that are valid without a gap, and the request goes on
+from there: what is missing is computed like any other part of a prompt.
+
+Example. A slot has rows [0, 256) of a prompt, and the store has rows [0, 960). Rows [512, 960) are loaded while rows
+[256, 512) are computed. When both have ended, the request goes on from row 960. If the load fails, it goes on from row
+512, and the rows behind that are computed, too.
 """
 
 from __future__ import annotations
@@ -39,10 +47,10 @@ ComputeFrontOrContinue: TypeAlias = (
 
 
 def accept_restored_rows(state: Restoring, event: BlocksRestored, context: DecisionContext) -> RestoreOrContinue:
-    """Trust the rows that the store says it has loaded, which may be fewer than were asked for.
+    """Take over the rows that the store has loaded, which may be fewer than were asked for.
 
-    Where the model has positional state, fewer rows come without the state at their end, so none of them counts.
-    Nothing is computed meanwhile in such a request, so no other effect is in flight.
+    If they are fewer and the model has positional state, none of them counts, because the state was kept for the last
+    row only. The device computes nothing during such a restore, so the request can go on at once.
     """
     if event.stop < state.stop:
         state = evolve(state, prompt=evolve(state.prompt, stored_rows=0))
@@ -58,7 +66,7 @@ def accept_restored_rows(state: Restoring, event: BlocksRestored, context: Decis
 def continue_without_restored_rows(
     state: Restoring, event: StoreFailed, context: DecisionContext
 ) -> Transition[Restoring] | ComputeMissing:
-    """Treat a failed load as a miss. Rows that were computed stay, and the others are computed, too."""
+    """Treat a failed load as a miss: the rows that should have been loaded are computed instead."""
     slot_lease = keep_rows_after_failed_load(state.slot_lease, event)
     prompt = evolve(state.prompt, miss_reason=f"restore_{event.kind}", stored_rows=0)
     if state.computing:
@@ -67,7 +75,10 @@ def continue_without_restored_rows(
 
 
 def accept_computed_rows(state: Restoring, event: PrefillAdvanced, context: DecisionContext) -> ComputeFrontOrContinue:
-    """Compute the next rows up to the front. After the last ones, wait for the load or go on."""
+    """Compute the next rows before `front`. After the last of them, wait for the load, or go on if it has ended.
+
+    If the load has failed meanwhile, there is no need to compute up to `front`: the request goes on at once.
+    """
     slot_lease = state.slot_lease.with_computed_rows(event.stop)
     progress = make_progress_report(slot_lease, state.prompt)
     if event.more:
@@ -82,7 +93,7 @@ def accept_computed_rows(state: Restoring, event: PrefillAdvanced, context: Deci
 def fail_front(
     state: Restoring, event: DeviceFailed, context: DecisionContext
 ) -> Transition[Draining, CloseStream, Abandon] | FailWithoutLease:
-    """Fail the request because the front could not be computed. A load that still runs answers first."""
+    """Fail the request because rows before `front` could not be computed. A load that still runs is awaited first."""
     if state.loading:
         left = keep_trusted_rows(get_remainder(state), event)
         return Transition(Draining(left, 1), make_failure_close(context, state, event), Abandon())
@@ -100,4 +111,5 @@ def join_both_sides(context: DecisionContext, state: Restoring) -> ContinueReque
 
 
 def make_progress_report(slot_lease: SlotLease, prompt: Prompt) -> ReportProgress:
+    """Return the report of how many prompt tokens are in place."""
     return ReportProgress(slot_lease.valid_rows, len(prompt.tokens), slot_lease.reused_rows)

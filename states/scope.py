@@ -38,7 +38,7 @@ def select_rows_to_keep(settings: Settings, left: RequestRemainder) -> Selection
 
 
 def find_scope_boundary(prompt: Prompt, whole: int) -> tuple[int, str]:
-    """Return how many tokens the scope takes, if all of them were valid and enough, and why this many.
+    """Return how many tokens the scope wants to keep, and why this many. Which rows are valid is not looked at here.
 
     whole: tokens of the prompt and the answer together.
     """
@@ -70,10 +70,10 @@ def find_shared_boundary(prompt: Prompt) -> tuple[int, str]:
 
 
 def is_rewritten(prompt: Prompt) -> bool:
-    """Are other tokens served than were sent?
+    """Return whether the tokens that are served differ from those that the client sent.
 
-    Then nothing that `auto` and `fixed` keep would be found by a later prompt. The exception is a prompt whose messages
-    were frozen: what was sent and what is served both begin with the system prompt.
+    If they do, scopes `auto` and `fixed` keep nothing, since a later prompt would not find it. A prompt whose messages
+    were frozen is an exception: the tokens before its first frozen message are the same in both.
     """
     return prompt.tokens is not prompt.job.prompt and prompt.tokens != prompt.job.prompt
 
@@ -86,10 +86,10 @@ def find_last_boundary(boundaries: Tokens, limit: int) -> int:
 
 @frozen
 class CheckpointMark:
-    """A row at which prefill stops so that the positional state behind it is kept."""
+    """A row at which a prefill has to stop, so that the positional state behind that row can be copied and kept."""
 
     at: int
-    beyond_device: bool  # it is kept in host memory or on disk as well, as the scope says
+    beyond_device: bool  # the scope keeps the state in the store; otherwise only a checkpoint on the device keeps it
 
 
 def find_state_row(settings: Settings, rows: int) -> int:
@@ -122,11 +122,12 @@ def find_next_mark(settings: Settings, slot_lease: SlotLease, prompt: Prompt) ->
 
 
 def should_keep_held_state(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> bool:
-    """Should the state that the slot has behind its valid rows be kept beyond the device?
+    """Return whether the positional state that the slot has now, behind its valid rows, is saved beyond the device.
 
-    It should where a prefill from nothing would have kept it. The slot may have it from a request whose scope kept
-    nothing, or the store may have lost it since. `full` also keeps the state between where the next turn comes back to
-    and the end of the prompt: without it, a client that sends the same prompt again finds no state to go on from.
+    It is saved in two cases. First, a prefill of the whole prompt would have saved it at this row. The store may lack
+    it all the same: an earlier request with another scope may have computed it, or the store may have evicted it.
+    Second, the scope is `full`, and the row is at or behind the position from which the next turn will continue
+    (`find_return_position`). A client that sends the same prompt again continues from there.
     """
     before = SlotLease(slot_lease.slot, slot_lease.valid_rows - settings.block_size)
     if before.valid_rows < 0 or slot_lease.valid_rows < settings.min_tokens:
@@ -140,9 +141,9 @@ def should_keep_held_state(settings: Settings, slot_lease: SlotLease, prompt: Pr
 
 
 def has_passed_mark(settings: Settings, prompt: Prompt, before: int, valid_rows: int) -> bool:
-    """Has decoding just passed a row at which `full` keeps the positional state, while the slot still has that state?
+    """Return whether this decode step has passed a row at which scope `full` keeps the positional state.
 
-    before: valid rows before this step.
+    The slot still has that state: it is the one behind its last whole block. before: valid rows before the step.
     """
     if not (settings.stateful and settings.store and settings.checkpoint_interval and settings.keep_decoded):
         return False

@@ -14,6 +14,8 @@ MOST_EXPERTS = 1 << 16  # of all layers together; adapters have the same limit
 
 @frozen
 class Settings:
+    """The settings of an engine. They never change while it runs."""
+
     slots: int = 2  # sequences that the device holds at once
     max_context: int = 8192  # rows of a slot: prompt and answer together
     pages: int = 0  # of the pool that all slots share; 0: each slot has memory for `max_context` rows of its own

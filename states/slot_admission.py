@@ -50,7 +50,7 @@ from states.slots import (
 
 BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a title or a summary takes fewer
 
-# Target slot, source slot, rows to keep, and another slot whose checkpoint has to stay for them.
+# Target slot, source slot, rows to keep, and the slot whose checkpoint has the state after these rows, if one has it.
 SlotChoice: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
@@ -235,7 +235,10 @@ def list_inheritable_tokens(
 
 
 def would_lose_tail(settings: Settings, rows: Tokens, keep: int) -> bool:
-    """Would a prompt that goes on in place overwrite rows that another request could come back to?"""
+    """Return whether a prompt that keeps `keep` rows of a slot would overwrite more than one whole block behind them.
+
+    Another request could continue from those rows. rows: the tokens that the slot's rows stand for.
+    """
     return round_down_to_block(settings, len(rows)) > keep + settings.block_size
 
 
@@ -260,8 +263,9 @@ def find_pages_for(
 ) -> tuple[Slots, SlotChoice, Pages] | None:
     """Find pages for the whole prompt, from idle slots where need be; None: not before another request ends.
 
-    The wanted placement is tried first. If there are too few pages for it, the prompt goes on in the source itself,
-    whose tail is lost. If no request runs that could end, nothing at all is kept.
+    The wanted placement is tried first. If there are too few pages for it, the source slot itself is used, which loses
+    the rest of its sequence. If that fails too and no request runs that could give pages back, nothing is kept: the
+    prompt is computed from its first token.
     """
     target, source, keep, checkpoint_owner = wanted
     placements = [wanted]

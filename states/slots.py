@@ -38,6 +38,8 @@ CONVERSATION_PATIENCE = 64
 
 @frozen
 class Slot:
+    """One slot of the device, and the sequence whose rows it keeps."""
+
     tokens: Tokens = ()  # that its rows stand for, while it is idle
     holder: RequestId | None = None  # the request that it is given to; None: it is idle
     last_release: int = 0  # the turn of its last release
@@ -61,6 +63,8 @@ class Follow:
 
 @frozen
 class Slots:
+    """All slots of the device, the queue for them, and the checkpoints that they share."""
+
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # for a slot, in order of arrival
     release_count: int = 0  # counts releases
@@ -71,6 +75,7 @@ class Slots:
 
 
 def replace_slot(slots: Slots, number: int, slot: Slot) -> Slots:
+    """Return the slots with another one at this number."""
     return evolve(slots, slots=(*slots.slots[:number], slot, *slots.slots[number + 1 :]))
 
 
@@ -78,10 +83,12 @@ def replace_slot(slots: Slots, number: int, slot: Slot) -> Slots:
 
 
 def enqueue(slots: Slots, request: RequestId) -> Slots:
+    """Append a request to the queue for a slot."""
     return evolve(slots, waiting=(*slots.waiting, request))
 
 
 def leave_queue(slots: Slots, request: RequestId) -> Slots:
+    """Remove a request from the queue, if it is there, with what it follows and its want of pages."""
     if request not in slots.waiting:
         return slots
     stay = tuple(other for other in slots.waiting if other != request)
@@ -114,9 +121,10 @@ def forget_rows(slots: Slots, number: int) -> Slots:
 
 
 def get_resident_tokens(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> Tokens:
-    """Return the tokens whose rows are in this slot, and may be continued or copied.
+    """Return the tokens whose rows are in this slot, and which another request may continue or copy.
 
-    The own positional state of a slot that is held moves on, so only its checkpoints can be continued from.
+    While a request holds the slot, the slot's own positional state moves on with it. Other requests can then continue
+    only from checkpoints of the slot.
     """
     if slot.holder is None:
         return slot.tokens
@@ -186,9 +194,9 @@ def assign_checkpoint(
 ) -> tuple[Slots, EffectRequest]:
     """Choose the checkpoint that keeps the positional state after a chunk which is about to be launched.
 
-    It stays empty until the chunk is computed. None is assigned where that state is not one that is kept, or
-    where every checkpoint that is kept is worth more. None is assigned either where a checkpoint has that state
-    already, which happens when rows are computed again because another prompt is served than before.
+    The checkpoint is empty until the chunk is computed. No checkpoint is assigned in three cases: the state after this
+    chunk is not to be kept (`scope.find_next_mark`); all checkpoints of the device are worth more; or one of them has
+    this state already, because its rows are computed a second time.
     """
     effect = effect_request.effect
     state = requests[effect_request.request]

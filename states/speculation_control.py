@@ -65,6 +65,7 @@ def list_widths(settings: Settings) -> tuple[int, ...]:
 
 @cache
 def list_bucket_widths(most: int) -> tuple[int, ...]:
+    """List the numbers of proposals below `most` that fill a forward of one request up to a bucket, and `most`."""
     all_buckets = ((SMALLEST_BUCKET << step) - 1 for step in range(most.bit_length()))
     full = [width for width in all_buckets if width < most]
     return (*full, most) if most > 0 else ()
@@ -198,8 +199,9 @@ def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rat
 def find_balance(controls: Sequence[SpeculationControl | None], rates: Rates) -> tuple[int, bool]:
     """Return what a step of these members may cost beyond a plain one, and whether the members alone pay for it.
 
-    What every member has gained beyond the account that an answer begins with is its own. A member that loses it again
-    is no later than without proposals, so the server's account need not bear it.
+    As a rule the server's account and that of each member must have as much. But what a member has gained beyond the
+    account that it began with is its own: an answer that loses it again ends no later than without proposals. So if all
+    members have gained more than the server's account has left, they may lose that, and the server's account is spared.
     """
     least_balance = min(control.account for control in controls if control)
     gained = least_balance - INITIAL_ACCOUNT

@@ -23,7 +23,7 @@ class Plan:
     plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
     is_trial: bool = False  # it is not expected to pay
     charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
-    price_doubted: bool = False  # the price is uncertain: more than it may be charged, if that is measured
+    price_doubted: bool = False  # the price may be too low: a step is charged its measured time if that is more
     self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
     # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
     reason: str = ""
@@ -39,7 +39,7 @@ NO_PLAN = Plan()
 
 @frozen
 class SpeculationControl:
-    """Knowledge of how often a draft is right, and the account of what it may cost: of one request."""
+    """The knowledge about one request: how often its proposals are right, and the time that they may still lose."""
 
     widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width

@@ -20,6 +20,8 @@ from typing import TypeAlias
 
 from attrs import frozen
 
+from states.rates import DecodeTimes, TimedStep
+
 UNIT = 1000
 # Thousandths of a plain step, where nothing was measured: what a draft costs, and each row beyond the first bucket.
 GUESSED_DRAFT_COST = 200
@@ -28,8 +30,7 @@ GUESSED_ROW_COST = 40
 MAX_EXTRA_COST = 2 * UNIT
 SMALLEST_BUCKET = 4  # rows of the smallest forward: this many tokens are fed at the price of one
 
-ShapeKey: TypeAlias = tuple[int, int, int]
-DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in `Rates.decode`
+ShapeKey: TypeAlias = tuple[int, int, int]  # (span, members, rows of the forward), as in `TimedStep`
 
 
 @frozen
@@ -42,7 +43,7 @@ class Shape:
 
     @property
     def key(self) -> ShapeKey:
-        """The first three numbers of its entry in `Rates.decode`."""
+        """The first three fields of its entry in `Rates.decode`."""
         return self.span, self.members, round_up_to_bucket(self.rows) if self.rows else 0
 
 
@@ -53,9 +54,11 @@ class StepPrices:
     members: int = 1
     plain_ns: int = 0  # nanoseconds of a plain step; 0: not measured
     prices: tuple[int, ...] = ()  # of steps of up to 4, 8, 16 ... rows
-    doubted_buckets: frozenset[int] = frozenset()  # forwards that were timed when plain steps were slower than now
+    # Sizes of forwards, in rows, whose price may be wrong: plain steps were slower than now when they were timed.
+    doubted_buckets: frozenset[int] = frozenset()
     needs_plain_step: bool = False  # times are learned here, and that of a plain step is missing
-    plain_suspect: bool = False  # a plain step seems to take as long as one with proposals
+    # A plain step seems to take as long as one with proposals. That cannot be: its known time is probably too long.
+    plain_suspect: bool = False
 
     def price_of(self, rows: int) -> int:
         """Return the price of a step of this many rows. Beyond the largest bucket it grows in proportion."""
@@ -73,11 +76,11 @@ def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int
     """Return the prices of steps of this many requests, up to `most_rows` rows."""
     times = scale_times_to_now(decode, ((span, members), (span, 1), (0, 1)))
     plain = times.get((span, members, 0), 0)
-    wider = [ns for (*key, rows), ns in times.items() if key == [span, members] and rows]
+    wider = [ns for key, ns in times.items() if key[:2] == (span, members) and key[2]]
     bucket_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
     sizes = [SMALLEST_BUCKET << index for index in range(bucket_count)]
     prices = accumulate((bound_price(times, span, members, rows) for rows in sizes), max)
-    old = (rows for *key, rows, _, plain_then in decode if key == [span, members] and is_outdated(plain_then, plain))
+    old = (one.rows for one in decode if one[:2] == (span, members) and is_outdated(one.plain_then_ns, plain))
     return StepPrices(
         members,
         plain,
@@ -90,7 +93,7 @@ def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int
 
 def find_plain_time(decode: DecodeTimes, span: int, members: int) -> int:
     """Return the nanoseconds of a plain step of this many requests; 0: such a step was not timed."""
-    return next((ns for *key, ns, _ in decode if key == [span, members, 0]), 0)
+    return next((one.ns for one in decode if one[:3] == (span, members, 0)), 0)
 
 
 def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[ShapeKey, int]:
@@ -100,25 +103,25 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
     was last timed, the wide one is taken to have changed in the same proportion.
     """
     times: dict[ShapeKey, int] = {}
-    for span, members, rows, ns, plain_then in decode:
+    for span, members, rows, ns, plain_then_ns in decode:
         if (span, members) in near:
             plain = times.get((span, members, 0), 0)
-            times[span, members, rows] = ns * plain // plain_then if plain_then and plain else ns
+            times[span, members, rows] = ns * plain // plain_then_ns if plain_then_ns and plain else ns
     return times
 
 
-def is_outdated(plain_then: int, plain: int) -> bool:
-    """Were plain steps more than an eighth slower when a wide one was timed?
+def is_outdated(plain_then_ns: int, plain_ns: int) -> bool:
+    """Return whether plain steps were more than an eighth slower when a wide step was timed than they are now.
 
-    Then plain steps may have been held up by other work at that time, and the wide one not.
+    Then other work may have held up plain steps at that time and not the wide one, so its scaled time may be too short.
     """
-    return 8 * plain_then > 9 * plain > 0
+    return 8 * plain_then_ns > 9 * plain_ns > 0
 
 
 def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
-    """Return the estimated price, but never so much that the shape would not be tried again.
+    """Return the estimated price of a step, limited so that the shape is tried again sooner or later.
 
-    Otherwise one step at the server's start that other work slowed down would decide for good.
+    Without the limit, a single step that other work slowed down could keep this shape from ever being timed again.
     """
     most = UNIT + MAX_EXTRA_COST * rows // round_up_to_bucket(members)
     return min(estimate_price(times, span, members, rows), most)
@@ -170,10 +173,10 @@ def record_step_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeT
     times = scale_times_to_now(decode, (key[:2],))
     mean = times.get(key, took_ns)
     plain = times.get((*key[:2], 0), 0) if shape.rows else 0
-    if 2 * took_ns < mean or (key in times and is_outdated(decode[at][4], plain)):
+    if 2 * took_ns < mean or (key in times and is_outdated(decode[at].plain_then_ns, plain)):
         ns = took_ns
     elif took_ns < mean:
         ns = (mean + took_ns) // 2
     else:
         ns = (31 * mean + min(took_ns, 2 * mean)) // 32
-    return (*decode[:at], (*key, ns, plain), *decode[at + (key in times) :])
+    return (*decode[:at], TimedStep(*key, ns, plain), *decode[at + (key in times) :])

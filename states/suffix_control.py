@@ -10,23 +10,25 @@ each class of lengths (`Copying`, MATCH_CLASSES). The executor finds the match a
 next one. A step without a match, or with one that is not worth copying, is a plain step or one of the draft. So a
 launch goes on while copies are right, wrong or missing.
 
-* Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied.
-  Those followed the match of the outcome before it. So gains are learned for each class, of each request and of all
-  requests (`Rates.copied`).
+* Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied
+  (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
+  each class of matches, of each request and of all requests together (`Rates.copied`).
 * A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
-  The other members are taken to copy nothing in that step: what pays then pays all the more if they do.
+  That is estimated as if no other request of the launch copied in the same step. If others do, the wider forward is
+  shared, so copying pays even more.
 * Times of steps with copies are kept apart from those of a draft (`Rates.copy_times`).
-* The accounts of `states/speculation_control.py` bear the copies as well. `Copying.steps` is how many such steps they
-  can bear if no copy is right; then the core decides again.
-* Classes that do not pay are tried again together, with one count for the whole server: after 1, 2, 4 ... up to 512
-  decode steps. A try that pays halves the number.
+* The accounts of `states/speculation_control.py` pay for copies as well. `Copying.steps` is the number of steps that
+  they can pay for even if no copy is right. After these steps the core decides again.
+* Classes that are not expected to pay are tried now and then. One countdown serves all classes and requests: 1, 2, 4
+  ... up to 512 decode steps lie between two trials. A trial that pays halves this number, and another one doubles it.
 
-With a draft, a member copies where that gives more tokens for the time than the draft's proposals would.
+With a draft, a request copies where that gives more tokens for the time than the draft's proposals would.
 
-Example. One request answers with a file of its prompt. A copy of 3 tokens is worth 1.62 at a price of 1.1. Once the
-server has learned how often long matches are right, 15 tokens after a match of 17 are worth 5.3 at a price of 2. The
-rule says 3 tokens after matches of 3 to 4 tokens, and 15 after longer ones. The first match has 3 tokens. The 3 that
-are copied are right, the match has 7 tokens then, and so on.
+Example. A request answers with a file of its prompt. At first the server expects 0.62 of 3 copied tokens to be right
+after a match of 3 tokens, so such a step gives 1.62 tokens at a price of 1.1. From earlier requests it has learned that
+after a match of 5 tokens or more some 10 of 15 copied tokens are right: 11 tokens at a price of 2. So the rule is to
+copy 3 tokens after matches of 3 or 4, and 15 after longer ones. The first match has 3 tokens. The 3 tokens copied are
+right, and the target adds one. The match has 7 tokens now, so the next step copies 15.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from attrs import evolve
 
 from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
-from states.rates import ClassGains, Rates
+from states.rates import ClassGains, DecodeTimes, Rates
 from states.settings import Settings
 from states.speculation_control import (
     FRUITLESS_STEPS,
@@ -55,7 +57,7 @@ from states.speculation_control import (
     update_gains,
 )
 from states.speculation_plan import Plan, SpeculationControl
-from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices, record_step_time
+from states.step_prices import UNIT, Shape, StepPrices, record_step_time
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
@@ -138,24 +140,24 @@ class CopyOption(NamedTuple):
 
 
 class ClassChoice(NamedTuple):
-    """The tokens that are copied after matches of one class. is_trial: that is not expected to pay."""
+    """The number of tokens that are copied after matches of one class."""
 
-    width: int
-    is_trial: bool = False
-    could_pay: bool = False  # nothing is copied, but it would pay if all copies were right
+    width: int  # 0: nothing is copied
+    is_trial: bool = False  # copying is not expected to pay, and is tried once more
+    could_pay: bool = False  # nothing is copied, but copying would pay if all copies were right
 
 
 class CopyTerms(NamedTuple):
     """The figures common to the members of a launch when their copies are chosen.
 
-    balance: what a step may cost beyond a plain one. rival: tokens that a step without copies gives in the time of a
-    plain step, in thousandths.
+    balance: what a step may cost beyond a plain one. tokens_without_copies: the tokens that a step gives in the time of
+    a plain step if nothing is copied, in thousandths: one of each member, or more with a draft.
     """
 
     members: int
     prices: StepPrices
     balance: int
-    rival: int
+    tokens_without_copies: int
     row_limit: int
     is_trial_due: bool
 
@@ -176,8 +178,8 @@ def plan_copies(
         return plan if has_draft else evolve(plan, plain_ns=prices.plain_ns, steps=1)
     members = len(controls)
     balance, is_self_funded = find_balance(controls, rates)
-    rival = max(UNIT * members, rate_drafts(plan, controls))
-    terms = CopyTerms(members, prices, balance, rival, row_limit, rates.copy_steps_until_trial == 0)
+    tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
+    terms = CopyTerms(members, prices, balance, tokens_without_copies, row_limit, rates.copy_steps_until_trial == 0)
     chosen = [
         choose_counts(control, terms) if control is not None and control.copy_widths else [] for control in controls
     ]
@@ -219,10 +221,12 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     for known in control.copied:
         rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
         best = max(options, key=rates.__getitem__, default=None)
-        if best is not None and rates[best] > terms.rival:
+        if best is not None and rates[best] > terms.tokens_without_copies:
             found.append(ClassChoice(best.width))
             continue
-        could_pay = (one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.rival)
+        could_pay = (
+            one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies
+        )
         trial = next(could_pay, None)
         if trial is not None and terms.is_trial_due:
             found.append(ClassChoice(trial.width, is_trial=True))
@@ -232,7 +236,11 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
 
 
 def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOption]:
-    """List the numbers of tokens that one member may copy as far as the accounts go, ascending."""
+    """List the numbers of tokens that one member may copy, ascending.
+
+    Each fits the rows of the step, and the accounts can pay for one such step of which no copy is right. For a number
+    that is dearer than the smallest one, they can pay for FRUITLESS_STEPS of them.
+    """
     options = [
         CopyOption(at, width, terms.prices.price_of(terms.members + width))
         for at, width in enumerate(widths)
@@ -253,9 +261,12 @@ def rate_copies(members: int, gain: int, price: int) -> int:
 
 
 def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
-    """Return the most rows of a step in which all members copy: no more than the accounts bear several times.
+    """Return the most rows that a step of the launch may have when several members copy at once.
 
-    wanted: if nothing is cut. least: if only the member copies that copies most.
+    They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right.
+
+    wanted: the rows if each member copies the most that was chosen for it. least: the rows if only one member copies,
+    the one with most; the result is never below that.
     """
     rows = min(wanted, terms.row_limit)
     while rows > least and FRUITLESS_STEPS * (terms.prices.price_of(rows) - UNIT) > terms.balance:
@@ -265,14 +276,14 @@ def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
 
 def merge_copy_times(rates: Rates) -> DecodeTimes:
     """Return the times of plain steps and of steps with copies, in the format of `Rates.decode`."""
-    return tuple(merge((one for one in rates.decode if not one[2]), rates.copy_times))
+    return tuple(merge((one for one in rates.decode if not one.rows), rates.copy_times))
 
 
 # --- what a launch teaches all requests ---
 
 
 def record_steps(rates: Rates, plan: Plan, count: int) -> Rates:
-    """Return the rates after this many steps of a launch have begun, other than those in which something was copied."""
+    """Return the rates after this many steps of a launch have begun. Steps that copied something are not among them."""
     for _ in range(count):
         rates = speculation_control.record_step(rates, plan)
     return count_down_to_trial(rates, count)
@@ -286,26 +297,35 @@ def count_down_to_trial(rates: Rates, count: int) -> Rates:
 
 
 def record_launch_begin(rates: Rates, plan: Plan) -> Rates:
-    """Return the rates after a launch has begun. If only copies are proposed, its outcomes say what its steps are."""
+    """Return the rates after a launch has begun, which begins its first step.
+
+    If only copies are proposed, it is not known yet whether this step will copy. `record_further_steps` counts it then.
+    """
     return rates if copies_alone(plan) else record_steps(rates, plan, 1)
 
 
 def record_further_steps(rates: Rates, plan: Plan, done: Decoded, count: int) -> Rates:
-    """Return the rates after the outcome of a launch's first member. count: steps that were not recorded yet."""
+    """Return the rates after an outcome of a launch's first member, whose outcomes stand for the steps of all members.
+
+    count: steps that were not recorded yet. It is not used if only copies are proposed: then the outcome itself says
+    how many steps it reports, and whether they copied (`Decoded.rows`).
+    """
     if not copies_alone(plan):
         return record_steps(rates, plan, count)
     return count_down_to_trial(rates, done.steps) if done.rows else record_steps(rates, plan, done.steps)
 
 
 def copies_alone(plan: Plan) -> bool:
-    """May the launch copy, and proposes no draft anything?"""
+    """Return whether the launch may copy text while no draft proposes anything."""
     return bool(plan.copying) and not any(plan.proposals)
 
 
 def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded, members: int) -> Rates:
-    """Return the rates after an outcome of a member that copied. control: the member's, before the outcome.
+    """Return the rates after an outcome whose proposals were copied.
 
-    members: of the launch. A try that pays brings the next one nearer, and one that does not moves it away.
+    A trial that pays halves the steps until the next one, and another trial doubles them.
+
+    control: the control of the request that copied, before the outcome. members: the number of requests in the launch.
     """
     widths = list_copy_widths(settings)
     copied = update_class_gains(find_server_gains(widths, rates), widths, control.matched, done, SERVER_MEMORY)
@@ -321,4 +341,4 @@ def record_copies(settings: Settings, rates: Rates, control: SpeculationControl,
 def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:
     """Return the rates after a step with copies took this long."""
     times = record_step_time(merge_copy_times(rates), shape, took_ns)
-    return evolve(rates, copy_times=tuple(one for one in times if one[2]))
+    return evolve(rates, copy_times=tuple(one for one in times if one.rows))

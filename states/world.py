@@ -88,6 +88,8 @@ STORE_OUTCOMES = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, Stor
 
 @frozen
 class World:
+    """Everything that decisions rest on, as one immutable value."""
+
     settings: Settings
     slots: Slots
     requests: Mapping[RequestId, State] = field(factory=dict[RequestId, State])
@@ -196,12 +198,13 @@ class Fold:
                 self.slots = slots.record_checkpoint(
                     self.slots, effect_request, answer.outcome, self.requests, self.settings
                 )
-        is_beside = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
-        if teaches_times(answer, lane, self.settings, is_beside=is_beside):
+        is_busy = number == MAIN and PROMPTS in self.lanes and bool(self.lanes[PROMPTS].running)
+        if teaches_times(answer, lane, self.settings, is_prompt_lane_busy=is_busy):
             self.learn_times(effect_request.effect, answer, lane)
         self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=bool(self.settings.max_proposals))
 
     def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
+        """Learn from an outcome how long things take. effect: what it answers; None: an effect of the store."""
         state = self.requests.get(answer.request)
         self.rates = learn_from_outcome(self.rates, effect, answer, lane=lane, state=state, settings=self.settings)
 
@@ -216,6 +219,7 @@ class Fold:
         self.process_pending()
 
     def move_experts(self, counts: tuple[int, ...]) -> None:
+        """Count the uses of experts, and move those to the device that are needed most. Raises IllegalEvent."""
         if len(counts) != self.settings.experts or min(counts, default=0) < 0:
             raise IllegalEvent(f"{len(counts)} counts of {self.settings.experts} experts, or some below none")
         self.experts, moves = experts.choose_moves(self.experts, counts)

@@ -39,10 +39,18 @@ MISSING: Mapping[str, str] = {
     "mimo_v2_flash": "values of another size than keys",
 }
 
-# `general.architecture` of a GGUF file -> each `model_type` that it may be served as.
+# The same for `general.architecture` of a GGUF file.
+MISSING_ARCHITECTURES: Mapping[str, str] = {
+    "deepseek32": MISSING["deepseek_v32"],
+    "glm-dsa": MISSING["glm_moe_dsa"],
+    "mimo2": MISSING["mimo_v2_flash"],
+}
+
+# `general.architecture` of a GGUF file -> each `model_type` whose files have it. The file is served as the first one,
+# unless its settings name another one.
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "llama": ("llama",),
-    "qwen2": ("qwen2",),
+    "qwen2": ("qwen2", "mimo"),
     "qwen3": ("qwen3",),
     "qwen3moe": ("qwen3_moe",),
     "qwen35": ("qwen3_5_text",),

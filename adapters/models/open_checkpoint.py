@@ -83,7 +83,7 @@ class Checkpoint:
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
         unneeded = {name for name in tensors if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
         others_left = tensors.keys() - expected.keys()
-        unneeded |= {name for name in others_left if family.is_spare(name) or _adds_nothing(name, tensors)}
+        unneeded |= {name for name in others_left if family.is_unused(name) or _adds_nothing(name, tensors)}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in unneeded}
         check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
@@ -195,7 +195,7 @@ def _name_tensors(
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of `--dtype`. auto: the one in config.json, or else the stored one of the embedding."""
+    """Return the dtype of `--dtype`. For `auto` it is that of config.json, or else the stored one of the embedding."""
     if name == "auto":
         return checkpoint.config.dtype or checkpoint.tensors["model.embed_tokens.weight"].dtype
     if name not in DTYPES:

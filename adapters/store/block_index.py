@@ -17,10 +17,13 @@ from adapters.store.files.file_format import Kind, Run
 
 @define(eq=False)
 class Entry:
-    """A run of consecutive blocks. `parent` is the key of the block before it; `tokens` are packed.
+    """A run of consecutive blocks of one sequence, or a checkpoint of positional state. One entry is one file on disk.
 
-    A checkpoint is an entry with one block, the one before its position, and that block is its parent.
-    handle: never used twice in a tier, so a later run with the same keys is not mistaken for this one.
+    parent: the key of the block before the run. keys: those of its blocks. tokens: packed. handle: the number of the
+    entry; a tier never uses it twice, so a later run with the same keys is not mistaken for this one.
+
+    A checkpoint has the key that `derive_checkpoint_key` makes of the block that ends at its position. That block is
+    its parent, and the tokens are those of that block.
     """
 
     handle: int
@@ -31,7 +34,7 @@ class Entry:
     size: int  # bytes that it takes of the tier
     origin: bytes = b""  # the root of its identity; entries of other identities are evicted first
     hits: int = 0
-    last_turn: int = 0  # turn
+    last_turn: int = 0  # the turn (`BlockIndex.turn`) in which it was added or last found
     leases: int = 0
     children: int = 0  # runs that continue one of our blocks
     kind: Kind = "rows"
@@ -57,13 +60,16 @@ class Entry:
 
 @define
 class BlockIndex:
-    """One tier's entries within `budget` bytes. It is not thread-safe: the store has one lock for all of it."""
+    """The entries of one tier, of at most `budget` bytes together. Not thread-safe: callers hold the store's lock.
+
+    turn: counts additions and hits, and so takes the place of a clock. evictions: entries that had to go for others.
+    """
 
     budget: int
     block_size: int
     origin: bytes = b""  # the root of the identity that is served
     entries: dict[int, Entry] = field(factory=dict[int, Entry])
-    held_bytes: int = 0  # bytes
+    held_bytes: int = 0
     turn: int = 0
     evictions: int = 0
     _blocks: dict[bytes, Entry] = field(factory=dict[bytes, Entry])
@@ -103,6 +109,7 @@ class BlockIndex:
         return found
 
     def allocate_handle(self) -> int:
+        """Return a number for a new entry. It is the next turn, so it is greater than all before it."""
         self.turn += 1
         return self.turn
 
@@ -187,15 +194,17 @@ class BlockIndex:
         return iter(self._blocks)
 
     def touch(self, entry: Entry) -> None:
+        """Count a hit of this entry, which makes it young again."""
         self.turn += 1
         entry.last_turn = self.turn
         entry.hits = entry.hits + 1
 
     def compute_score(self, entry: Entry) -> tuple[bool, float]:
-        """Return what the entry is worth: saved tokens per byte, divided by age. The lowest is evicted first.
+        """Return what the entry is worth: saved tokens per byte, divided by its age. The least is evicted first.
 
-        A hit makes an entry young again, and nothing more. An agent's sequence is found at every turn, and never again
-        when the agent is done. Counting hits cost 2 % of the hits on agents' logs (benchmarks.agent_logs).
+        Entries of another identity come before all others. A hit makes an entry young again, but the number of hits
+        does not count: an agent's sequence is found at every turn, and never again when the agent is done. To count
+        hits cost 2 % of the hits on agents' logs (benchmarks.agent_logs).
 
         An entry without bytes counts as one byte: a simulated checkpoint has none if its size is unknown.
         """
@@ -224,9 +233,11 @@ class BlockIndex:
         return gone
 
     def collect_figures(self) -> dict[str, int]:
+        """Return the figures that /props shows of the index."""
         return {"bytes": self.held_bytes, "budget": self.budget, "entries": len(self), "evictions": self.evictions}
 
     def fits(self, size: int) -> bool:
+        """Return whether so many more bytes stay within the budget."""
         return self.held_bytes + size <= self.budget
 
     def _iterate_leaves(self, parent: bytes) -> Iterator[Entry]:

@@ -55,6 +55,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Return the tokens that `pack_tokens` has packed."""
     tokens = array("i", packed)
     if sys.byteorder == "big":
         tokens.byteswap()

@@ -45,6 +45,7 @@ def make_named_entry(named: tuple[bytes, int], said: FileHead, size: int) -> Ent
 
 
 def make_entry(run: Run, handle: int, size: int, origin: bytes) -> Entry:
+    """Return the index entry of a run. The arguments: as in `Entry`."""
     return Entry(
         handle,
         run.start,

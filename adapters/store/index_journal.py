@@ -45,16 +45,19 @@ def may_be_journal(beginning: bytes) -> bool:
 
 
 def encode_addition(entry: Entry) -> bytes:
+    """Return the record of an added run."""
     numbers = (entry.handle, entry.start, entry.size, entry.hits, entry.last_turn, len(entry.keys))
     fixed = ADDITION.pack(b"+", *numbers, entry.kind[:1].encode(), entry.since)
     return frame_record(fixed + entry.origin + entry.parent + b"".join(entry.keys) + entry.tokens)
 
 
 def encode_removal(entry: Entry) -> bytes:
+    """Return the record of a removed run."""
     return frame_record(REMOVAL.pack(b"-", entry.handle))
 
 
 def encode_hit(entry: Entry) -> bytes:
+    """Return the record of a run that was found."""
     return frame_record(HIT.pack(b"!", entry.handle, entry.hits, entry.last_turn))
 
 
@@ -74,6 +77,7 @@ class JournalContents:
 
 
 def parse_journal(raw: bytes) -> JournalContents:
+    """Apply the records of a journal in order, up to the first damaged one."""
     entries: dict[int, Entry] = {}
     at = len(MAGIC)
     count = 0
@@ -111,7 +115,8 @@ def apply_record(entries: dict[int, Entry], body: bytes) -> bool:
 def parse_addition(body: bytes) -> Entry:
     """Parse the record of an added run.
 
-    A start waits for thousands of these. So all keys are cut out at once, and blocks are not handled one by one.
+    A server reads thousands of records at its start, so all keys of one are cut out at once. Raises ValueError or
+    struct.error if it is malformed.
     """
     _, handle, start, size, hits, used, count, kind, since = ADDITION.unpack_from(body)
     at = ADDITION.size + KEY_BYTES * (2 + count)

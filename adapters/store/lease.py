@@ -11,7 +11,10 @@ from effects.ports import Divergence
 
 @frozen(eq=False)
 class LeasedPart:
-    """The rows `[start, stop)` of a sequence in one entry. Those of a checkpoint are its block's."""
+    """The rows `[start, stop)` of a sequence that are in one entry.
+
+    For a checkpoint, they are the rows of the block that ends at its position.
+    """
 
     tier: Tier
     entry: Entry
@@ -23,8 +26,8 @@ class LeasedPart:
 class Lease:
     """A kept prefix whose entries stay until it is released.
 
-    parts: the target's rows, from where the slot has none.
-    draft: those of the draft, which end where the target's end and may begin later.
+    parts: the target's rows that the slot lacks, ascending and without a gap.
+    draft: the draft's rows. They end where the target's rows end, and may begin later.
     states: for a target that needs one, checkpoints from which it could continue, ascending, the last one at `length`.
     """
 
@@ -32,7 +35,7 @@ class Lease:
     length: int  # tokens
     draft: tuple[LeasedPart, ...] = ()
     states: tuple[LeasedPart, ...] = ()
-    diverged: Divergence | None = None  # where it ends, the tokens that other kept sequences have
+    diverged: Divergence | None = None  # where the prompt leaves all kept sequences, and the tokens that one has there
     tier: Tier = "none"  # the tier that has most of it
 
     @property

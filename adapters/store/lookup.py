@@ -34,11 +34,13 @@ class Lookup:
     divergences: dict[RequestId, Divergence] = field(factory=dict[RequestId, Divergence])  # for reports
 
     def find_prefix(self, request: RequestId, effect: FindPrefix) -> LookupOutcome | Awaitable[LookupOutcome]:
+        """Look a prompt up: at once if it is short, and otherwise on a thread, since hashing it takes long."""
         if len(effect.prompt) < LONG_PROMPT:
             return self._look_up(request, effect)
         return to_thread.run_sync(self._look_up, request, effect, limiter=self.limiter)
 
     def release_prefix(self, _: RequestId, effect: ReleasePrefix) -> None:
+        """Release a lease from which nothing will be restored."""
         self.store.release(effect.lease)
 
     def _remember_divergence(self, request: RequestId, *found: Divergence | None) -> None:

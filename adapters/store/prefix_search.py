@@ -43,10 +43,13 @@ class PrefixSearch:
         return SequenceBlocks(chain_keys(self.layout.compute_root(kind, salt), packed, block_size), packed, salt)
 
     def find_continuable(self, path: SequenceBlocks, beyond: int, rows: int) -> Lease:
-        """Return what a prefix can be restored from, not leased yet; of length 0 where there is nothing.
+        """Return the longest kept prefix that the target can continue from. The entries are not leased yet.
 
-        beyond: tokens that the slot can go on from without the store: no checkpoint at or before it is needed. rows:
-        rows that the slot has, of a target with positional state; those need not be kept.
+        Its length is 0 if there is none. For a target with positional state it ends at the last kept checkpoint, and
+        has up to MAX_CHECKPOINTS earlier ones to choose from.
+
+        beyond: the slot itself can continue from so many tokens, so checkpoints at or before that position are left
+        out. rows: only for a target with positional state: the slot has so many rows, so these need not be kept.
         """
         if not self.layout.state:
             parts = self.find_parts(path)
@@ -131,6 +134,7 @@ class PrefixSearch:
         return None
 
     def has_block(self, key: bytes) -> bool:
+        """Return whether any tier has the block with this key."""
         return any(key in tier.index for tier in self.tiers)
 
     def explain_miss(self, path: SequenceBlocks, lease: Lease) -> str:

@@ -1,9 +1,14 @@
-"""The recent prompts that scope `auto` compares with, each kept as what it does not share with an earlier one.
+"""The recent prompts that scope `auto` compares with.
 
-A salt goes before a prompt as tokens that no vocabulary has: prompts share nothing unless they have the same.
+Prompts of one client begin alike. So a prompt is kept as a tree node: a reference to an earlier prompt (its parent),
+the number of tokens that both begin with, and the tokens after those. Each prompt has a serial number.
 
-In a file they are a header and records as in the journal; the body of one: serial, serial of the earlier prompt (0:
-none), tokens shared with it, and the packed tokens after those. What follows a record that does not check is not read.
+A prompt with a salt is kept with SALT_TOKENS tokens before it that stand for the salt and that no vocabulary has. So
+prompts of different salts have nothing in common.
+
+A file of prompts is a header and one record for each, framed as in the journal. The body of a record is: serial, serial
+of the parent (0: none), tokens shared with the parent, and the packed tokens after those. What follows a damaged record
+is not read.
 """
 
 from __future__ import annotations
@@ -51,9 +56,9 @@ class RecentPrompt:
 
 @define(eq=False)
 class RecentPrompts:
-    """The last `most` prompts, fewer where they take more than `most_bytes`. Safe to use from several threads.
+    """The last `max_prompts` prompts, or fewer if they take more than `max_bytes`. Safe to use from several threads.
 
-    What two prompts share is compared, and held, once: the time that a comparison takes depends on what is held.
+    Tokens that prompts have in common are held once, and compared once with a new prompt.
     """
 
     max_prompts: int = MAX_PROMPTS
@@ -82,9 +87,10 @@ class RecentPrompts:
     def add_and_compare(
         self, prompt: Tokens, window: int, salt: str = ""
     ) -> tuple[int, RecentPrompt, Divergence | None]:
-        """Do `longest_match` and `add` with one comparison.
+        """Add a prompt, and compare it with the others.
 
-        Also return where the prompt diverges from the most similar one of all.
+        Return the tokens that it has in common with the most similar of the last `window` prompts, the prompt as it was
+        added, and where it diverges from the most similar of all prompts.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)
@@ -158,7 +164,7 @@ class RecentPrompts:
         return found
 
     def _drop(self, oldest: RecentPrompt) -> None:
-        """Remove the oldest prompt. The first of those that share tokens with it takes them over for the others."""
+        """Remove the oldest prompt. Its first child gets the shared tokens and becomes the others' parent."""
         del self._prompts[oldest.serial]
         self.held_bytes -= len(oldest.rest)
         heir: RecentPrompt | None = None
@@ -191,6 +197,7 @@ def count_common(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def encode_prompt(recent: RecentPrompt) -> bytes:
+    """Return the record of a prompt."""
     return frame_record(BODY.pack(recent.serial, recent.parent, recent.shared) + recent.rest)
 
 
@@ -215,6 +222,7 @@ def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:
 
 
 def parse_prompt(body: bytes) -> RecentPrompt | None:
+    """Return the prompt of a record; None if its length is impossible."""
     if len(body) < BODY.size or (len(body) - BODY.size) % TOKEN_BYTES:
         return None
     serial, parent, shared = BODY.unpack_from(body)

@@ -60,6 +60,7 @@ class Slab:
     free_spans: list[tuple[int, int]]  # ascending; no span touches the next
 
     def allocate(self, size: int) -> tuple[int, int] | None:
+        """Take the first free span of this size; None if there is none."""
         for index, (start, stop) in enumerate(self.free_spans):
             if stop - start >= size:
                 self.free_spans[index : index + 1] = [(start + size, stop)] if stop - start > size else []
@@ -67,6 +68,7 @@ class Slab:
         return None
 
     def release(self, span: tuple[int, int]) -> None:
+        """Make a span free again, and join it with its free neighbours."""
         merged = list[tuple[int, int]]()
         for start, stop in sorted([*self.free_spans, span]):
             is_touching = bool(merged) and merged[-1][1] == start
@@ -115,29 +117,30 @@ class SlabMemory:
         for queue in self._waiters:
             queue.put(None)
 
-    def allocate(self, size: int, *, held: bool = False, more: bool = True) -> Buffer:
+    def allocate(self, size: int, *, pinned_only: bool = False, may_grow: bool = True) -> Buffer:
         """Return a buffer. Raises MemoryError.
 
-        held: only slabs will do if they are pinned, since other memory is copied to at a tenth of the speed. more: add
-        a slab if need be, where only slabs will do.
+        pinned_only: where slabs are pinned, take memory of a slab and none of the system, which a GPU copies to at a
+        tenth of the speed. may_grow: with `pinned_only`, a slab may be added, which takes several times as long as the
+        copies.
         """
         whole = -(-size // ALIGN) * ALIGN
-        only_held = held and self.pin
+        needs_pinned = pinned_only and self.pin
         found = self._take_free(whole, size)
-        if found is None and (more or not only_held):
-            found = self._grow(whole, size, waited=not held)
+        if found is None and (may_grow or not needs_pinned):
+            found = self._grow(whole, size, is_awaited=not pinned_only)
         if found is not None:
             return found
-        if only_held:
+        if needs_pinned:
             raise MemoryError(
                 f"{size} bytes of pinned memory: {self.slab_bytes} of {self.max_bytes} are there, and used"
             )
         return Buffer(allocate_unpinned(size))
 
-    def _grow(self, whole: int, size: int, *, waited: bool) -> Buffer | None:
+    def _grow(self, whole: int, size: int, *, is_awaited: bool) -> Buffer | None:
         """Return a buffer from a new slab, or from one that another thread makes meanwhile. None: no slab may be added.
 
-        waited: a request waits for this memory.
+        is_awaited: a request waits for this memory.
         """
         news = SimpleQueue[None]()
         with self.notify(news):
@@ -146,7 +149,7 @@ class SlabMemory:
                     return found
                 news.get()
         try:
-            return self._take_free(whole, size) or self._take_from_new_slab(whole, size, waited=waited)
+            return self._take_free(whole, size) or self._take_from_new_slab(whole, size, is_awaited=is_awaited)
         finally:
             self._end_growth()
 
@@ -212,12 +215,12 @@ class SlabMemory:
                     return self._make_buffer(slab, found, size)
         return None
 
-    def _take_from_new_slab(self, whole: int, size: int, *, waited: bool) -> Buffer | None:
+    def _take_from_new_slab(self, whole: int, size: int, *, is_awaited: bool) -> Buffer | None:
         """Return a buffer from a slab that is made for it; None if no more may be made."""
         if self.slab_bytes + whole > self.max_bytes:
             return None
         room = max(whole, min(self.slab, self.max_bytes - self.slab_bytes))
-        slab = Slab(self._allocate_slab(room, waited=waited), [(0, room)])
+        slab = Slab(self._allocate_slab(room, is_awaited=is_awaited), [(0, room)])
         span = slab.allocate(whole)
         assert span is not None, "a slab is as large as what it was made for"
         self._add(slab, room)
@@ -228,10 +231,10 @@ class SlabMemory:
             self._slabs.append(slab)
             self.slab_bytes += size
 
-    def _allocate_slab(self, size: int, *, waited: bool = False) -> Tensor:
-        """Allocate a slab. waited: a request waits for this memory, so all processors make it."""
+    def _allocate_slab(self, size: int, *, is_awaited: bool = False) -> Tensor:
+        """Allocate a slab. is_awaited: a request waits for this memory, so all processors make it."""
         if self.pin:
-            return allocate_pinned(size, aside=self._pace is not None and not waited)
+            return allocate_pinned(size, aside=self._pace is not None and not is_awaited)
         return allocate_unpinned(size) if self.source is None else self.source(size)
 
     def _make_buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:

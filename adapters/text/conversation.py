@@ -6,6 +6,7 @@ into the variables of a template. So the same conversation has the same prompt i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
 MAX_ARGUMENT_DEPTH = 128  # nested levels in a call's arguments: twice as many as a request's body may have
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 BRACKET_DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -176,18 +178,37 @@ def merge_system_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [ChatMessage("system", "\n\n".join(leading)), *rest] if leading else rest
 
 
+def shorten_call_ids(message: ChatMessage) -> ChatMessage:
+    """Return the message with ids of calls that have nine letters and digits. One id always becomes the same one."""
+    calls = tuple(evolve(call, id=shorten_call_id(call.id)) for call in message.calls)
+    answered = message.answered_call_id
+    return evolve(message, calls=calls, answered_call_id=None if answered is None else shorten_call_id(answered))
+
+
+def shorten_call_id(call_id: str) -> str:
+    if SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
+
+
 def build_template_variables(
-    conversation: Conversation, argument_text: bool, parts: bool = False, one_system: bool = False
+    conversation: Conversation,
+    argument_text: bool,
+    parts: bool = False,
+    one_system: bool = False,
+    short_ids: bool = False,
 ) -> dict[str, Any]:
     """Return all variables of a template.
 
     argument_text: the template takes the arguments of calls as text, instead of as objects.
     parts: the template reads contents as lists of parts.
     one_system: the template accepts a system message in first place only.
+    short_ids: the template accepts ids of calls only if they have nine letters and digits.
     """
     names: dict[str, str] = {}
     messages = []
-    for message in merge_system_messages(conversation.messages) if one_system else conversation.messages:
+    said = merge_system_messages(conversation.messages) if one_system else conversation.messages
+    for message in map(shorten_call_ids, said) if short_ids else said:
         names.update((call.id, call.name) for call in message.calls)
         messages.append(build_message_variables(message, names, argument_text, parts))
     variables: dict[str, Any] = {"messages": messages, **conversation.variables}
@@ -196,28 +217,35 @@ def build_template_variables(
     return variables
 
 
-def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Return template messages in which the arguments of every call are an object. None: they all are objects already.
+def complete_variables(variables: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the variables of a template, completed for one that fails where something is left out.
 
-    Some templates iterate over the members of arguments, and fail where arguments are a text.
+    Some templates iterate over the members of arguments, and fail where arguments are a text. Others read the
+    description of every tool. None: nothing is left out.
     """
-    changed = list[Mapping[str, Any]]()
-    found = False
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            given = (
-                parse_arguments(function["arguments"])
-                if isinstance(function["arguments"], str)
-                else function["arguments"]
-            )
-            if not isinstance(given, dict):
-                given = {"input": given}
-                found = True
-            calls.append({**call, "function": {**function, "arguments": given}})
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed if found else None
+    completed = {**variables, "messages": [with_object_arguments(message) for message in variables["messages"]]}
+    if "tools" in variables:
+        completed["tools"] = [with_description(tool) for tool in variables["tools"]]
+    return None if completed == variables else completed
+
+
+def with_object_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of a template in which the arguments of every call are an object."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        written = function["arguments"]
+        given = parse_arguments(written) if isinstance(written, str) else written
+        arguments = given if isinstance(given, dict) else {"input": given}
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool that has a description and names its parameters, which may be empty."""
+    function = tool["function"]
+    parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
 
 
 def build_message_variables(

@@ -12,14 +12,18 @@ from attrs import define, field, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import read_text_files
 from adapters.text.answer.answer_parser import NONE, AnswerReader
-from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning, opens_reasoning
+from adapters.text.answer.detect_call_form import (
+    detect_call_form,
+    detect_reasoning,
+    opens_reasoning,
+    refuses_long_call_ids,
+)
 from adapters.text.boundaries import MessageOpenings, find_message_openings
 from adapters.text.conversation import (
     ChatMessage,
     Conversation,
     MovedText,
     build_template_variables,
-    with_object_arguments,
 )
 from adapters.text.grammars.grammar import Grammars
 from adapters.text.reasoning_efforts import apply_accepted_effort, find_efforts
@@ -73,6 +77,7 @@ class Text:
     grammars: the grammars of this tokenizer.
     reads_content_parts: the template reads contents as lists of parts only.
     single_system: the template accepts no system message but the first.
+    short_call_ids: the template refuses ids of calls that have more than nine characters.
     efforts: the value that the template gets for each level of reasoning effort.
 
     `check` finds all of these that were not given.
@@ -87,6 +92,7 @@ class Text:
     reasoning: str | None = None
     reads_content_parts: bool = False  # the template reads contents as lists of parts only
     single_system: bool = False  # it knows no system message but the first
+    short_call_ids: bool = False
     efforts: Mapping[str, str | None] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -120,6 +126,7 @@ class Text:
         self.reads_content_parts = await reads_only_parts(self.template)
         self.single_system = not await accepts_system_anywhere(self.template, self.reads_content_parts)
         self.efforts = await find_efforts(self.template, self.reads_content_parts)
+        self.short_call_ids = await refuses_long_call_ids(self.template)
         self.calls = self.calls or await detect_call_form(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
@@ -170,27 +177,18 @@ class Text:
         assert self.template is not None
         conversation = apply_accepted_effort(conversation, self.efforts)
         variables = build_template_variables(
-            conversation, self.template.wants_argument_text, self.reads_content_parts, self.single_system
+            conversation,
+            self.template.wants_argument_text,
+            self.reads_content_parts,
+            self.single_system,
+            self.short_call_ids,
         )
         generate = conversation.generate and not conversation.continues
-        rendered = await self._render_messages(variables.pop("messages"), generate, variables)
+        rendered = await self.template.render(**variables, generate=generate)
         if not conversation.continues:
             return rendered
         last = conversation.messages[-1]
         return cut_after(rendered, (last.content or last.reasoning).strip())
-
-    async def _render_messages(
-        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
-    ) -> Rendered:
-        """Render the messages. If the template fails, render them again with an object for each call's arguments."""
-        assert self.template is not None
-        try:
-            return await self.template.render(messages, generate=generate, **variables)
-        except (TemplateFailed, TemplateRefused):
-            again = with_object_arguments(messages)
-            if again is None:
-                raise
-        return await self.template.render(again, generate=generate, **variables)
 
     def build_reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
         """Return how the answer to this prompt is to be read."""

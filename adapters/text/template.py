@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed, WorkTimedOut
+from adapters.text.conversation import complete_variables
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # that a template adds to one word; a built-in system prompt takes a few thousand
@@ -77,12 +78,12 @@ class ChatTemplate:
     @property
     def wants_argument_text(self) -> bool:
         """Does the template take the arguments of calls as text? Otherwise it gets the parsed object."""
-        return bool(re.search(r"arguments\s+is\s+string", self.source))
+        return bool(re.search(r"arguments\s+is\s+(not\s+)?string", self.source))
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True, **variables: Any
     ) -> Rendered:
-        """Render a conversation.
+        """Render a conversation. If the template fails, render it again with what was left out in the variables.
 
         generate: end with the opening of the assistant's answer.
         variables: `tools` and whatever else the template reads.
@@ -90,6 +91,15 @@ class ChatTemplate:
         Raises TemplateRefused or TemplateFailed.
         """
         asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
+        try:
+            return await self._render_once(asked)
+        except (TemplateFailed, TemplateRefused):
+            completed = complete_variables(asked)
+            if completed is None:
+                raise
+        return await self._render_once(completed)
+
+    async def _render_once(self, asked: Mapping[str, Any]) -> Rendered:
         try:
             reply = await self._confined.ask(asked)
         except WorkTimedOut as failure:

@@ -9,7 +9,7 @@ Where a part's rows are decides how they are copied:
 * in host memory: all of the span at once, by the C library (`host_copy`);
 * on a GPU: page by page, since a slot's rows lie in pages of PAGE rows. Each page is one strided copy
   (`strided_copy`), on a stream of its own, so that it neither waits for the running computation nor occupies the
-  processors that compute. It waits only for *marks*: events that the lane has recorded behind everything it launched;
+  processors that compute. It waits only for CUDA events that the lane has recorded behind everything it launched;
 * in another process: the part is not addressable. Rows are exported and imported through it, on the lane.
 
 Invariants: when `copy_in` or `copy_out` returns, the bytes are there. The shapes of both sides are compared, so a
@@ -38,8 +38,8 @@ _free_streams = dict[torch.device, deque[torch.cuda.Stream]]()  # streams that a
 # (rows to copy, uint8 memory that holds a run, the row at which the run begins)
 BufferedRun: TypeAlias = tuple[Span, Tensor, int]
 # For each GPU an event behind everything that the lane had launched; copies on other streams wait for it.
-DeviceMarks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
-NO_MARKS: DeviceMarks = {}
+CudaEvents: TypeAlias = Mapping[torch.device, torch.cuda.Event]
+NO_CUDA_EVENTS: CudaEvents = {}
 
 
 class ImportableRows(ReadableRows, Protocol):
@@ -98,7 +98,7 @@ class RowMover:
         typed = data.view(torch_dtype(rows.dtype))
         return start, typed.as_strided(*form, typed.storage_offset() + at)
 
-    def copy_in(self, slot: int, span: Span, data: Tensor, begin: int, after: DeviceMarks = NO_MARKS) -> None:
+    def copy_in(self, slot: int, span: Span, data: Tensor, begin: int, after: CudaEvents = NO_CUDA_EVENTS) -> None:
         """Copy rows `span` into the slot, on any thread; `data` (uint8) holds a run that begins at row `begin`.
 
         They are there when this returns. Raises ValueError for a wrong shape, RuntimeError where the device fails.
@@ -115,7 +115,7 @@ class RowMover:
                 map_host_rows(target)
                 copy(target, view_by_layer(own, target)[..., first - begin : last - begin, :])
 
-    def copy_out(self, slot: int, span: Span, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
+    def copy_out(self, slot: int, span: Span, data: Tensor, after: CudaEvents = NO_CUDA_EVENTS) -> None:
         """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns.
 
         Called on the lane; of an addressable part on any thread, while no step changes these rows. Raises RuntimeError
@@ -221,7 +221,7 @@ class StateMover:
         """Return copies of the slot's state where the parts make them. Called on the lane."""
         return {name: tensor for part in self._stateful for name, tensor in part.states.export(slot).items()}
 
-    def write(self, state: NamedTensors, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
+    def write(self, state: NamedTensors, data: Tensor, after: CudaEvents = NO_CUDA_EVENTS) -> None:
         """Copy an exported state into `data` (uint8), on any thread; it is there when this returns."""
         into = view_tensors(self.specs, data)
         for device in {tensor.device for tensor in state.values()}:
@@ -263,14 +263,14 @@ def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
     return found
 
 
-def record_marks(devices: Iterable[torch.device]) -> DeviceMarks:
+def record_cuda_events(devices: Iterable[torch.device]) -> CudaEvents:
     """Record an event on each GPU behind everything that was launched so far, on the lane."""
     streams = [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
     return {stream.device: stream.record_event() for stream in streams}
 
 
 @contextmanager
-def borrow_stream(device: torch.device, after: DeviceMarks = NO_MARKS) -> Iterator[None]:
+def borrow_stream(device: torch.device, after: CudaEvents = NO_CUDA_EVENTS) -> Iterator[None]:
     """Make a stream of its own the current one, so that copies wait neither for each other nor for computation.
 
     Streams are used again, by any thread. When the block ends, all copies on it are done, even if it raised.

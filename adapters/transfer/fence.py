@@ -1,8 +1,8 @@
 """Says when a slot may be written by other threads: when the lane has passed all work for its earlier request.
 
 The restorer places a fence when a slot is opened. A fence is a job on the lane, and jobs run in order. So once it runs,
-all work for the slot's earlier request has been launched. It records marks after that work, and copies on a GPU wait
-for these marks.
+all work for the slot's earlier request has been launched. It records a CUDA event behind that work on each GPU, and
+copies on a GPU wait for its event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
-from adapters.transfer.copy_rows import NO_MARKS, DeviceMarks, record_marks
+from adapters.transfer.copy_rows import NO_CUDA_EVENTS, CudaEvents, record_cuda_events
 from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
 from effects.prefill import OpenSlot
 
@@ -28,14 +28,14 @@ SlotFinder: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 class Fence:
     """A point on the lane after everything that was launched for the slot before it was opened for this request.
 
-    is_open: the lane has reached it and the slot serves this request; read by any thread. marks: what copies into the
-    slot have to wait for on its devices, once it is open.
+    is_open: the lane has reached it and the slot serves this request; read by any thread. cuda_events: copies into the
+    slot wait for them, once the fence is open.
     """
 
     request: RequestId
     failure: StoreFailed | None = None
     is_open: bool = False
-    marks: DeviceMarks = NO_MARKS
+    cuda_events: CudaEvents = NO_CUDA_EVENTS
     _is_finished: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> StoreFailed | None:
@@ -43,16 +43,16 @@ class Fence:
         await self._is_finished.wait()
         return self.failure
 
-    def record_outcome(self, state: SlotState | DeviceFailed, after: DeviceMarks) -> None:
+    def record_outcome(self, state: SlotState | DeviceFailed, after: CudaEvents) -> None:
         """Record what the lane has found. Called on the lane."""
         if isinstance(state, DeviceFailed):
             self.failure = StoreFailed(state.kind, state.detail)
         else:
-            self.marks = after
+            self.cuda_events = after
             self.is_open = True  # last, since other threads read it
 
     def finish(self, _: None, error: BaseException | None) -> None:
-        """Wake what waits for the fence. error: what the lane raised instead of reaching it."""
+        """Wake the tasks that wait for the fence. error: the exception of the lane, which has not reached it then."""
         if error is not None:
             self.failure = StoreFailed("broken", str(error))
         self._is_finished.set()
@@ -82,5 +82,5 @@ class Fences:
 
     def _pass_fence(self, fence: Fence, slot: SlotId) -> None:
         """Pass the fence. Called on the lane, which has launched all earlier work and does not wait for it."""
-        after = record_marks(self.lane.devices)
+        after = record_cuda_events(self.lane.devices)
         fence.record_outcome(self.find_slot(slot, fence.request), after)

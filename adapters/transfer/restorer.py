@@ -155,11 +155,11 @@ class Restorer:
         """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
         while queue and not restore.is_over:
             move = queue.popleft()
-            at_once = partial(self._copy_after_read, restore, move)
+            copy_after_read = partial(self._copy_after_read, restore, move)
             try:
                 tier = self.store.get_lower_tier(move.part.tier)
                 assert tier is not None, "rows in host memory are not read"
-                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, at_once)
+                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, copy_after_read)
             except Damaged as error:
                 restore.record_failure([move], StoreFailed("broken", str(error)))
             except OSError as error:
@@ -224,7 +224,7 @@ class Restorer:
 
         sender_count: parts to which the lane sends meanwhile. Each keeps one thread busy, and the lane copies as well.
         """
-        at_once_count = COPY_THREADS * max(1, len(restore.fence.marks))  # one mark for each GPU
+        at_once_count = COPY_THREADS * max(1, len(restore.fence.cuda_events))  # one event for each GPU
         count = min(max(0, at_once_count - sender_count - 1) if sender_count else at_once_count, len(near))
         return [self.workers.submit(restore.copy_queued, near) for _ in range(count if restore.fence.is_open else 0)]
 

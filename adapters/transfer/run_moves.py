@@ -33,10 +33,12 @@ QueuedCopies: TypeAlias = "deque[tuple[RowMover, RunMove]]"
 
 @define(eq=False)
 class RunMove:
-    """One entry's rows on their way into the slot.
+    """One move of a restore: some rows of one entry of the store, or its checkpoint, on their way into the slot.
 
-    missing_movers: those that have not copied or sent it yet, one for each part. buffer: its content while it is in
-    memory; that of a checkpoint stays until the end of the restore. staged: a checkpoint on its device.
+    part: the entry that they come from. span: the rows, as positions in the slot's sequence. missing_movers: the movers
+    that have not copied or sent them yet; there is a mover for each part of the target, or of the draft. buffer: the
+    host memory that has them, from the end of reading until all movers are done; a checkpoint keeps it until the end of
+    the restore. staged: a checkpoint that was brought to its device.
     """
 
     part: LeasedPart
@@ -48,17 +50,23 @@ class RunMove:
 
     @property
     def kind(self) -> Kind:
+        """The kind of its entry: rows of the target, rows of the draft, or a checkpoint."""
         return self.part.entry.kind
 
     @property
     def buffered_run(self) -> BufferedRun:
+        """Its rows, the memory that has them, and the row that this memory begins with."""
         assert self.buffer is not None
         return self.span, self.buffer.data, self.part.entry.start
 
 
 @define(eq=False)
 class Restore:
-    """The state of one restore. failure: why it ended early; rows before the first failed move still count."""
+    """The state of one restore.
+
+    moves: the target's rows in ascending order, then the draft's, then the checkpoint. failure: why it ended early; the
+    target's rows before the first move that failed still count.
+    """
 
     effect: RestoreBlocks
     fence: Fence
@@ -73,7 +81,7 @@ class Restore:
 
     def copy_run(self, mover: RowMover, move: RunMove) -> None:
         """Copy one move into one part of the target or of the draft."""
-        if self._attempt(partial(mover.copy_in, self.effect.slot, *move.buffered_run, self.fence.marks), [move]):
+        if self._attempt(partial(mover.copy_in, self.effect.slot, *move.buffered_run, self.fence.cuda_events), [move]):
             move.missing_movers.remove(mover)
 
     def send_runs(self, mover: RowMover, moves: Sequence[RunMove]) -> None:
@@ -104,6 +112,7 @@ class Restore:
                 self.copy_run(*moves.popleft())
 
     def record_failure(self, moves: Sequence[RunMove], why: StoreFailed) -> None:
+        """Note that these moves failed. Only missing rows of the target end the restore."""
         for move in moves:
             move.failure = move.failure or why
             if move.kind == "rows":
@@ -112,7 +121,11 @@ class Restore:
                 log.warning("restored without the data of the draft or the state (%s): %s", move.kind, why.detail)
 
     def collect_ready(self) -> list[RunMove]:
-        """Return the moves that count: the target's rows from the front on without a gap, and the draft's."""
+        """Return the moves that the slot may count as its rows, and note a failure if some of the target's are missing.
+
+        Of the target these are the moves before the first one that was not copied. Of the draft they are all that were
+        copied, since a draft may have gaps.
+        """
         rows = [move for move in self.moves if move.kind == "rows"]
         gap = next((at for at, move in enumerate(rows) if move.missing_movers), len(rows))
         if gap < len(rows):

@@ -7,9 +7,9 @@ How a snapshot is taken (`Saver.save`):
 
 1. On the lane (`_prepare`): check that the slot holds the rows, and let the draft catch up. If a checkpoint was asked
    for, copy the positional state on its device; another thread brings the copy to host memory (`save_checkpoint`).
-   Record a mark after everything that each GPU has been given.
+   Record a CUDA event behind everything that each GPU has been given.
 2. On the saver's own thread (`_copy_missing_runs`): ask the store which runs no tier has, and copy one run after the
-   other into memory of the store. Copies on a GPU wait for the marks. A part that cannot be addressed from here (a
+   other into memory of the store. Copies on a GPU wait for the events. A part that cannot be addressed from here (a
    shard in another process) is copied on the lane, one run at a time.
 3. Each run is given to the store, which queues it for the lower tiers.
 
@@ -45,7 +45,7 @@ from adapters.store.files.file_format import Run
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
-from adapters.transfer.copy_rows import DeviceMarks, RowMover, StateMover, record_marks
+from adapters.transfer.copy_rows import CudaEvents, RowMover, StateMover, record_cuda_events
 from adapters.transfer.fence import SlotFinder
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed, Tokens
 from effects.pacing import PaceSnapshot
@@ -76,20 +76,21 @@ class SnapshotSource:
     is_current: Callable[[], bool]
     salt: str
     draft_span: Span
-    marks: DeviceMarks
+    cuda_events: CudaEvents
 
 
 @define(eq=False)
 class PaceGate:
-    """The pace of one snapshot. It is set on the event loop, and the saver's thread waits for it.
+    """The pace of one snapshot. The event loop sets it. Between two runs the saver's thread waits until it may copy.
 
-    changed: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
+    changed: gets an item when the thread should look again, because the pace has changed or memory has come free.
     """
 
     pace: PaceSnapshot = field(factory=PaceSnapshot)
     changed: SimpleQueue[None] = field(factory=SimpleQueue)
 
     def set_pace(self, pace: PaceSnapshot) -> None:
+        """Change the pace, and wake the saver's thread. Called on the event loop."""
         self.pace = pace
         self.changed.put(None)
 
@@ -173,7 +174,9 @@ class Saver:
         def is_current() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SnapshotSource(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
+        return SnapshotSource(
+            effect.slot, is_current, state.salt, state.draft_rows, record_cuda_events(self.lane.devices)
+        )
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Begin to keep the slot's positional state if it is the state after rows `[0, at)`.
@@ -195,7 +198,7 @@ class Saver:
         self._copy_permits.acquire()
         try:
             exported = self.state.export(slot)
-            marks = record_marks(self.lane.devices)
+            cuda_events = record_cuda_events(self.lane.devices)
         except Exception as error:
             self._copy_permits.release()
             if not is_out_of_memory(error):
@@ -203,7 +206,7 @@ class Saver:
             self._warn_of_lost_checkpoint(request, at, error)
             return False
         self._keys_in_flight.add(key)
-        self.state_worker.submit(self._keep_checkpoint, request, key, exported, marks)
+        self.state_worker.submit(self._keep_checkpoint, request, key, exported, cuda_events)
         return True
 
     def _warn_of_lost_checkpoint(self, request: RequestId, at: int, error: Exception) -> None:
@@ -212,13 +215,13 @@ class Saver:
     # --- called on the thread of checkpoints ---
 
     def _keep_checkpoint(
-        self, request: RequestId, key: tuple[Tokens, str], exported: NamedTensors, marks: DeviceMarks
+        self, request: RequestId, key: tuple[Tokens, str], exported: NamedTensors, cuda_events: CudaEvents
     ) -> None:
         """Bring a copy of a state to host memory and give it to the store. A failure costs the checkpoint only."""
         tokens, salt = key
         try:
             buffer = self.store.memory.allocate(self.store.layout.compute_size("state", 0))
-            self.state.write(exported, buffer.data, marks)
+            self.state.write(exported, buffer.data, cuda_events)
             self.store.keep_checkpoint(tokens, buffer, salt)
         except Exception as error:  # noqa: BLE001 - without it, rows are computed again
             self._warn_of_lost_checkpoint(request, len(tokens), error)
@@ -262,7 +265,7 @@ class Saver:
         try:
             buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), gate, end)
             for mover in movers:
-                work = partial(mover.copy_out, source.slot, (run.start, run.stop), buffer.data, source.marks)
+                work = partial(mover.copy_out, source.slot, (run.start, run.stop), buffer.data, source.cuda_events)
                 work() if mover.is_addressable else self._run_on_lane(work, source)
         except Exception as error:
             is_draft_lost = run.kind == "draft" and isinstance(error, RowsLost)  # it costs its own rows only
@@ -282,7 +285,7 @@ class Saver:
             while True:
                 is_writing = self.store.queued_bytes > 0  # asked before, since memory is free when a write is over
                 try:
-                    return memory.allocate(size, held=True, more=gate.pace.may_grow)
+                    return memory.allocate(size, pinned_only=True, may_grow=gate.pace.may_grow)
                 except MemoryError:
                     left_ns = end - self.clock_ns()
                     if not gate.pace.may_wait or not is_writing or left_ns < 0:

@@ -71,6 +71,7 @@ def copy_box(target: Tensor, source: Tensor) -> None:
 
 
 def make_box_side(rows: Tensor) -> BoxSide:
+    """Return one side of a copy for `[layers, parts, heads, rows, width]`. ValueError if its strides are no box."""
     layer, plane, pitch, row, number = rows.stride()
     if number != 1 or row != rows.shape[4] or plane % pitch or layer != rows.shape[1] * plane:
         raise ValueError(f"rows of strides {rows.stride()} are no box")

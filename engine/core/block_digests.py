@@ -188,6 +188,7 @@ def decode_digests(message: bytes) -> list[ReplicaDigest]:
 
 
 def decode_digest(record: DigestRecord) -> ReplicaDigest:
+    """Return the digest of a record. Raises ValueError for impossible numbers."""
     if min(record.wait_ns, record.answer_ns, record.slots - 1) < 0:
         raise ValueError(f"a load that cannot be: {record.wait_ns}, {record.answer_ns}, {record.slots}")
     changes = tuple(TierChange(one.tier, split_keys(one.added), split_keys(one.removed)) for one in record.changes)
@@ -196,6 +197,7 @@ def decode_digest(record: DigestRecord) -> ReplicaDigest:
 
 
 def split_keys(joined: bytes) -> frozenset[bytes]:
+    """Return keys that stand end to end. Raises ValueError for half a key."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes of keys, which have {KEY_BYTES} each")
     return frozenset(joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES))

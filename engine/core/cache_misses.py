@@ -22,7 +22,7 @@ from states.settings import Settings
 from states.slots import find_row_salt, get_resident_tokens
 from states.world import Output, World
 
-ABSENT = frozenset(("empty_store", "nothing_shared_on_device", "too_short"))  # said of what a tier has not got
+ABSENT = frozenset(("empty_store", "nothing_shared_on_device", "too_short"))  # reasons of a place without rows
 
 
 @define
@@ -70,10 +70,14 @@ def is_fully_restored(report: Report, settings: Settings) -> bool:
 
 
 def explain_miss(report: Report, diverged: Divergence | None, settings: Settings) -> str:
-    """Return why not more of a prompt was restored; nothing, where nothing was missed.
+    """Return why not more of a prompt was restored; "" if nothing was missed.
 
-    The core tells what the last tier said that was asked. What that has not got is no miss where another tier had it,
-    and neither is what the prompt goes on with behind everything that is kept.
+    `Report.miss` is the answer of the place that was asked last: the slots, or the store. It needs two corrections.
+    First, that place may have had nothing while another one had rows that were restored. Second, a prompt that
+    continues a kept sequence has new tokens at its end, which no place can have. Neither is a miss. Where a kept
+    sequence differs from the prompt before its end, that difference is the reason (`diverged_at`).
+
+    diverged: where the prompt differs from the most similar kept sequence; None if it only continues it.
     """
     reason, _, number = report.miss.partition(":")
     if was_compressed(report):
@@ -88,10 +92,10 @@ def explain_miss(report: Report, diverged: Divergence | None, settings: Settings
 
 
 def find_slot_divergence(opening: OpenSlot, world: World) -> Divergence | None:
-    """Return where the prompt leaves the most similar sequence of a slot, if whole blocks of it are missing.
+    """Return where the prompt differs from the most similar sequence of a slot; None if no whole block is missing.
 
-    The rows that the slot keeps are those of the most similar sequence. If it keeps none, every sequence differs within
-    its first block.
+    If the opened slot keeps rows, they are those of the most similar sequence, so only that one is compared. If it
+    keeps none, all slots are compared: each differs within its first block.
     """
     prompt = opening.prompt
     slots = world.slots.slots

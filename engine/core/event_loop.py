@@ -74,7 +74,7 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 @define(eq=False)
 class WorldWaiter:
-    """A task that waits until the world is as it wants it."""
+    """A task that waits until `is_met` is true of the world; `met` is set then."""
 
     is_met: Callable[[World], bool]
     met: anyio.Event = field(factory=anyio.Event)
@@ -231,6 +231,7 @@ class EventLoop:
         return StoreFailed(failure_kind(error), describe_error(error))
 
     def post_outcomes(self, effect_request: EffectRequest, found: list[Outcome]) -> None:
+        """Post the answers to an effect as events of its request."""
         for outcome in found:
             self.post_if_open(ForRequest(effect_request.request, outcome))
 

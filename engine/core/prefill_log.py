@@ -17,12 +17,11 @@ log = logging.getLogger("rekindle")
 
 @define
 class PrefillLog:
-    """Hears of all progress and of the end of every request, so it holds as many requests as are live."""
+    """Logs the progress of prompts. `log_progress` gets all progress, and `forget` the end of every request."""
 
     clock: Callable[[], float] = time.monotonic
-    _started_and_due: dict[RequestId, tuple[float, float]] = field(
-        factory=dict[RequestId, "tuple[float, float]"]
-    )  # since, due
+    # By request: the time of its first progress, and the time from which on the next line is due.
+    _started_and_due: dict[RequestId, tuple[float, float]] = field(factory=dict[RequestId, "tuple[float, float]"])
 
     def log_progress(self, request: RequestId, report: ReportProgress) -> None:
         """Log the progress of a prompt if a line about it is due."""

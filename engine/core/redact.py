@@ -24,7 +24,11 @@ from states.world import Output, World, advance
 
 @define
 class SequenceDigests:
-    """The digests of one request: of all its tokens so far, and of its prompt alone, from which an answer starts."""
+    """The digests of one request's sequence.
+
+    latest: of all its tokens so far. prompt_end: of its prompt alone. An answer that is computed a second time starts
+    again from there.
+    """
 
     latest: bytes = b""
     prompt_end: bytes = b""
@@ -76,9 +80,8 @@ class Redactor:
                 state = self.world.requests.get(request)
                 stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
                 if isinstance(state, Speculating) and not state.answer.tokens:
-                    self._digests[request].latest = self._digests[
-                        request
-                    ].prompt_end  # its first, or its first once more
+                    # These are the first tokens of its answer, or they are computed a second time.
+                    self._digests[request].latest = self._digests[request].prompt_end
                 return evolve(outcome, tokens=self.redact_tokens(request, tokens, stops), logprobs=())
             case _:
                 return outcome

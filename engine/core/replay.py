@@ -102,6 +102,7 @@ class Replay:
         return f"identical: {self.events} events{more}, world {digest(self.world)}"
 
     def build_difference(self, number: int, now: object, recorded: object) -> ReplayDiffers:
+        """Return the error that shows what was recorded in a line and what is decided now."""
         after = "before the first event" if self.event is None else f"after event {format_record(self.event)}"
         return ReplayDiffers(
             f"line {number}: {after}\n  recorded: {format_record(recorded)}\n  replayed: {format_record(now)}"

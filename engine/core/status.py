@@ -57,7 +57,8 @@ def kv_pages(world: World) -> dict[str, int]:
 def describe_pace(world: World) -> dict[str, Any]:
     """Return what /props shows of the pace of decode steps: the latency target, and what steps keep now.
 
-    is_even: prompts wait, so steps keep an even pace. interval_ms: from one step to the next one, at least.
+    `is_even` is true while prompts wait, so that steps keep an even pace. `interval_ms` is the least time from one step
+    to the next one.
     """
     demand = world.pacing.demand
     return {
@@ -68,7 +69,7 @@ def describe_pace(world: World) -> dict[str, Any]:
 
 
 def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
-    """Return the status of live requests, up to MOST_RUNNING: first those that have a slot, then those that wait."""
+    """Return the status of live requests, MAX_RUNNING_SHOWN at most. Those with a slot come before those that wait."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
     waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
     shown = [*islice(seated, MAX_RUNNING_SHOWN)]

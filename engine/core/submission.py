@@ -47,6 +47,7 @@ class EngineTicket:
     _is_answering: bool = False
 
     def put(self, message: Message) -> None:
+        """Append a message to the stream, and call the listener. The client never sees progress go back."""
         assert not self._closed, "the stream is closed already"
         match message:
             case EmitTokens():

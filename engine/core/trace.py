@@ -33,6 +33,7 @@ from adapters.watched_thread import WatchedThread
 from effects.all import Effect, EffectRequest, Launch, Outcome
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
+from engine.core.timed_steps import register_timed_steps
 from states.events import Common, Event, Happened
 from states.settings import Settings
 from states.world import Output, World, make_world
@@ -97,6 +98,7 @@ def converter() -> Converter:
     # It does not list everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, structure_literal)
+    register_timed_steps(built)
     for union in (
         Outcome,
         Event,
@@ -110,6 +112,7 @@ def converter() -> Converter:
 
 
 def is_literal(kind: Any) -> bool:
+    """Return whether a type is a `Literal`."""
     origin: Any = get_origin(kind)
     return origin is Literal
 
@@ -142,7 +145,9 @@ def digest(world: World) -> str:
             hasher.update(b"[%d" % len(value))
             stack += value
         else:
-            hasher.update(repr(value).encode() + b",")
+            # Of a named tuple the values count, as of any other, and not its name.
+            written = tuple.__repr__(value) if isinstance(value, tuple) else repr(value)
+            hasher.update(written.encode() + b",")
     return hasher.hexdigest()
 
 

@@ -47,7 +47,7 @@ def configure_router(arguments: Mapping[str, Any]) -> RequestRouterConfig:
     """Return the router of requests to replicas. arguments: as `build_fleet` has them."""
     return RequestRouterConfig(
         request_router_class=ROUTER_PATH,
-        request_router_kwargs={"prefill_elsewhere": int(arguments.get("prefill_elsewhere", 0))},
+        request_router_kwargs={"remote_prefill_min_tokens": int(arguments.get("prefill_elsewhere", 0))},
         request_routing_stats_period_s=STATS_PERIOD_S,
     )
 
@@ -56,7 +56,8 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
     """Return the application.
 
     arguments: `replicas` as a number or a range, `upscale_delay_s` and `downscale_delay_s` of a range,
-    `prefill_elsewhere` as `Policy` has it, `options` by flat name, and `is_local` for one machine. Raises ValueError.
+    `prefill_elsewhere` (`Policy.remote_prefill_min_tokens`), `options` by flat name, and `is_local` for one machine.
+    Raises ValueError.
     """
     values = dict(arguments.get("options", {}))
     is_local = bool(arguments.get("is_local", False))

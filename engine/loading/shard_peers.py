@@ -18,7 +18,7 @@ from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.dial import AtAddress, Dial, Launched
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft
-from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES
+from adapters.remote.client.remote_scorer import SCORER_DEADLINES
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
@@ -101,7 +101,7 @@ def build_scorer_peer(options: Options) -> Peer | None:
     except CheckpointError as error:
         raise UserError(f"--prefill-drafter {error}") from error
     if peer is not None:
-        peer.deadlines = DRAFTER_DEADLINES
+        peer.deadlines = SCORER_DEADLINES
     return peer
 
 
@@ -146,7 +146,7 @@ def describe_placement(parts: Sequence[Shard]) -> str:
 
 
 def describe_shard(part: Shard) -> ShardMemory:
-    """Return what /props shows of a shard. error: why it is gone, while it is gone."""
+    """Return what /props shows of a shard. While its process is gone, that includes the reason (`error`)."""
     remote = find_peer(part)
     return ShardMemory(
         layers=(part.spec.layers.start, part.spec.layers.stop),

@@ -31,6 +31,7 @@ ToolParser: TypeAlias = Literal[
     "seed-xml",
     "minimax-xml",
     "glm-xml",
+    "mistral-json",
     "mistral",
     "harmony",
     "llama3-json",

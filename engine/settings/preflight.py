@@ -13,13 +13,14 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from adapters import demo
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
+from adapters.models.explain_refusal import explain_refused_architecture, explain_refused_type
 from adapters.store.files.private_folder import LOCK, FolderUnusable, PrivateFolder, check_private
 from engine.settings.model_catalog import locate_model
 from engine.settings.options import Options, evolve_options
@@ -91,8 +92,7 @@ def check_model(name: str) -> None:
         raise UserError(f"{path}: {error}") from error
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        accepted = ", ".join(map(repr, FAMILIES))
-        raise UserError(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
+        raise UserError(f"{path}: {explain_refused_type(kind)}")
 
 
 def check_gguf(path: Path) -> None:
@@ -102,8 +102,7 @@ def check_gguf(path: Path) -> None:
     except CheckpointError as error:
         raise UserError(str(error)) from error
     if kind not in ARCHITECTURES:
-        accepted = ", ".join(map(repr, ARCHITECTURES))
-        raise UserError(f"{path}: general.architecture {describe_value(kind)} is not supported; accepted: {accepted}")
+        raise UserError(f"{path}: {explain_refused_architecture(kind)}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

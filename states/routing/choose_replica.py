@@ -50,15 +50,15 @@ class Policy:
     excess, extra_requests: a replica with `limit` open requests gets no more: limit = excess % of the average +
     extra_requests.
     work_weight: how often the time to load and compute a prompt counts. neighbour_ns: what one more conversation at a
-    replica counts for a new one. prefill_elsewhere: missing tokens from which another replica may read a prompt; 0:
-    none does.
+    replica counts for a new one. remote_prefill_min_tokens: another replica may compute a prompt that lacks at least so
+    many tokens at the one that answers (`remote_prefill.py`); 0: no other replica ever does.
     """
 
     excess: int = 125
     extra_requests: int = 4
     work_weight: int = 5
     neighbour_ns: int = 500_000_000
-    prefill_elsewhere: int = 0
+    remote_prefill_min_tokens: int = 0
 
 
 @frozen
@@ -108,13 +108,14 @@ class ReplicaLoads:
 class RemotePrefill:
     """Another replica reads the prompt first and leaves its rows in the shared tier (`remote_prefill.py`).
 
-    replica: that reads. held: tokens that the answering replica has without it. read_ns: until the rows are in the
-    shared tier. load_ns: after that, until the answering replica has loaded them.
+    replica: the one that computes the prompt's rows. held: tokens of the prompt that the answering replica has without
+    them. published_ns: nanoseconds from the decision until all rows are in the shared tier. load_ns: nanoseconds from
+    then until the answering replica has loaded them.
     """
 
     replica: str
     held: int
-    read_ns: int
+    published_ns: int
     load_ns: int
 
 
@@ -288,6 +289,7 @@ def estimate_slot_wait(load: LoadReport, open_requests: int) -> int:
 
 
 def candidate_order(candidate: Candidate) -> tuple[int, int, int]:
+    """Return the key by which candidates are compared: the least is the best."""
     return candidate.cost_ns, candidate.requests, candidate.number
 
 
@@ -309,6 +311,7 @@ def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
 
 
 def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery, home: str) -> RouteDecision:
+    """Return the decision for a candidate. home: the conversation's replica so far, or ""."""
     replica = fleet.view.by_number[chosen.number]
     assert replica is not None
     held = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in chosen.blocks)

@@ -58,14 +58,17 @@ class ReplicaDigest:
 
     @property
     def key_count(self) -> int:
+        """The number of keys that the digest carries."""
         return sum(len(change.added) + len(change.removed) for change in self.changes)
 
 
 @define
 class DigestWriter:
-    """Writes the digests of one replica. It hears of changes as they happen, or of all that is held at once.
+    """Writes the digests of one replica.
 
-    whole_every: digests from one whole one to the next. most_keys: keys of each tier that it names at most.
+    The caller notes each change (`note_change`), or all that the replica holds (`set_held`), and then calls `write`.
+
+    whole_every: every so many digests, one is whole. most_keys: the most keys of one tier that a digest names.
     """
 
     epoch: int
@@ -147,9 +150,11 @@ class DigestReader:
     _newest: int = 0  # the greatest number that was seen in this epoch
 
     def accept(self, digest: ReplicaDigest) -> bool:
-        """Note a digest, and return whether it is to be applied. Repeated, late and unconnected ones are not.
+        """Note a digest, and return whether the caller should apply it.
 
-        A digest of a later epoch makes everything before it void: `is_void` says so until a whole one was applied.
+        A change is applied if the digest before it was applied. A whole digest is applied unless a newer digest has
+        come already. Everything else is repeated, late, or follows a gap, and is not applied. A digest of a later
+        epoch says that the replica was restarted: all earlier knowledge is void until a whole digest comes (`is_void`).
         """
         if digest.epoch < self.epoch or digest.number < 1:
             return False
@@ -177,9 +182,13 @@ class DigestReader:
 
 
 def select_keys(runs: Sequence[tuple[int, bytes, Sequence[bytes]]], most: int) -> list[bytes]:
-    """Return at most `most` keys of runs, so that no key comes without those before it, as far as they are held.
+    """Return at most `most` keys of these runs, of the youngest runs first.
 
-    runs: (age, parent, keys) of each; the youngest ones count most. Keys of a run are in the order of the prompt.
+    A key is of use only together with the keys before it in its prompt. So each run comes after the runs that it
+    continues, if they are held, whatever their age.
+
+    runs: (age, parent, keys) of each. The parent is the last key of the run that it continues. Keys of a run are in the
+    order of the prompt.
     """
     chosen = list[bytes]()
     by_last = {key: number for number, (_, _, keys) in enumerate(runs) for key in keys}

@@ -25,7 +25,9 @@ from states.rates import Rates
 from states.routing.digests import DigestReader, LoadReport, ReplicaDigest
 from states.routing.route_prices import SHARED_TIER, TIERS, RoutePrices, make_prices
 
-MOST_DEPTHS = 8  # different lengths of prefix in one tier that are kept apart; the others count as shorter
+# The most groups of one tier, by the length of the prefix that they hold. Replicas beyond that are put together, and
+# count as if they held the shortest prefix that is known of all of them.
+MOST_DEPTHS = 8
 DEVICE = 0
 HOST = 1
 DISK = 2
@@ -48,7 +50,11 @@ class KnownReplica:
 
 @frozen
 class ReplicaGroup:
-    """Replicas that hold the same of a prompt. blocks: by tier, as far as it and those before it have everything."""
+    """Replicas that hold the same blocks of a prompt.
+
+    mask: has a bit for each of them, `1 << number`. blocks: for each tier of `TIERS`, how many blocks from the first
+    one on are in that tier or in a quicker one.
+    """
 
     mask: int
     blocks: tuple[int, ...]
@@ -58,7 +64,9 @@ class ReplicaGroup:
 class FleetView:
     """The replicas by name and by number, and the index of the blocks that they hold.
 
-    kinds: replicas with the same prices, as pairs of the prices and a mask.
+    A mask is an integer with the bit `1 << number` set for each replica that it stands for.
+
+    kinds: pairs of prices and the mask of the replicas that have these prices.
     """
 
     replicas: dict[str, KnownReplica] = field(factory=dict[str, KnownReplica])
@@ -185,7 +193,10 @@ class FleetView:
         return read_mask
 
     def _split_by_depth(self, read_mask: Callable[[int], int], count: int) -> list[tuple[int, int]]:
-        """Return (blocks, replicas that hold so many) for all replicas, by halving."""
+        """Return pairs (number of blocks, mask of the replicas that hold exactly so many), by repeated halving.
+
+        read_mask: returns the replicas that hold the block at this index. count: the blocks of the prompt.
+        """
         found = list[tuple[int, int]]()
         # Replicas that hold at least `low` blocks and at most `high`.
         open_ranges = [(0, count, self.everyone)]

@@ -24,7 +24,9 @@ LEAST_MATCH = 10  # percent of a prompt below which Ray's router does not follow
 class Router(Protocol):
     """Takes events, and decides about requests."""
 
-    def advance(self, event: RouterEvent) -> RouteDecision | None: ...
+    def advance(self, event: RouterEvent) -> RouteDecision | None:
+        """Take one event. Return the decision about a request; None for other events, and if there is no replica."""
+        ...
 
 
 def draw_number(name: str) -> int:
@@ -95,6 +97,7 @@ class PowerOfTwo(CountingRouter):
         return self.choose_of_two(query, list(self.requests))
 
     def choose_of_two(self, query: RouteQuery, names: Sequence[str]) -> str:
+        """Return the one of two drawn replicas that has fewer open requests."""
         first = draw_number(f"first {query.number}") % len(names)
         second = draw_number(f"second {query.number}") % max(1, len(names) - 1)
         second += second >= first and len(names) > 1

@@ -26,21 +26,29 @@ from states.routing.remote_prefill import add_remote_prefill
 
 SCANNED_KEYS = 256  # last keys of a prompt among which the end of an earlier prompt is looked for
 MOST_HOMES = 1 << 16  # conversations that are remembered; the one that was silent longest is forgotten first
-DIGESTS_UNTIL_TOLD = 2  # a digest may have been written before its replica has read a prompt; the one after it has not
+# After so many digests a replica has said whether it holds a prompt that was sent there. The first one may have been
+# written before the replica had read the prompt. The second one was not.
+DIGESTS_UNTIL_KNOWN = 2
 
 
 @frozen
 class ReplicaAdded:
+    """A replica has joined the fleet."""
+
     replica: str
 
 
 @frozen
 class ReplicaRemoved:
+    """A replica has left the fleet."""
+
     replica: str
 
 
 @frozen
 class DigestArrived:
+    """A replica has said what it holds, at this time of the router's clock."""
+
     replica: str
     digest: ReplicaDigest
     now_ns: int
@@ -55,6 +63,8 @@ class RequestsCounted:
 
 @frozen
 class RequestArrived:
+    """A request is to be routed, at this time of the router's clock."""
+
     query: RouteQuery
     now_ns: int
 
@@ -80,14 +90,17 @@ RouterEvent: TypeAlias = (
 
 @define(eq=False)
 class PrefixRouter:
-    """A router. Lists are by the number of a replica in `view`."""
+    """A router. Its lists have an entry for each replica, at the index that the replica has in `view` (`number`).
+
+    homes: by conversation, the replica of its last request.
+    """
 
     policy: Policy = field(factory=Policy)
     view: FleetView = field(factory=FleetView)
     homes: dict[str, SessionHome] = field(factory=dict[str, SessionHome])
-    _requests: list[int] = field(factory=list[int])
-    _free_at: list[int] = field(factory=list[int])
-    _sessions: list[int] = field(factory=list[int])
+    _requests: list[int] = field(factory=list[int])  # open requests
+    _free_at: list[int] = field(factory=list[int])  # the time at which the queue will have been computed
+    _sessions: list[int] = field(factory=list[int])  # conversations whose home it is
     _ends: dict[bytes, str] = field(factory=dict[bytes, str])  # last key of a prompt -> its conversation
     _open: dict[int, str] = field(factory=dict[int, str])  # request -> its replica
     _readers: dict[int, str] = field(factory=dict[int, str])  # request -> the replica that reads its prompt first
@@ -146,11 +159,11 @@ class PrefixRouter:
         decision = choose_replica(fleet, query, home)
         if decision is None:
             return None
-        if self.policy.prefill_elsewhere:
+        if self.policy.remote_prefill_min_tokens:
             decision = add_remote_prefill(fleet, query, decision)
         if decision.prefill is not None:
             self._readers[query.number] = decision.prefill.replica
-            self._add_work(decision.prefill.replica, now_ns, decision.prefill.read_ns)
+            self._add_work(decision.prefill.replica, now_ns, decision.prefill.published_ns)
         self._note_decision(query, decision, home, now_ns)
         return decision
 
@@ -183,7 +196,7 @@ class PrefixRouter:
             self._count_session(home.replica, -1)
         reader = replica.reader
         self.homes[query.session] = SessionHome(
-            replica.name, reader.epoch, reader.number + DIGESTS_UNTIL_TOLD - 1, tuple(query.keys)
+            replica.name, reader.epoch, reader.number + DIGESTS_UNTIL_KNOWN - 1, tuple(query.keys)
         )
         self._count_session(replica.name, 1)
         if len(self.homes) > MOST_HOMES:

@@ -1,5 +1,7 @@
 """Lets an idle replica read a long prompt for the one that answers it: prefill elsewhere.
 
+To read a prompt means to have all of its rows: those that a replica lacks are loaded or computed.
+
 Problem. A conversation stays at its home, which has most of its prompt. If much of the new prompt is missing there,
 reading it delays all answers that the home is giving.
 
@@ -22,10 +24,13 @@ from states.routing.route_prices import SHARED_TIER
 
 @frozen
 class Reader:
-    """A replica that could read a prompt. read_ns: until all of the prompt would be in its own memory."""
+    """A replica that could read a prompt for another one.
+
+    prompt_ns: nanoseconds that it would take to have all rows of the prompt in its own memory.
+    """
 
     replica: KnownReplica
-    read_ns: int
+    prompt_ns: int
 
 
 def add_remote_prefill(fleet: Fleet, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
@@ -37,12 +42,12 @@ def add_remote_prefill(fleet: Fleet, query: RouteQuery, decision: RouteDecision)
     held = max(decision.held)
     missing = query.tokens - held
     load_ns = missing * target.prices.loads.get(SHARED_TIER, 0)
-    if missing < fleet.policy.prefill_elsewhere or not load_ns:
+    if missing < fleet.policy.remote_prefill_min_tokens or not load_ns:
         return decision
     reader = find_quickest_reader(fleet, query, target)
     if reader is None:
         return decision
-    published_ns = reader.read_ns + load_ns
+    published_ns = reader.prompt_ns + load_ns
     home_cost_ns = decision.wait_ns + decision.ready_ns * (1 + decision.requests)
     if published_ns + load_ns >= home_cost_ns:
         return decision
@@ -64,7 +69,7 @@ def find_quickest_reader(fleet: Fleet, query: RouteQuery, target: KnownReplica) 
             if replica is not None and replica.name not in query.avoid and is_idle(fleet, number):
                 readers.append(Reader(replica, replica.prices.estimate_ready_time(ends, query.tokens)))
     count = len(view.by_number)
-    return min(readers, key=lambda one: (one.read_ns, (one.replica.number - query.number) % count), default=None)
+    return min(readers, key=lambda one: (one.prompt_ns, (one.replica.number - query.number) % count), default=None)
 
 
 def is_idle(fleet: Fleet, number: int) -> bool:

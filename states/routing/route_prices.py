@@ -23,9 +23,10 @@ TIERS = (*LOCAL_TIERS, SHARED_TIER)
 
 @frozen
 class RoutePrices:
-    """The times of one set of rates.
+    """The times that one set of rates predicts, prepared so that a price takes a microsecond. Spans: as in `Rates`.
 
-    before: by span, nanoseconds to compute all tokens before the span. times: by span, those of one token.
+    before: for each span, nanoseconds to compute all tokens before it. times: for each span, nanoseconds to compute one
+    of its tokens. loads: by tier, nanoseconds to load one token's rows.
     """
 
     before: tuple[int, ...]

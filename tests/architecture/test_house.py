@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
@@ -104,6 +104,9 @@ PRIVATE_WORDS = re.compile(
     r"|Wanted|Drafter|FoundDrafter)\b"
 )
 MOST_PRIVATE_WORDS = 6  # lines: names that cross the wire or stand in traces, and plain English
+# In docstrings: names that an explanation follows, at the beginning of a sentence or a line.
+EXPLAINED = re.compile(r"(?:^|[.;:)] |, )((?:[a-z_][a-z_0-9]*, )*[a-z_][a-z_0-9]*): (?=\S)", re.MULTILINE)
+BARE_BASES = {"ABC", "Enum", "Exception", "Generic", "IntEnum", "NamedTuple", "Protocol", "ValueError"}
 OPENERS = re.compile(
     r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b"
 )
@@ -184,6 +187,55 @@ def test_docstrings_have_a_subject() -> None:
                 if text and OPENERS.match(text):
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
     assert found == []
+
+
+def test_docstrings_explain_only_what_there_is() -> None:
+    """`name: what it is` explains a parameter or a field. Kernels are left out: their parameters are pointers."""
+    unknown = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {name}"
+        for path in modules()
+        if "kernels" not in path.parts
+        for node in walk_module(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for name in list_explained_names(ast.get_docstring(node) or "")
+        if name not in list_own_names(node, parse_module(path))
+    ]
+    assert unknown == []
+
+
+def list_explained_names(text: str) -> list[str]:
+    return [name for names in EXPLAINED.findall(text) for name in names.split(", ")]
+
+
+def list_own_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, module: ast.Module) -> Container[str]:
+    """Return the parameters of a function or the members of a class: everything if a base is of another module."""
+    if not isinstance(node, ast.ClassDef):
+        return {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+    names: set[str] = set()
+    for part in ast.walk(node):
+        match part:
+            case ast.Name(name, ast.Store()) | ast.Attribute(ast.Name("self"), name) | ast.arg(name):
+                names |= {name, name.lstrip("_")}
+            case ast.FunctionDef(name):
+                names.add(name)
+            case _:
+                pass
+    local = {one.name: one for one in ast.walk(module) if isinstance(one, ast.ClassDef) and one is not node}
+    for base in node.bases:
+        name = name_of(base.value if isinstance(base, ast.Subscript) else base)
+        if name in local:
+            others = list_own_names(local[name], module)
+            if not isinstance(others, set):
+                return others
+            names |= others
+        elif name not in BARE_BASES:
+            return Everything()
+    return names
+
+
+class Everything(Container[str]):
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 def test_only_the_core_looks_at_the_world_of_a_running_engine() -> None:

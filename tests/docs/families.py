@@ -36,7 +36,7 @@ PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "qwen3_next": (("hermes", "qwen-xml"), ("think",)),
     "gemma3": ((), ()),
     "gemma4": (("gemma4",), ("gemma4",)),
-    "mistral": (("mistral",), ("mistral",)),
+    "mistral": (("mistral", "mistral-json"), ("mistral",)),
     "seed_oss": (("seed-xml",), ("seed",)),
     "glm4_moe": (("glm-xml",), ("think",)),
     "minimax_m2": (("minimax-xml",), ("think",)),

@@ -42,7 +42,7 @@ from engine.loading.load_target import LoadedModel
 from engine.serving.re_execute import execute
 from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.options import build_options
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
@@ -55,7 +55,9 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3),
 ]
 # Of however many requests: the widest decode steps are the best, on any machine.
-FLAT = Rates(decode=tuple((0, members, rows, 1000 + (rows > 0), 0) for members in range(1, 9) for rows in (0, 128)))
+FLAT = Rates(
+    decode=tuple(TimedStep(0, members, rows, 1000 + (rows > 0), 0) for members in range(1, 9) for rows in (0, 128))
+)
 DRAFT = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4, 9), 8, 5)
 
 

@@ -9,8 +9,9 @@ import pytest
 from benchmarks.family_checkpoints import save_family
 from tests.e2e.test_split import compare
 
-# Cuts of six layers: behind the last layers whose rows others read, and between them. Of three layers: any.
-CUTS = {"gemma4": ("3,3", "5,1"), "gpt_oss": ("1,2",)}
+# Cuts of six layers: behind the last layers whose rows others read, and between them. Other models: on both sides of
+# layers with a window.
+CUTS = {"gemma4": ("3,3", "5,1"), "gemma4_experts": ("1,2",), "gpt_oss": ("1,2",), "laguna": ("1,3", "2,2")}
 
 
 @pytest.mark.long

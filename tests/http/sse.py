@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from tests.http.conftest import Site
+
+
+class Reachable(Protocol):
+    """A server that a client talks to, in this process or in another one."""
+
+    @property
+    def client(self) -> httpx.AsyncClient: ...
 
 
 async def events(response: httpx.Response) -> AsyncIterator[str]:
@@ -20,7 +27,7 @@ async def events(response: httpx.Response) -> AsyncIterator[str]:
             yield line
 
 
-async def stream(site: Site, path: str, body: dict[str, Any]) -> tuple[httpx.Response, list[str]]:
+async def stream(site: Reachable, path: str, body: dict[str, Any]) -> tuple[httpx.Response, list[str]]:
     async with site.client.stream("POST", path, json={**body, "stream": True}) as response:
         return response, [event async for event in events(response)]
 

@@ -25,6 +25,7 @@ from adapters.models.drafts.dflash.parts import (
     SelectorShape,
 )
 from tests.models.draft_models import FULL, TARGET, Tensors, config_of, random_tensors, slides, slow_hidden
+from tests.models.ggufs import add
 
 VOCAB = TARGET.vocab_size
 
@@ -250,22 +251,6 @@ def gguf_fields(config: DFlashConfig, architecture: str) -> dict[str, Any]:
             "attention.causal": False,
         }
     return found
-
-
-def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case None:
-            pass
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
 
 
 def without_causal(config: DFlashConfig) -> DFlashConfig:

@@ -18,19 +18,20 @@ from adapters.models.decoder.config.dense_config import HEAD_ROWS
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.shard import BUCKETS, TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
-from adapters.models.drafts.chained_draft import KEPT_STATES
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.eagle3.checkpoint import list_eagle3_tensors
 from adapters.models.drafts.eagle3.config import Eagle3Config, Eagle3Norms
 from adapters.models.drafts.eagle3.draft import Eagle3Draft
 from adapters.models.drafts.eagle3.weights import list_eagle3_products
+from adapters.models.drafts.kept_states import KEPT_STATES
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
-from tests.models.corrected_drafts import Picked, add
+from tests.models.corrected_drafts import Picked
 from tests.models.draft_models import TARGET, Tensors, norm, turned
+from tests.models.ggufs import add
 
 SLOTS, CAPACITY = 4, 512
 CPU = torch.device("cpu")

@@ -34,6 +34,7 @@ from tests.models.windowed_ggufs import (
 NAMES = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "mimo": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "qwen3_5": "qwen35",
@@ -112,7 +113,8 @@ def write_gguf(
     config: Any = checkpoint.config
     name = NAMES[checkpoint.family.model_type]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=split)
-    head = {"ARCH.block_count": config.num_layers + 1, "ARCH.nextn_predict_layers": 1} if checkpoint.others else {}
+    others = {} if checkpoint.family.model_type == "mimo" else checkpoint.others  # its files have no head
+    head = {"ARCH.block_count": config.num_layers + 1, "ARCH.nextn_predict_layers": 1} if others else {}
     for key, value in {
         **settings(config, name),
         **head,
@@ -121,13 +123,13 @@ def write_gguf(
     }.items():
         if key != "rope_freqs":
             add(writer, key.replace("ARCH", name), value)
-    layers = config.num_layers + (1 if checkpoint.others else 0)
+    layers = config.num_layers + (1 if others else 0)
     # The package does not have Laguna yet, whose tensors are named as those of dots.llm1.
     known = {called: arch for arch, called in gguf.MODEL_ARCH_NAMES.items()}
     arch = known.get(name, gguf.MODEL_ARCH.DOTS1)
     names = gguf.get_tensor_name_map(arch, layers)
     wanted = checkpoint.tensors if spare else config.tensors()
-    for published in (*wanted, *checkpoint.others) if weights else ():
+    for published in (*wanted, *others) if weights else ():
         tensor = stacked(checkpoint, published, config, name)
         if tensor is None:
             continue

@@ -37,7 +37,7 @@ from states.events import (
 )
 from states.invariants import check_world
 from states.kept_rows import make_prompt
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from states.request_states import Speculating
 from states.residency import IDLE_LOCATION, Resolved, get_action_after_use
 from states.settings import Settings
@@ -220,8 +220,13 @@ class Simulator:
         decode_steps = rng.choice(
             (
                 (),
-                ((0, 1, 0, 20, 0), (0, 1, 4, 25, 20), (0, 1, 8, 30, 10), (0, 2, 0, 30, 0)),
-                ((0, 1, 0, 20, 0), (0, 1, 4, 50, 20)),
+                (
+                    TimedStep(0, 1, 0, 20, 0),
+                    TimedStep(0, 1, 4, 25, 20),
+                    TimedStep(0, 1, 8, 30, 10),
+                    TimedStep(0, 2, 0, 30, 0),
+                ),
+                (TimedStep(0, 1, 0, 20, 0), TimedStep(0, 1, 4, 50, 20)),
             )
         )
         chunk, prompt_lane_min_rows = (

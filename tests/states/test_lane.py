@@ -12,11 +12,11 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, launch_choice, step_prices
+from states import lane, launch_choice
 from states import speculation_control as control
 from states.events import EffectOutcome
 from states.lane import Lane
-from states.rates import Rates
+from states.rates import DecodeTimes, Rates, TimedStep
 from states.request_states import Generated, MayPropose, Prefilling, ProposesNothing, SlotLease, Speculating, State
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
@@ -91,7 +91,7 @@ def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> Non
         (2000, Rates(), {}, 256),  # nothing is known
         (3000, Rates(prefill=(10,)), {}, 256),
         (2000, Rates(prefill=(10,)), {}, 128),
-        (2000, Rates(prefill=(10,), decode=((0, 1, 0, 900, 0),)), {}, 64),
+        (2000, Rates(prefill=(10,), decode=(TimedStep(0, 1, 0, 900, 0),)), {}, 64),
         (1, Rates(prefill=(10,)), {}, 64),  # a part in four of a chunk at least
         (1, Rates(prefill=(10,)), {"block_size": 128}, 128),
         (1, Rates(prefill=(10,)), {"keep_decoded": False, "block_size": 256}, 256),  # bits depend on the chunk
@@ -238,23 +238,26 @@ def test_a_batch_has_a_limit_in_rows(waiting: int, taken: int) -> None:
     assert launched(*decode_steps) == tuple(decode_steps[:taken])
 
 
-CHEAP = ((0, 1, 0, 1000, 0), (0, 1, 16, 1100, 0))
-DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4000, 0))
+CHEAP = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 16, 1100, 0))
+DEAR = (
+    TimedStep(0, 1, 0, 1000, 0),
+    TimedStep(0, 1, 4, 1200, 0),
+    TimedStep(0, 1, 8, 2000, 0),
+    TimedStep(0, 1, 16, 4000, 0),
+)
 
 
-def decoding(*requests: int, decode_steps: step_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
+def decoding(*requests: int, decode_steps: DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
     known = evolve(
         control.make_control(evolve(DRAFT, max_proposals=15, batch_rows=64), Rates(decode=decode_steps)), **changes
     )
     return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
-def proposed(
-    requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: step_prices.DecodeTimes = CHEAP
-) -> list[int]:
+def proposed(requests: dict[RequestId, State], rows: int, *wanted: int, decode_steps: DecodeTimes = CHEAP) -> list[int]:
     """Plain decode steps of several take as long as of one here, which has been measured."""
     effect_requests = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
-    rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000, 0) for members in (2, 3, 4))))
+    rates = Rates(decode=(*decode_steps, *(TimedStep(0, members, 0, 1000, 0) for members in (2, 3, 4))))
     _, _, chosen = launch_choice.choose_launch(
         Lane(effect_requests), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates
     )

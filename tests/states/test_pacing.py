@@ -22,7 +22,7 @@ from states.events import Cancelled, Event, ForEngine, ForRequest, Submitted, Ti
 from states.invariants import check_world
 from states.machine import IllegalEvent
 from states.pacing import DELAYS_NS, MS, Demand, Pacing, SnapshotGate, Trimming, choose_step_interval, decide_pace
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from states.settings import Settings
 from states.world import advance, make_world
 from tests.states.builders import ONE, PLAIN, STORE, TWO, a_job, is_of_pace
@@ -142,7 +142,7 @@ def test_steps_leave_prompts_most_of_the_device_as_far_as_the_latency_target_all
     target_ms: int, members: int, step_ms: float, interval_ms: int
 ) -> None:
     settings = evolve(PLAIN, latency_target_ns=target_ms * MS)
-    times = ((0, members, 0, int(step_ms * MS), 0),) if step_ms else ()
+    times = (TimedStep(0, members, 0, int(step_ms * MS), 0),) if step_ms else ()
     running = [EffectRequest(RequestId(number), RunDecode(SlotId(0), 100, 1)) for number in range(1, members + 1)]
     assert choose_step_interval(settings, Rates(decode=times), running) == interval_ms * MS
 

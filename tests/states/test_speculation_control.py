@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from effects.decode import Decoded
 from states import speculation_control as control
 from states import step_prices, suffix_control
-from states.rates import INITIAL_ACCOUNT, Rates
+from states.rates import INITIAL_ACCOUNT, DecodeTimes, Rates, TimedStep
 from states.settings import Settings
 from states.speculation_control import LONGEST_TRIAL_GAP, REFILL
 from states.speculation_plan import Plan, SpeculationControl
-from states.step_prices import UNIT, DecodeTimes, Shape, StepPrices
+from states.step_prices import UNIT, Shape, StepPrices
 from tests.pairs import cover_pairs
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)
@@ -28,7 +28,7 @@ UNKNOWN = Rates()
 
 def alone(plain: int, *wider: int) -> DecodeTimes:
     """Of one request: a plain decode step, and those of 4, 8, 16 ... rows."""
-    return ((0, 1, 0, plain, 0), *((0, 1, 4 << step, ns, plain) for step, ns in enumerate(wider)))
+    return (TimedStep(0, 1, 0, plain, 0), *(TimedStep(0, 1, 4 << step, ns, plain) for step, ns in enumerate(wider)))
 
 
 FLAT = Rates(decode=alone(1000, 1120, 1130, 1160))  # rows for next to nothing, as on a GPU
@@ -71,9 +71,12 @@ def test_a_step_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, f
     ("decode", "prices"),
     [
         ((), (1200, 1360, 1680)),  # a guess that expects little of a device
-        (((0, 1, 4, 1100, 0), (0, 1, 8, 1200, 0)), (1200, 1360, 1680)),  # nothing to compare with
+        ((TimedStep(0, 1, 4, 1100, 0), TimedStep(0, 1, 8, 1200, 0)), (1200, 1360, 1680)),  # nothing to compare with
         (FLAT.decode, (1120, 1130, 1160)),
-        (((0, 1, 0, 1000, 0), (0, 1, 16, 1500, 0)), (1500, 1500, 1500)),  # narrower ones are at most as dear
+        (
+            (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 16, 1500, 0)),
+            (1500, 1500, 1500),
+        ),  # narrower ones are at most as dear
         (alone(1000, 1100), (1100, 1200, 1400)),  # wider ones cost more in proportion
         (alone(1000, 1500, 1300, 1400), (1300, 1300, 1400)),  # one was noise
         (alone(1000, 900, 950, 950), (1000, 1000, 1000)),  # never below a plain decode step
@@ -85,11 +88,13 @@ def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int
 
 def test_a_batch_is_priced_by_its_own_steps_or_by_what_the_draft_costs_a_single_request() -> None:
     """A plain step of four takes 1,500. The draft and its rows add to it what they add to the 1,000 of a single one."""
-    together = (*STEEP.decode, (0, 4, 0, 1500, 0))
+    together = (*STEEP.decode, TimedStep(0, 4, 0, 1500, 0))
     assert step_prices.estimate_prices(together, 0, 4, 64) == StepPrices(4, 1500, (1133, 1333, 1800, 2600, 4200))
-    assert step_prices.estimate_prices((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
-    assert step_prices.estimate_prices((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert step_prices.estimate_prices((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
+    assert step_prices.estimate_prices((*together, TimedStep(0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
+    assert step_prices.estimate_prices((*together, TimedStep(1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
+    assert step_prices.estimate_prices(
+        (*together, TimedStep(1, 1, 0, 2000, 0), TimedStep(1, 1, 16, 5000, 0)), 1, 1, 16
+    ).prices == (
         2500,
         2500,
         2500,
@@ -99,26 +104,29 @@ def test_a_batch_is_priced_by_its_own_steps_or_by_what_the_draft_costs_a_single_
 def test_rows_that_cost_a_single_request_next_to_nothing_are_not_taken_to_cost_a_batch_more() -> None:
     """A GPU: 2.3 ms for proposing anything, and 0.1 more from four rows to eight, and to sixteen."""
     gpu = alone(5800, 8100, 8200, 8300)
-    prices = step_prices.estimate_prices((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
+    prices = step_prices.estimate_prices((*gpu, TimedStep(0, 16, 0, 7000, 0)), 0, 16, 64).prices
     assert prices == (1328, 1342, 1357, 1385, 1442)
 
 
 def test_a_slow_step_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
-    assert step_prices.record_step_time((), one, 900) == ((0, 1, 4, 900, 0),)
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
-    halved = step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 399)
-    assert halved == ((0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == (
-        (0, 1, 4, 800, 0),
-        (0, 2, 4, 900, 0),
+    assert step_prices.record_step_time((), one, 900) == (TimedStep(0, 1, 4, 900, 0),)
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), plain, 500) == (
+        TimedStep(0, 1, 0, 500, 0),
+        TimedStep(0, 1, 4, 800, 0),
     )
-    assert step_prices.record_step_time(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == (
-        (0, 1, 4, 800, 0),
-        (1, 1, 4, 900, 0),
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 400) == (TimedStep(0, 1, 4, 600, 0),)
+    halved = step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 399)
+    assert halved == (TimedStep(0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 1440) == (TimedStep(0, 1, 4, 820, 0),)
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), one, 10**9) == (TimedStep(0, 1, 4, 825, 0),)
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == (
+        TimedStep(0, 1, 4, 800, 0),
+        TimedStep(0, 2, 4, 900, 0),
+    )
+    assert step_prices.record_step_time((TimedStep(0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == (
+        TimedStep(0, 1, 4, 800, 0),
+        TimedStep(1, 1, 4, 900, 0),
     )
 
 
@@ -146,9 +154,9 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
     """If plain steps have become slower since, the wide one has, too. If they have become quicker, it may have, or they
     alone were held up before. Then it is charged for what it takes, and believed at once.
     """
-    one, then = Shape(0, 1, 4), (0, 1, 4, 1200, 1000)
+    one, then = Shape(0, 1, 4), TimedStep(0, 1, 4, 1200, 1000)
     for plain, doubted in ((1000, set()), (3000, set()), (900, set()), (800, {4})):
-        decode = ((0, 1, 0, plain, 0), then)
+        decode = (TimedStep(0, 1, 0, plain, 0), then)
         offer = step_prices.estimate_prices(decode, 0, 1, 4)
         assert offer.prices == (1200,)
         assert offer.doubted_buckets == doubted
@@ -156,14 +164,14 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
         plan = plan_for([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
         assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
         assert control.charge_step(plan, evolve(done(3, 0), ns=2 * plain)) == (2 * UNIT if doubted else 1200)
-    quick = ((0, 1, 0, 500, 0), then)
+    quick = (TimedStep(0, 1, 0, 500, 0), then)
     for took in (400, 700, 1900):
         after = step_prices.record_step_time(quick, one, took)
-        assert after[1] == (0, 1, 4, took, 500)
+        assert after[1] == TimedStep(0, 1, 4, took, 500)
         assert not step_prices.estimate_prices(after, 0, 1, 4).doubted_buckets
-    slow = ((0, 1, 0, 3000, 0), then)
-    assert step_prices.record_step_time(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
-    assert step_prices.record_step_time(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), (
+    slow = (TimedStep(0, 1, 0, 3000, 0), then)
+    assert step_prices.record_step_time(slow, one, 3600)[1] == TimedStep(0, 1, 4, 3600, 3000), "as dear as it was"
+    assert step_prices.record_step_time(slow, one, 1200)[1] == TimedStep(0, 1, 4, 1200, 3000), (
         "nothing is quicker than it can be"
     )
     assert not step_prices.estimate_prices(slow, 0, 1, 4).plain_suspect
@@ -334,7 +342,7 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
 
 def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
     assert step_prices.estimate_prices(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
-    assert step_prices.estimate_prices((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (
+    assert step_prices.estimate_prices((*alone(1000, 87_000), TimedStep(0, 4, 0, 1000, 0)), 0, 4, 16).prices == (
         3000,
         5000,
         9000,
@@ -361,7 +369,7 @@ def test_a_plain_step_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: in
 
 
 FOUR = step_prices.estimate_prices(
-    (*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64
+    (*FLAT.decode, TimedStep(0, 4, 0, 1000, 0), TimedStep(0, 4, 16, 1500, 0), TimedStep(0, 4, 32, 4000, 0)), 0, 4, 64
 )
 RICH = evolve(STEEP, account=INITIAL_ACCOUNT)
 GOOD, BAD = sure(2500, 4000, 5000, account=INITIAL_ACCOUNT), sure(100, 100, 100, account=INITIAL_ACCOUNT)
@@ -562,9 +570,11 @@ def some_rates() -> st.SearchStrategy[Rates]:
     def make_rates(more: list[int], known: list[bool]) -> Rates:
         prices = [1000 + sum(more[: at + 1]) for at in range(4)]
         wider = [
-            (0, 1, rows, price, 1000) for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True) if there
+            TimedStep(0, 1, rows, price, 1000)
+            for rows, price, there in zip((4, 8, 16, 32), prices, known, strict=True)
+            if there
         ]
-        return Rates(decode=((0, 1, 0, 1000, 0), *wider))
+        return Rates(decode=(TimedStep(0, 1, 0, 1000, 0), *wider))
 
     return st.one_of(st.sampled_from([UNKNOWN, FLAT, STEEP, HOPELESS]), st.builds(make_rates, dear, seen))
 
@@ -748,7 +758,12 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
     ],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
-    four = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
+    four = (
+        TimedStep(0, 4, 0, 16_000, 0),
+        TimedStep(0, 4, 8, 22_000, 0),
+        TimedStep(0, 4, 16, 28_000, 0),
+        TimedStep(0, 4, 32, 40_000, 0),
+    )
     offer, rich = (
         step_prices.estimate_prices((*MEASURED.decode, *four), 0, 4, 64),
         evolve(MEASURED, account=INITIAL_ACCOUNT),

@@ -13,7 +13,7 @@ from states import launch_choice, speculation_control
 from states import suffix_control as control
 from states.events import EffectOutcome, ForLaunch
 from states.lane import can_join
-from states.rates import ClassGains, Rates
+from states.rates import ClassGains, Rates, TimedStep
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
 from states.speculation_plan import Plan
@@ -23,7 +23,8 @@ from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
 COPYING = evolve(PLAIN, max_copied=7, batch_rows=64)
 CHEAP = Rates(
-    decode=((0, 1, 0, 1000, 0), (0, 2, 0, 1000, 0)), copy_times=((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000))
+    decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 2, 0, 1000, 0)),
+    copy_times=(TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1200, 1000)),
 )
 LONG = len(MATCH_CLASSES) - 1  # the class of the longest matches
 PRICES = StepPrices(1, 1000, (1100, 1200, 2000))
@@ -85,9 +86,9 @@ def test_what_does_not_pay_is_not_copied_and_looked_at_again_after_some_steps() 
 
 
 def test_a_launch_that_could_never_gain_is_not_ended_to_look_again() -> None:
-    dear = evolve(CHEAP, copy_times=((0, 1, 4, 9000, 1000), (0, 1, 8, 20000, 1000)))
+    dear = evolve(CHEAP, copy_times=(TimedStep(0, 1, 4, 9000, 1000), TimedStep(0, 1, 8, 20000, 1000)))
     many = [copier() for _ in range(16)]
-    rates = evolve(dear, decode=((0, 1, 0, 1000, 0), (0, 16, 0, 1000, 0)))
+    rates = evolve(dear, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 16, 0, 1000, 0)))
     plan = plan_for(*many, rates=rates)
     assert (plan.copying, plan.steps) == ((), launch_choice.UNLIMITED_STEPS)
 
@@ -117,14 +118,14 @@ def test_a_trial_that_pays_brings_the_next_one_nearer_and_another_moves_it_away(
 
 def test_a_step_is_planned_as_if_the_other_members_copied_nothing() -> None:
     """One of sixteen with seven tokens more is not worth a forward that takes half as long again."""
-    times = ((0, 1, 4, 1100, 1000), (0, 1, 8, 1200, 1000), (0, 16, 32, 1500, 1000))
-    rates = Rates(decode=((0, 1, 0, 1000, 0), (0, 16, 0, 1000, 0)), copy_times=times)
+    times = (TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1200, 1000), TimedStep(0, 16, 32, 1500, 1000))
+    rates = Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 16, 0, 1000, 0)), copy_times=times)
     plan = plan_for(*[copier() for _ in range(16)], rates=evolve(rates, copy_steps_until_trial=9))
     assert plan.copying == ()
 
 
 def test_the_rows_of_a_step_in_which_all_copy_stay_within_what_the_accounts_bear() -> None:
-    times = ((0, 2, 8, 1100, 1000), (0, 2, 16, 4000, 1000))
+    times = (TimedStep(0, 2, 8, 1100, 1000), TimedStep(0, 2, 16, 4000, 1000))
     plan = plan_for(copier(), copier(), rates=evolve(CHEAP, copy_times=times))
     assert [max(counts) for counts in counts_of(plan)] == [3, 3]
     assert {one.rows for one in plan.copying if one} == {8}
@@ -185,9 +186,11 @@ def test_a_member_copies_only_where_that_gives_more_than_its_draft() -> None:
 
 def test_times_of_copies_are_kept_beside_those_of_a_draft() -> None:
     shape = launch_choice.Shape(0, 1, 8)
-    rates = control.record_copy_time(evolve(CHEAP, decode=((0, 1, 0, 1000, 0), (0, 1, 8, 9000, 1000))), shape, 900)
-    assert rates.decode == ((0, 1, 0, 1000, 0), (0, 1, 8, 9000, 1000))
-    assert rates.copy_times == ((0, 1, 4, 1100, 1000), (0, 1, 8, 1050, 1000))
+    rates = control.record_copy_time(
+        evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))), shape, 900
+    )
+    assert rates.decode == (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))
+    assert rates.copy_times == (TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1050, 1000))
 
 
 @pytest.mark.parametrize("matched", [3, 40])
@@ -263,7 +266,7 @@ def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None
     assert isinstance(state, Speculating)
     assert isinstance(state.speculation, MayPropose)
     assert state.speculation.reason == "", "something was copied"
-    assert (0, 1, 8, 1209, 1000) in world.rates.copy_times, "a slower time counts a 32nd"
+    assert TimedStep(0, 1, 8, 1209, 1000) in world.rates.copy_times, "a slower time counts a 32nd"
     assert world.rates.copied[LONG].seen == 1
     assert world.lanes[MAIN].proposing_steps == 1
     world, _ = advance(world, ForLaunch((EffectOutcome(ONE, outcome(3)),)))

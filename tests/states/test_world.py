@@ -18,14 +18,14 @@ from effects.prompt_compression import CompressPrompt, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from states import launch_choice, step_prices
+from states import launch_choice
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check_world
 from states.lane import choose_lane
 from states.machine import IllegalEvent
 from states.phases import make_report
-from states.rates import Rates
+from states.rates import DecodeTimes, Rates, TimedStep
 from states.recover import LOST_TWICE
 from states.request_states import Draining, Prefilling, Recovering, Speculating
 from states.residency import Residence
@@ -211,7 +211,7 @@ def test_what_a_launch_that_goes_on_brings_behind_the_client_stays_in_the_slot()
 
 
 def test_every_step_that_a_launch_takes_alone_counts_in_the_accounts() -> None:
-    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), account=200))
+    poor = evolve(DRAFT, rates=Rates(decode=(TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 1000, 0)), account=200))
     one_by_one, _ = after(poor, submitted(ONE, prompt=(1,), max_tokens=40))
     (asked,) = one_by_one.lanes[MAIN].running
     assert isinstance(asked.effect, RunDecode)
@@ -475,7 +475,7 @@ def test_a_failed_unpark_is_tried_again_for_the_next_one() -> None:
 
 
 def test_a_launch_tells_once_what_such_launches_cost() -> None:
-    start: step_prices.DecodeTimes = ((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0))
+    start: DecodeTimes = (TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 1000, 0))
     measured = evolve(SCOPED, residency=DRAFT.residency, rates=Rates(decode=start))
     one, two = submitted(ONE, prompt=(1,), max_tokens=20), submitted(TWO, prompt=(2,), max_tokens=20)
     first = (ONE, Decoded((7, 8), 3, ns=2600))
@@ -483,27 +483,29 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     assert world.rates.decode == start, "the draft caught up"
     assert outs[-1] == alone(ONE, RunDecode(HERE, 2, 8, 3, steps=4))
     assert advance(world, ForRequest(ONE, Decoded((7, 8), 3, ns=1800)))[0].rates.decode == (
-        (0, 1, 0, 800, 0),
-        (0, 1, 4, 1025, 800),
+        TimedStep(0, 1, 0, 800, 0),
+        TimedStep(0, 1, 4, 1025, 800),
     )
     assert advance(world, ForRequest(ONE, Decoded((7, 8), 2, ns=1800)))[0].rates.decode == start, "it proposed less"
     quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
-    assert quick.rates.decode == ((0, 1, 0, 800, 0), (0, 1, 4, 980, 800)), "it caught up, and was quicker even so"
+    assert quick.rates.decode == (TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 980, 800)), (
+        "it caught up, and was quicker even so"
+    )
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
     assert outs[-1] == Launch(
         (EffectRequest(ONE, RunDecode(HERE, 2, 8)), EffectRequest(TWO, RunDecode(SlotId(1), 0, 2)))
     ), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
         world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
-    assert world.rates.decode == (*start, (0, 2, 0, 1200, 0))
+    assert world.rates.decode == (*start, TimedStep(0, 2, 0, 1200, 0))
     assert outs[-1] == Launch(
         (EffectRequest(ONE, RunDecode(HERE, 3, 7, 3)), EffectRequest(TWO, RunDecode(SlotId(1), 1, 7, 3)))
     )
     caught_up, later = (3000, 3010), (1500, 1510)
-    for both, known in ((caught_up, ()), (later, ((0, 2, 8, 1500, 1200),))):
+    for both, known in ((caught_up, ()), (later, (TimedStep(0, 2, 8, 1500, 1200),))):
         for request, ns in zip((ONE, TWO), both, strict=True):
             world, outs = advance(world, ForRequest(request, Decoded((7, 8, 9), 3, ns=ns)))
-        assert world.rates.decode == (*start, (0, 2, 0, 1200, 0), *known), "once, by the first"
+        assert world.rates.decode == (*start, TimedStep(0, 2, 0, 1200, 0), *known), "once, by the first"
 
 
 @pytest.mark.parametrize(
@@ -515,7 +517,9 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     ],
 )
 def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: int, quick: int, first: int) -> None:
-    measured = evolve(DRAFT, max_context=1024, rates=Rates(decode=((0, 1, 0, plain, 0), (0, 1, 4, 5000, 0))))
+    measured = evolve(
+        DRAFT, max_context=1024, rates=Rates(decode=(TimedStep(0, 1, 0, plain, 0), TimedStep(0, 1, 4, 5000, 0)))
+    )
     world, _ = after(measured, submitted(ONE, prompt=(1,), max_tokens=600))
     proposed = list[int]()
     for _ in range(140):
@@ -526,7 +530,7 @@ def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: in
         world, _ = advance(world, ForRequest(ONE, done))
     assert proposed.index(0) == first
     assert sum(map(bool, proposed)) > 65, "no more than every second one is plain"
-    assert quick > plain or world.rates.decode[0] < (0, 1, 0, 3001, 0)
+    assert quick > plain or world.rates.decode[0] < TimedStep(0, 1, 0, 3001, 0)
 
 
 def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
@@ -538,14 +542,16 @@ def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None
 
 
 def test_why_nothing_is_proposed_is_told() -> None:
-    poor = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 1000, 0)), account=0))
+    poor = evolve(DRAFT, rates=Rates(decode=(TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 1000, 0)), account=0))
     world, outs = after(poor, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6))
     assert world.requests[ONE].speculation.reason == "loss_limit"  # type: ignore[union-attr]
 
 
 def test_a_request_decides_by_the_rates_as_they_are() -> None:
-    slow = evolve(DRAFT, rates=Rates(decode=((0, 1, 0, 800, 0), (0, 1, 4, 3200, 0)), steps_until_trial=9))
+    slow = evolve(
+        DRAFT, rates=Rates(decode=(TimedStep(0, 1, 0, 800, 0), TimedStep(0, 1, 4, 3200, 0)), steps_until_trial=9)
+    )
     world, outs = after(slow, submitted(ONE, prompt=(1,)))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=6)), "four tokens in the time of four decode steps"
     assert world.requests[ONE].speculation.reason == "does_not_pay"  # type: ignore[union-attr]

@@ -53,25 +53,25 @@ def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> No
 
 def test_what_a_gpu_copies_to_is_held_or_refused() -> None:
     memory = SlabMemory(2 * ALIGN, pin=True)
-    held = memory.allocate(2 * ALIGN, held=True)
+    held = memory.allocate(2 * ALIGN, pinned_only=True)
     with pytest.raises(MemoryError, match="pinned"):
-        memory.allocate(ALIGN, held=True)
+        memory.allocate(ALIGN, pinned_only=True)
     assert memory.allocate(ALIGN).data.nbytes == ALIGN, "of the system"
     del held
-    memory.allocate(ALIGN, held=True)
-    assert SlabMemory(pin=False).allocate(ALIGN, held=True).data.nbytes == ALIGN, "where nothing is pinned"
+    memory.allocate(ALIGN, pinned_only=True)
+    assert SlabMemory(pin=False).allocate(ALIGN, pinned_only=True).data.nbytes == ALIGN, "where nothing is pinned"
 
 
 def test_who_holds_others_up_has_what_is_there_and_no_more_is_registered_for_it() -> None:
     memory = SlabMemory(4 * SLAB_BYTES, pin=True)
     with pytest.raises(MemoryError, match=f"0 of {4 * SLAB_BYTES} are there"):
-        memory.allocate(ALIGN, held=True, more=False)
+        memory.allocate(ALIGN, pinned_only=True, may_grow=False)
     assert not memory.slab_bytes
-    first = memory.allocate(ALIGN, held=True)
-    assert memory.allocate(SLAB_BYTES - ALIGN, held=True, more=False).data.nbytes == SLAB_BYTES - ALIGN
+    first = memory.allocate(ALIGN, pinned_only=True)
+    assert memory.allocate(SLAB_BYTES - ALIGN, pinned_only=True, may_grow=False).data.nbytes == SLAB_BYTES - ALIGN
     assert memory.slab_bytes == SLAB_BYTES
     assert first.data.nbytes == ALIGN
-    assert SlabMemory(4 * SLAB_BYTES).allocate(ALIGN, held=True, more=False).data.nbytes == ALIGN, (
+    assert SlabMemory(4 * SLAB_BYTES).allocate(ALIGN, pinned_only=True, may_grow=False).data.nbytes == ALIGN, (
         "where nothing is pinned"
     )
 
@@ -122,7 +122,7 @@ def test_slabs_are_registered_with_pauses_only_while_requests_are_served() -> No
 def test_a_thread_is_woken_when_memory_comes_free_wherever_that_happens() -> None:
     """No thread looks again by itself: whoever lets go of a buffer says so, and so does whoever has made a slab."""
     memory, news = SlabMemory(ALIGN, pin=True), SimpleQueue[None]()
-    first = memory.allocate(ALIGN, held=True)
+    first = memory.allocate(ALIGN, pinned_only=True)
     with memory.notify(news):
         assert news.empty()
         held = [first]
@@ -131,7 +131,7 @@ def test_a_thread_is_woken_when_memory_comes_free_wherever_that_happens() -> Non
         letting_go.start()
         letting_go.join()
         news.get(timeout=20)
-        assert memory.allocate(ALIGN, held=True).data.nbytes == ALIGN
+        assert memory.allocate(ALIGN, pinned_only=True).data.nbytes == ALIGN
     assert news.get(timeout=20) is None
     memory.wake_waiters()
     assert news.empty(), "it is not awaited any more"
@@ -148,7 +148,10 @@ def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> 
     slab, run = choose_slab_bytes(layout, 32 << 20), compute_longest_run(layout, 32 << 20)
     memory = SlabMemory(16 * slab, pin=True, slab=slab)
     memory.register_all()
-    held = [memory.allocate(size, held=True, more=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
+    held = [
+        memory.allocate(size, pinned_only=True, may_grow=False)
+        for size in [state] * bool(state) + [run] * (15 * slab // run)
+    ]
     assert sum(one.data.nbytes for one in held) > 0.9 * 15 * slab
     assert memory.slab_bytes == memory.max_bytes
     held.clear()
@@ -157,7 +160,9 @@ def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> 
     assert store is not None
     for kind in ("rows", "draft") if layers else ("rows",):
         for run in store.find_missing_runs(path, kind):
-            assert memory.allocate(layout.compute_size(run.kind, run.length), held=True, more=False).data.nbytes
+            assert memory.allocate(
+                layout.compute_size(run.kind, run.length), pinned_only=True, may_grow=False
+            ).data.nbytes
 
 
 def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:
@@ -165,7 +170,7 @@ def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:
     memory, found = SlabMemory(SLAB_BYTES, pin=True), list[Buffer]()
 
     def take() -> None:
-        found.append(memory.allocate(ALIGN, held=True))
+        found.append(memory.allocate(ALIGN, pinned_only=True))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
@@ -187,9 +192,9 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
         patched.setattr(adapters.store.slab_memory, "allocate_pinned", failing)
         for _ in range(5):
             with pytest.raises(error):
-                memory.allocate(SLAB_BYTES, held=True)
+                memory.allocate(SLAB_BYTES, pinned_only=True)
     assert not memory.slab_bytes
-    assert memory.allocate(SLAB_BYTES, held=True).data.nbytes == SLAB_BYTES
+    assert memory.allocate(SLAB_BYTES, pinned_only=True).data.nbytes == SLAB_BYTES
 
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +214,7 @@ def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     memory.set_pace(ENGINE, PaceMemory(gently=False))
     filling = threading.Thread(target=memory.register_all)
     filling.start()
-    held += [memory.allocate(SLAB_BYTES, held=True) for _ in range(8)]
+    held += [memory.allocate(SLAB_BYTES, pinned_only=True) for _ in range(8)]
     filling.join(30)
     assert memory.slab_bytes == memory.max_bytes
     assert most == [1]

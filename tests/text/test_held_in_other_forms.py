@@ -1,4 +1,4 @@
-"""Which calls a constrained answer may have, in the forms of Mistral, GLM, MiniMax and Seed-OSS."""
+"""Which calls a constrained answer may have, in the forms of Mistral's models, GLM, MiniMax and Seed-OSS."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.text import small
 from tests.text.test_held import allowed
 
 TOKENS = (
-    *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
 )
 ADD = FunctionTool(
@@ -46,6 +46,10 @@ def as_mistral(name: str, **values: Any) -> str:
     return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(values)}"
 
 
+def as_mistral_json(name: str, **values: Any) -> str:
+    return f"[TOOL_CALLS][{json.dumps({'name': name, 'arguments': values})}]"
+
+
 def as_glm(name: str, **values: Any) -> str:
     parts = (f"<arg_key>{key}</arg_key>\n<arg_value>{write_text(one)}</arg_value>\n" for key, one in values.items())
     return f"<tool_call>{name}\n{''.join(parts)}</tool_call>"
@@ -63,6 +67,7 @@ def as_minimax(name: str, **values: Any) -> str:
 
 FORMS: dict[str, Callable[..., str]] = {
     "mistral": as_mistral,
+    "mistral-json": as_mistral_json,
     "glm-xml": as_glm,
     "seed-xml": as_seed,
     "minimax-xml": as_minimax,
@@ -107,7 +112,7 @@ def test_required_calls_are_those_that_the_template_writes(grammars: Grammars, t
     bad += [write("add", path="a", n=1, unit="F"), good[0] + " ok"]
     if form in BETWEEN:
         good.append(f"{good[0]}{BETWEEN[form]}{good[2]}")
-    if form == "mistral":  # the order of members is free in JSON
+    if form.startswith("mistral"):  # the order of members is free in JSON
         bad.remove(write("add", n=1, path="a"))
     for text in (*good, *bad):
         assert is_allowed(grammars, tokenizer, reader, text) == (text in good), text
@@ -118,14 +123,36 @@ def test_required_calls_are_those_that_the_template_writes(grammars: Grammars, t
         assert json.loads(found.arguments) == values
 
 
+def test_the_id_of_a_call_may_be_written_where_it_has_a_token(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    reader = AnswerReader(calls="mistral", tools=TOOLS, choice=ToolChoice("required"))
+    call = as_mistral("look", any=1)
+    named = call.replace("[ARGS]", "[CALL_ID]aB3456789[ARGS]")
+    assert is_allowed(grammars, tokenizer, reader, named) == ("[CALL_ID]" in tokenizer.controls)
+    assert not is_allowed(grammars, tokenizer, reader, named.replace("aB3456789", "a"))
+    parser = reader.start_parser(lambda: "ours")
+    (found,) = join_blocks([*parser.push(named), *parser.finish()])
+    assert found == ToolCall("ours", "look", '{"any": 1}')
+
+
+def test_a_list_of_calls_may_hold_several(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    reader = AnswerReader(calls="mistral-json", tools=TOOLS, choice=ToolChoice("required"))
+    calls = [{"name": "look", "arguments": {}}, {"name": "add", "arguments": {"path": "]", "n": 1}}]
+    text = f"[TOOL_CALLS]{json.dumps(calls)}"
+    assert is_allowed(grammars, tokenizer, reader, text)
+    assert not is_allowed(grammars, tokenizer, reader, text[:-1])
+    parser = reader.start_parser()
+    found = join_blocks([*parser.push(text), *parser.finish()])
+    assert [one.name for one in found if isinstance(one, ToolCall)] == ["look", "add"]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_strict_calls_may_follow_text_and_nothing_else_is_a_call(
     grammars: Grammars, tokenizer: Tokenizer, form: str
 ) -> None:
-    reader = AnswerReader(calls=form, tools=TOOLS, reasoning="mistral" if form == "mistral" else "think")
+    reader = AnswerReader(calls=form, tools=TOOLS, reasoning="mistral" if form.startswith("mistral") else "think")
     write = FORMS[form]
     call = write("add", path="a", n=1)
-    thought = "[THINK]so[/THINK]" if form == "mistral" else "<think>so</think>\n"
+    thought = "[THINK]so[/THINK]" if form.startswith("mistral") else "<think>so</think>\n"
     for text in ("", "Text.", f"Text.\n{call}", call, f"{thought}{call}"):
         assert is_allowed(grammars, tokenizer, reader, text), text
     for text in (write("add", path="a", n=9), f"Text.\n{write('add', path='a')}"):

@@ -292,7 +292,7 @@ async def test_a_snapshot_without_memory_costs_the_request_nothing(
 async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes_free(bench: Bench) -> None:
     store = bench.moving.store
     store.memory_tier.memory = SlabMemory(ALIGN, pin=True)
-    elsewhere = store.memory.allocate(ALIGN, held=True)
+    elsewhere = store.memory.allocate(ALIGN, pinned_only=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)
     assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)

@@ -71,10 +71,12 @@ NOTHING_GIVEN = GivenRows()
 
 @define(eq=False)
 class FusedStep:
-    """Steps of one width, for any request. What a step knows of a request stays while it is the same one.
+    """The compiled decode step for one number of rows. It serves one request at a time.
 
-    draft: the draft's part of the step, if it has one. row_layers: the auxiliary layers that the step copies to a
-    draft's backlog; None before that was set up.
+    The library gets a request's settings when its first step comes, and not again at each step.
+
+    draft: the part of the step in which a draft proposes, if there is one. row_layers: the auxiliary layers that the
+    step copies to a draft's backlog; None before that was set up.
     """
 
     native: DecodeRound

@@ -45,9 +45,12 @@ def has_copying(effect_request: EffectRequest) -> bool:
 def count_proposing_step(
     following: Sequence[EffectRequest | None], outcomes: Sequence[Outcome]
 ) -> list[EffectRequest | None]:
-    """Return the next steps with one step with proposals less to take, if these outcomes are of such a step.
+    """Return the next steps after the steps that may still copy text are counted down (`Copying.steps`).
 
-    None: the engine has to decide first.
+    They are counted down by one if the step of these outcomes had proposals. None stands for a request that cannot take
+    a next step before the engine has decided: it had none already, or no step with copies is left.
+
+    following: the next step of each request, in the order of `outcomes`.
     """
     if not any(isinstance(outcome, Decoded) and outcome.proposed for outcome in outcomes):
         return list(following)
@@ -55,6 +58,7 @@ def count_proposing_step(
 
 
 def with_fewer_proposing_steps(following: EffectRequest) -> EffectRequest | None:
+    """Return the step with one step with copies less to take; None if none would be left."""
     effect = following.effect
     if not isinstance(effect, RunDecode) or effect.copying is None:
         return following

@@ -170,9 +170,9 @@ class OverlappedDecode:
         return self._in_flight is not None and all(member.slot != slot for member in self._in_flight.members)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> Sequence[BatchMember]:
-        """Take steps from this one on. Return the members that go on elsewhere."""
+        """Take steps from this one on. Return the members that go on elsewhere, because they would copy text now."""
         started_ns = time.perf_counter_ns()
-        copies = False
+        copies = False  # a request's text has a match to copy from now, so no further step is launched
         while running is not None:
             self._commit_rows(running)
             ends = any(member.has_ended and member.effect.copying is not None for member in running.members)

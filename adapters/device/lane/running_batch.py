@@ -7,7 +7,7 @@ A launch may take many decode steps on the lane before the engine hears of the l
 goes on, and requests have to be able to join and leave. Three objects share the work:
 
 * `RunningBatch`, on the lane: the launch that goes on. Requests join it between two steps (`join`, `take_joining`), and
-  it ends when other work needs the lane (`should_stop`).
+  it ends when other work needs the lane (`serve_and_check_stop`).
 * `OutcomeQueue`, between the threads: the outcomes of each step, in order. The lane puts them in. The first one wakes
   the event loop, which takes all that are there when its turn comes. So at most one wake-up is under way, and an event
   loop that falls behind merges several steps into one outcome instead of falling behind further.

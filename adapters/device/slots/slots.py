@@ -25,15 +25,15 @@ class SlotState:
     lock. `commit` and `set_state_row` need none, because no load is in flight then.
 
     tokens: the prompt, then the answer.
-    valid: rows `[0, valid)` are those of `tokens[:valid]`. Rows past it are garbage, except those that were loaded.
-        Rows are taken back by lowering it.
-    loaded: the last span of rows that came from a store, possibly while rows before them are still computed. A span
-        that does not continue it replaces it.
+    valid: rows `[0, valid)` stand for `tokens[:valid]`. What lies behind them is not to be read, except loaded rows.
+        To take rows back, `valid` is lowered.
+    loaded: a span of rows that came from a store, possibly before the rows in front of it were computed. A later span
+        extends it if it begins where this one ends, and replaces it otherwise.
     stops: tokens that end the answer; a decode step keeps nothing past the first of them.
-    context: the spans of rows that a draft has its own rows for, ascending, none touching the next.
-    rows_ahead: for a model with positional state. Its state is the one after rows [0, valid), but the slot has this
-        many more rows of keys and values.
-    salt: whose rows these are; requests of another salt do not share them.
+    draft_spans: spans of rows for which the draft has computed its own rows: ascending, and none touches the next.
+    rows_ahead: only for a model with positional state, whose state belongs to row `valid`. The slot has the keys and
+        values of this many further rows, which are computed again.
+    salt: only requests with the same salt may use these rows.
     refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
     """
 

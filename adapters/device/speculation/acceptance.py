@@ -48,10 +48,13 @@ class Acceptance:
 def accept_proposals(
     member: StepMember, picked_at: Callable[[int], PickResult], first: int
 ) -> Acceptance | DeviceFailed:
-    """Walk down the tree along what the target picks.
+    """Return the part of a member's tree that the target agrees with, or why the step has failed for the member.
 
-    The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
-    past a token that ends the answer. first: the row of node 0 in the step.
+    It begins at node 0, which is the token that was fed. As long as the target picks a token that a child of the
+    current node proposes, it goes on to that child. The first pick that no child proposes is kept as well: it is the
+    target's own token. Nothing is kept past a token that ends the answer.
+
+    picked_at: returns the target's pick behind a row of the step. first: the row of node 0 in the step.
     """
     if len(member.tree.tokens) == 1:
         picked = picked_at(first)

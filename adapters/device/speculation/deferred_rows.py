@@ -17,11 +17,12 @@ ROWS_PER_COPY = 64  # rows whose copies share one tensor per layer
 
 @define(eq=False)
 class DeferredRows:
-    """Rows of a slot that follow each other, from position `start` on, which a draft will follow later.
+    """Neighbouring rows of a slot, from position `start` on, for which a draft has no rows of its own yet.
 
-    What the target left of them is in `aux_hidden_states`, by layer: `count` rows from row `first` on. A fused decode
-    step may add rows at the end by raising `count`, as long as it stays below `room`. `counted` says how many of the
-    rows the backlog has counted so far.
+    The target's hidden states of these rows are in `aux_hidden_states`, by layer: `count` rows from row `first` on.
+
+    A fused decode step may add a row at the end itself: it writes the hidden states there and raises `count`, as long
+    as `count` stays below `room`. The backlog does not see that at once. `counted` is the `count` that it has seen.
     """
 
     state: SlotState

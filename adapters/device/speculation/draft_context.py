@@ -1,8 +1,9 @@
 """The context of a draft: its own rows for the rows of the target, computed when proposals are wanted.
 
 A draft that proposes needs rows of its own for all rows of the target, made from the target's hidden states. To compute
-them after each step would cost a forward of the draft even when nothing is proposed. So the hidden states are copied to
-a backlog, and the rows of all slots are computed in one forward when a slot wants proposals.
+them is called to *follow* the target's rows. To follow after each step would cost a forward of the draft even when
+nothing is proposed. So the hidden states are copied to a backlog first, where the rows are *deferred*. When a slot
+wants proposals, the draft follows the deferred rows of all slots that want some in one forward.
 
 A backlog holds a bounded number of rows per slot. When it is full, the draft follows them at once. The exception is a
 batch that decodes together without proposals: there a forward of the draft would cost every request time, and bring

@@ -1,5 +1,7 @@
-"""The tokens that the members of a decode step copy from earlier text: as much as their launch says for the matches
-they have."""
+"""The tokens that each request of a decode step copies from earlier text.
+
+The launch says how many tokens to copy after a match of each length (`Copying`); the text proposer finds the matches.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ class StepCopies:
         return [0] * len(slots) if self.proposer is None else self.proposer.find_matches(slots)
 
     def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tokens]:
-        """Return what is copied in the next step of these members, by slot; slots that copy nothing are left out.
+        """Return the tokens that each of these requests copies in the next step, by slot.
 
-        Copies are cut where the rows of the step, the tokens that the launch may give or the slot's rows end, and
-        behind a token that ends the answer.
+        Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
+        the launch may still give, and the rows of the slot. They end behind a token that ends the answer.
         """
         found: dict[int, Tokens] = {}
         if self.proposer is None:

@@ -78,10 +78,12 @@ class SuffixProposer:
         return found
 
     def read_match(self, slot: int, state: SlotState) -> int:
+        """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         known = self._texts.get(slot)
         return 0 if known is None or known.state is not state or known.read != len(state.tokens) else known.text.matched
 
     def copy(self, slot: int, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the position of that match."""
         return self._texts[slot].text.copy(count)
 
     def _read_text(self, slot: int, state: SlotState) -> IndexedText:

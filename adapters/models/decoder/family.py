@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models import FAMILIES, MISSING
+from adapters.models import FAMILIES
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.cpu_experts import CpuExperts
 from adapters.models.decoder.layers.feed_forward import Matrix, cut_up
@@ -21,6 +21,7 @@ from adapters.models.decoder.layers.host_experts import HostExperts
 from adapters.models.decoder.layers.latent_layer import LatentLayerShape, LatentShape
 from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.decoder.shard_crossing import Crossing
+from adapters.models.explain_refusal import explain_refused_type
 from adapters.models.kernels.formats.row_format import Rows, RowTypes
 from adapters.models.kernels.interfaces.experts_interface import ExpertsShape
 from adapters.models.kernels.interfaces.layer_interface import Kernels
@@ -193,8 +194,8 @@ class Family:
     what is accepted. named: returns the name of a published tensor here; empty for a tensor that is not used. Names of
     the prediction head begin with HEAD_PREFIX. cut_up: cuts tensors that hold those of all experts.
     head_shape: returns the shape of the model's own prediction head (`mtp.*`), which a checkpoint may have; None: such
-    models have none. head_inputs: what that head joins. is_spare: says whether a layer does without a tensor, by its
-    name here, if it is not expected.
+    models have none. head_inputs: what that head joins. is_unused: returns whether a tensor of this name may be in a
+    checkpoint although no layer uses it.
     """
 
     model_type: str
@@ -204,17 +205,14 @@ class Family:
     cut_up: CutUp = cut_up
     head_shape: Callable[[Any], HeadShape] | None = None
     head_inputs: HeadInputs = USUAL_INPUTS
-    is_spare: Callable[[str], bool] = lambda _: False
+    is_unused: Callable[[str], bool] = lambda _: False
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises CheckpointError."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        accepted = ", ".join(map(repr, FAMILIES))
-        if isinstance(kind, str) and kind in MISSING:
-            raise CheckpointError(f"config.json: model_type {kind!r} needs {MISSING[kind]}, which is not supported")
-        raise CheckpointError(f"config.json: model_type {describe_value(kind)} is not supported; accepted: {accepted}")
+        raise CheckpointError(explain_refused_type(kind))
     found = import_module(FAMILIES[kind]).FAMILY
     assert isinstance(found, Family)
     return found

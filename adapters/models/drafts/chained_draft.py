@@ -10,7 +10,7 @@ and on those before it, as the target's rows do.
 
 A restored sequence must get the same proposals as one that is computed from the beginning. It may continue from
 restored rows at multiples of 64, where no hidden state is there. So the context row at a multiple of 64 always takes
-zeros instead of a hidden state. The states of the rows after it are kept for each slot (`KEPT_STATES`), because the
+zeros instead of a hidden state. The states of the rows after it are kept for each slot (`kept_states.py`), because the
 next row may be computed in another step. The first row of a proposal always takes the kept state of the row before it:
 the target has computed that row in this process.
 
@@ -35,6 +35,7 @@ from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, count_cache_rows
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
+from adapters.models.drafts.kept_states import KEPT_STATES, copy_kept_states, find_kept_row, list_target_rows
 from adapters.models.drafts.sequential_draft import SequentialDraft
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
@@ -42,8 +43,7 @@ from adapters.models.kernels.interfaces.product_list import TILE, Heads
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 
-# The hidden states that a slot keeps, those of its last rows. Restored sequences continue at multiples of this number.
-KEPT_STATES = 64
+FIRST_KEPT = 1  # the first row of `ChainedDraft._hidden` that keeps a state; the one before it holds zeros
 OWN_ROW = AttentionMask(causal=True)  # a row sees the context and itself
 # Where a row's hidden state comes from: the target's rows of the same step, the kept state of the row before, or the
 # draft's own forward for the proposal before.
@@ -120,24 +120,21 @@ class ChainedBatch(BlockBatch):
     @property
     def step_rows(self) -> int:
         """The first row with hidden states of the step's own rows."""
-        return 2 + self.slots_held * KEPT_STATES
+        return FIRST_KEPT + self.slots_held * KEPT_STATES + 1
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         sources = list[int]()
         targets = list[int]()
         for segment in step.segments:
-            first = 1 + segment.slot * KEPT_STATES
-            positions = range(segment.start, segment.start + segment.count)
-            sources += self._find_sources(segment, self.step_rows + len(sources), first)
-            targets += [self.step_rows - 1] * (segment.count - KEPT_STATES)
-            targets += [first + at % KEPT_STATES for at in positions[-KEPT_STATES:]]
+            sources += self._find_sources(segment, self.step_rows + len(sources))
+            targets += list_target_rows(FIRST_KEPT, segment, self.step_rows - 1)
         return *super()._columns(step), sources, targets
 
-    def _find_sources(self, segment: Segment, row: int, first: int) -> list[int]:
-        """Return the sources of a segment's rows. row: of the step, its first one. first: the slot's first kept row."""
+    def _find_sources(self, segment: Segment, row: int) -> list[int]:
+        """Return the sources of a segment's rows. row: of the step, its first one."""
         if self.source == "draft":
             return list(range(row, row + segment.count))
-        kept = first + (segment.start - 1) % KEPT_STATES
+        kept = find_kept_row(FIRST_KEPT, segment.slot, segment.start - 1)
         if self.source == "kept":
             return [kept] * segment.count
         before = [row + index - 1 if (segment.start + index) % KEPT_STATES else 0 for index in range(segment.count)]
@@ -290,8 +287,7 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         super().copy_rows(source, target, start, stop)
-        slots = torch.unflatten(self._hidden.narrow(0, 1, self.rows.slots * KEPT_STATES), 0, (-1, KEPT_STATES))
-        slots[target].copy_(slots[source])
+        copy_kept_states(self._hidden, FIRST_KEPT, self.rows.slots, source, target)
 
     # --- buffers ---
 
@@ -300,7 +296,7 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
         the states that are not kept, and the rows of the step.
         """
         self._buffers: dict[tuple[int, bool], ChainedBuffers] = {}
-        rows = 2 + self.rows.slots * KEPT_STATES + self._buckets[-1]
+        rows = FIRST_KEPT + self.rows.slots * KEPT_STATES + 1 + self._buckets[-1]
         self._hidden = torch.zeros(rows, self.hidden_size, dtype=self._dtype, device=self._device)
 
     def _forget_buffers(self) -> None:

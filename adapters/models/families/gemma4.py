@@ -293,9 +293,9 @@ def find_text_name(published: str, config: DenseConfig) -> str:
     return name.replace(".experts.", ".mlp.experts.", 1).replace(".router.proj.", ".mlp.gate.", 1)
 
 
-def is_spare(name: str) -> bool:
+def is_unused(name: str) -> bool:
     """Return whether a tensor may be one of a layer that reads the keys and values of another one."""
     return _OF_SHARED.fullmatch(name) is not None
 
 
-FAMILY = Family("gemma4", parse, DenseShard, find_text_name, is_spare=is_spare)
+FAMILY = Family("gemma4", parse, DenseShard, find_text_name, is_unused=is_unused)

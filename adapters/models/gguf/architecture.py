@@ -79,14 +79,14 @@ HEAD_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 class Architecture:
     """The form in which GGUF files of an architecture keep a model.
 
-    settings: returns a mapping with the keys of Hugging Face's config.json, which a family's parser reads.
-    layer: a layer's tensors, by their published names and as llama.cpp calls them.
-    undo: returns what brings a tensor back to its published form, or None if nothing was done to it.
-    adjusted: returns the configuration, with what tensors of the file add to it.
-    spare: the names of tensors that `adjusted` has read.
-    head: the tensors of a prediction head, which stands behind the last layer.
-    apart: tensors of a layer that files may have in several parts, by their published names.
-    spare_parts: the names within a layer of tensors that are not used.
+    read_settings: returns a mapping with the keys of Hugging Face's config.json, which a family's parser reads.
+    layer_names: the tensors of a layer, by their published names and as llama.cpp calls them.
+    find_inverse: returns what brings a tensor back to its published form, or None if nothing was done to it.
+    adjust_config: returns the configuration, with what tensors of the file add to it.
+    ignored: the names of tensors that only `adjust_config` reads.
+    head_names: the tensors of a prediction head, which stands behind the last layer; as in `layer_names`.
+    split_tensors: tensors of a layer that files may have in several parts, by their published names.
+    unused_layer_tensors: names, within a layer, of tensors that files may have and that are not used.
     """
 
     read_settings: Callable[[Metadata], dict[str, Any]]
@@ -96,7 +96,7 @@ class Architecture:
     ignored: frozenset[str] = frozenset()
     head_names: Mapping[str, str] = {}
     split_tensors: Mapping[str, SplitTensor] = {}
-    spare_parts: tuple[str, ...] = ()
+    unused_layer_tensors: tuple[str, ...] = ()
 
 
 def read_frame_settings(metadata: Metadata, *, heads_differ: bool = False) -> dict[str, Any]:

@@ -146,6 +146,6 @@ DEEPSEEK2 = Architecture(
     find_no_inverse,
     head_names=HEAD_AROUND_LAYER | {f"mtp.layers.0.{published}": name for published, name in LAYER.items()},
     split_tensors=SPLIT,
-    spare_parts=HEAD_COPIES,
+    unused_layer_tensors=HEAD_COPIES,
 )
 MISTRAL4 = Architecture(read_mistral4_settings, LAYER, find_no_inverse, split_tensors=SPLIT)

@@ -15,12 +15,13 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.gguf_tensor import GgufTensor, JoinedTensor, make_tensor
 from adapters.checkpoint.gguf.header import GgufTensorInfo
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
 from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
+from adapters.models.explain_refusal import explain_refused_architecture
 from adapters.models.gguf.architecture import OUTSIDE, Architecture, SplitTensor, count_prediction_layers
 from adapters.models.gguf.gguf_dense import LLAMA, QWEN, QWEN_MOE
 from adapters.models.gguf.gguf_laguna import LAGUNA
@@ -76,9 +77,7 @@ def open_gguf(path: Path) -> OpenedGguf:
     metadata = read_metadata(path)
     kind = ARCHITECTURES.get(metadata.architecture)
     if kind is None:
-        accepted = ", ".join(map(repr, ARCHITECTURES))
-        what = f"general.architecture {describe_value(metadata.architecture)} is not supported; accepted: {accepted}"
-        raise CheckpointError(f"{path}: {what}")
+        raise CheckpointError(f"{path}: {explain_refused_architecture(metadata.architecture)}")
     architecture = GGUF_ARCHITECTURES[metadata.architecture]
     # An architecture of several families says itself which one it is.
     raw = {"model_type": kind[0], **architecture.read_settings(metadata)}
@@ -100,8 +99,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     }
     for name in metadata.tensors:
         part = name.removeprefix(f"blk.{config.num_layers}.")
-        is_known = name in used or name in architecture.ignored or part in architecture.spare_parts
-        if not is_known and not is_spare(architecture, family, name):
+        is_known = name in used or name in architecture.ignored or part in architecture.unused_layer_tensors
+        if not is_known and not is_unused_tensor(architecture, family, name):
             raise CheckpointError(f"{path}: tensor {name} is not part of {what}")
     return OpenedGguf(family, config, tensors, others)
 
@@ -201,13 +200,13 @@ def slice_half(stored: GgufTensorInfo, *, second: bool) -> GgufTensorInfo:
     return evolve(stored, shape=(rows, *stored.shape[1:]), start=start, stop=start + size)
 
 
-def is_spare(architecture: Architecture, family: Family, stored_name: str) -> bool:
-    """Return whether a layer does without a tensor of the file that the family does not expect."""
+def is_unused_tensor(architecture: Architecture, family: Family, stored_name: str) -> bool:
+    """Return whether a tensor of the file belongs to a layer that does not use it, so that it may be left out."""
     found = STORED_LAYER.fullmatch(stored_name)
     if found is None:
         return False
     published = [name for name, part in architecture.layer_names.items() if part == found[2]]
-    return any(family.is_spare(f"model.layers.{found[1]}.{name}") for name in published)
+    return any(family.is_unused(f"model.layers.{found[1]}.{name}") for name in published)
 
 
 def drop_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

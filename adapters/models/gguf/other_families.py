@@ -114,5 +114,5 @@ SEED_OSS = Architecture(
     {**FRAME, **POST_NORM, **ATTENTION, "self_attn.o_proj.bias": "attn_output.bias"},
     find_no_inverse,
 )
-GLM4_MOE = Architecture(read_glm_settings, GLM, find_no_inverse, head_names=GLM_HEAD, spare_parts=HEAD_COPIES)
+GLM4_MOE = Architecture(read_glm_settings, GLM, find_no_inverse, head_names=GLM_HEAD, unused_layer_tensors=HEAD_COPIES)
 MINIMAX_M2 = Architecture(read_minimax_settings, {**FRAME, **ATTENTION, **ROUTED}, find_no_inverse)

@@ -57,7 +57,7 @@ from effects.ports import RowsLost
 T = TypeVar("T", bound=WireMessage)
 Load: TypeAlias = LoadLayers | LoadDraft | LoadScorer
 Ready: TypeAlias = Loaded | DraftReady | ScorerReady
-LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadScorer: Op.LOAD_DRAFTER}
+LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadScorer: Op.LOAD_SCORER}
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0

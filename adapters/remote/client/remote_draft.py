@@ -36,7 +36,7 @@ from adapters.remote.protocol.draft_messages import (
     DraftMoved,
     DraftProposed,
     DraftReady,
-    DraftRound,
+    DraftStep,
     FollowedRows,
     LoadDraft,
     SendAway,
@@ -130,10 +130,10 @@ class RemoteDraft:
         for segment in step.segments:
             self._hold(segment.slot, segment.start, segment.start + segment.count)
         if len(self._ahead) == MOST_FOLLOWED or sum(len(rows.tokens) for rows, _ in self._ahead) >= AHEAD_ROWS:
-            self.send_round(())
+            self.send_draft_step(())
 
-    def send_round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
-        """Send the waiting rows and return the proposals for each request.
+    def send_draft_step(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
+        """Send the rows that wait, and return the proposals for each request.
 
         Returns None without a process, if it refused, or if there was nothing to send. Raises torch.OutOfMemoryError.
         """
@@ -142,10 +142,10 @@ class RemoteDraft:
         if not self._there or not (ahead or asked):
             return None
         features = {"features": torch.cat([own for _, own in ahead])} if ahead else {}
-        message = DraftRound(tuple(rows for rows, _ in ahead), tuple(asked), describe_tensors(features))
+        message = DraftStep(tuple(rows for rows, _ in ahead), tuple(asked), describe_tensors(features))
         began = time.perf_counter_ns()
         try:
-            done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
+            done = self._ask(Op.DRAFT_STEP, message, DraftProposed, features)
         except (torch.OutOfMemoryError, ValueError) as error:
             self.rows.forget()  # it is unknown which of the rows it has followed
             if isinstance(error, ValueError):
@@ -176,7 +176,7 @@ class RemoteDraft:
 
     def _flush(self) -> None:
         if self._ahead:
-            self.send_round(())
+            self.send_draft_step(())
 
     # --- residency ---
 

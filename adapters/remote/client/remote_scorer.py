@@ -25,7 +25,7 @@ from adapters.remote.protocol.peer_expectation import Deadlines
 from adapters.remote.protocol.scorer_messages import DropScoring, LoadScorer, PromptAdvanced, ScorePrompt, ScorerReady
 from effects.ports import RowsLost
 
-DRAFTER_DEADLINES = Deadlines(step=60)  # seconds for a chunk through all layers of a small model on few cores
+SCORER_DEADLINES = Deadlines(step=60)  # seconds for a chunk through all layers of a small model on few cores
 
 
 def build_scorer_request(most: int, *, fast: bool) -> LoadScorer:

@@ -175,5 +175,5 @@ OPS: Mapping[Op, tuple[type[Any], Work | None]] = {
     Op.PROVE: (Prove, Daemon.prove),
     Op.LOAD: (LoadLayers, Daemon.load),
     Op.LOAD_DRAFT: (LoadDraft, Daemon.load),
-    Op.LOAD_DRAFTER: (LoadScorer, Daemon.load),
+    Op.LOAD_SCORER: (LoadScorer, Daemon.load),
 }

@@ -22,7 +22,7 @@ from adapters.remote.protocol.draft_messages import (
     DraftMoved,
     DraftProposed,
     DraftReady,
-    DraftRound,
+    DraftStep,
     FollowedRows,
     ProposedTree,
     SendAway,
@@ -71,7 +71,7 @@ class ServedDraft:
 
     # --- rows to follow, and proposals ---
 
-    def answer_round(self, asked: DraftRound, given: TensorBytes) -> OpAnswer:
+    def answer_draft_step(self, asked: DraftStep, given: TensorBytes) -> OpAnswer:
         """Let the draft follow the rows that were sent, and return its proposals."""
         if self.draft.weights_state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.weights_state}")
@@ -135,7 +135,7 @@ class ServedDraft:
 
 
 ServedDraft.ops = {
-    Op.DRAFT_ROUND: (DraftRound, ServedDraft.answer_round),
+    Op.DRAFT_STEP: (DraftStep, ServedDraft.answer_draft_step),
     Op.COPY_CONTEXT: (CopyContext, ServedDraft.copy),
     Op.EXPORT_ROWS: (RowSpan, ServedDraft.export_rows),
     Op.IMPORT_ROWS: (ImportRows, ServedDraft.import_rows),

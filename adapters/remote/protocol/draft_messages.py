@@ -13,7 +13,7 @@ Tokens: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
 DraftBytes: TypeAlias = tuple[Number, Number, Number, Number]  # weights, offloaded weights, rows, buffers
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Nodes: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=-1, le=4096)], ...], Meta(min_length=1, max_length=4096)]
-MOST_FOLLOWED = 64  # steps of the target that one round carries to the draft
+MOST_FOLLOWED = 64  # steps of the target that one `DraftStep` carries to the draft
 
 
 class LoadDraft(WireMessage, frozen=True):
@@ -83,8 +83,11 @@ class AskedProposals(WireMessage, frozen=True):
     seed: Number = 0
 
 
-class DraftRound(WireMessage, frozen=True):
-    """One exchange of a decode step: the draft first follows these rows, then proposes to these slots."""
+class DraftStep(WireMessage, frozen=True):
+    """The request of one decode step: the draft computes its own rows for these rows of the target, then proposes.
+
+    follow: the rows of the target. asked: what each slot wants to have proposed. tensors: the features of the rows.
+    """
 
     follow: Annotated[tuple[FollowedRows, ...], Meta(max_length=MOST_FOLLOWED)]
     asked: Annotated[tuple[AskedProposals, ...], Meta(max_length=4096)]

@@ -38,6 +38,8 @@ FailureKind: TypeAlias = Literal["refused", "out_of_memory", "failed"]
 
 
 class Op(IntEnum):
+    """The requests of a server. Their numbers cross, and their names do not."""
+
     HELLO = 1
     PROOF = 2
     PROVE = 3
@@ -57,11 +59,11 @@ class Op(IntEnum):
     LOAD_STATE = 39
     IMPORT_RUNS = 40
     LOAD_DRAFT = 64
-    DRAFT_ROUND = 65
+    DRAFT_STEP = 65
     COPY_CONTEXT = 66
     FETCH_DRAFT = 67
     SEND_DRAFT_AWAY = 68
-    LOAD_DRAFTER = 80
+    LOAD_SCORER = 80
     SCORE = 81
     DROP_SCORING = 82
 

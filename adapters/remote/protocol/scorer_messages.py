@@ -1,4 +1,4 @@
-"""The messages for a prompt scorer in another process. The wire calls it "drafter"."""
+"""The messages for a prompt scorer in another process. Options and reasons in JSON call it "drafter"."""
 
 from __future__ import annotations
 

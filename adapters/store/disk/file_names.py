@@ -15,6 +15,7 @@ FileRole: TypeAlias = Literal["lock", "journal", "run", "recent", "codec", "temp
 
 
 def classify_name(name: str) -> FileRole:
+    """Return what a file of the cache folder is, by its name. What we have not named is a `stranger`."""
     fixed: dict[str, FileRole] = {LOCK: "lock", index_journal.NAME: "journal", CHOICE: "codec"}
     if name in fixed:
         return fixed[name]
@@ -30,5 +31,6 @@ def classify_name(name: str) -> FileRole:
 
 
 def is_recent(name: str) -> bool:
+    """Return whether this is the name of a list of recent prompts."""
     digits = name.removeprefix(recent_prompts.PREFIX)
     return digits != name and len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef")

@@ -41,6 +41,7 @@ class FolderUpkeep:
         self._quarantined = dict.fromkeys(sorted(name for name in names if classify_name(name) == "aside"))
 
     def remove(self, name: str) -> None:
+        """Remove a file if that is possible. A failure costs disk space only."""
         with suppress(OSError):
             self.folder.remove(name)
 
@@ -55,6 +56,7 @@ class FolderUpkeep:
             return b""
 
     def report_rebuilt(self, kind: str, description: str) -> None:
+        """Count and log a damaged file of this kind that is written anew. description: what it is."""
         self.counts["rebuilt"] += 1
         self.damaged_files[kind] += 1
         log.warning("torn or damaged files are replaced: %s", description)

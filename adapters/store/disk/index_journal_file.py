@@ -19,7 +19,7 @@ SLACK = 4096  # records beyond what its entries need, before it is written anew
 class JournalFile:
     """The journal's file. All methods except `touch` are called on the writer's thread.
 
-    A record that cannot be written is recovered at the next start. stale: the file has to be rewritten.
+    A record that cannot be written is recovered at the next start. needs_rewrite: the file has to be written anew.
     """
 
     index: BlockIndex
@@ -71,6 +71,7 @@ class JournalFile:
                 return
 
     def compact(self) -> None:
+        """Write the journal anew, with one record for each entry. After a failure the old one stays."""
         with self.upkeep.lock:
             parts = list(index_journal.encode_snapshot(self.index.entries.values()))
         with suppress(OSError):

@@ -14,7 +14,10 @@ MAX_FOREIGN_FILES = 8  # of other identities
 
 @define(eq=False)
 class RecentPromptsFile:
-    """On the writer's thread. lost: one that later ones may begin with is not in it; said by any thread."""
+    """The file of recent prompts. Used on the writer's thread, except `has_lost_prompt`, which any thread may set.
+
+    has_lost_prompt: a prompt was not written. Later prompts may refer to it, so all of them are written anew.
+    """
 
     prompts: RecentPrompts
     origin: bytes  # of the identity
@@ -28,7 +31,10 @@ class RecentPromptsFile:
         return recent_prompts.PREFIX + self.origin.hex()
 
     def load(self, listing: dict[str, int]) -> None:
-        """Ours; of those of other identities, a few are left there."""
+        """Read the prompts of this identity's file. Of the files of other identities, MAX_FOREIGN_FILES are left there.
+
+        listing: names and sizes of the folder's files. The files of prompts are taken out of it.
+        """
         others = sorted(name for name in listing if classify_name(name) == "recent" and name != self.name)
         for name in others[MAX_FOREIGN_FILES:]:
             self.upkeep.remove(name)
@@ -45,7 +51,7 @@ class RecentPromptsFile:
             self.upkeep.report_rebuilt("recent", which)
 
     def write_prompt(self, prompt: RecentPrompt) -> None:
-        """Should it fail half way, all of them are written anew with the next one."""
+        """Append a prompt, or write the whole file anew. After a failure the next call writes it anew."""
         if prompt.serial <= self._last:
             return  # they were, meanwhile
         before = self._bytes

@@ -265,6 +265,7 @@ def check_metadata(about: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def check_version(version: int) -> None:
+    """Raise Newer or Outdated unless this is the version of the format that we write."""
     if version > VERSION:
         raise Newer(f"format {version}")
     if version < VERSION:
@@ -281,6 +282,7 @@ def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
 
 
 def compute_keys(run: Run, block_size: int) -> tuple[bytes, ...]:
+    """Return the keys that the blocks of a run must have, or the key of a checkpoint."""
     if run.kind == "state":
         return (derive_checkpoint_key(run.parent),)
     return chain_keys(run.parent, run.tokens, block_size)

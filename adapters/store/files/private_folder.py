@@ -204,22 +204,28 @@ class PrivateFolder:
         await file.writelines(parts)
 
     def sync(self, descriptor: int) -> None:
+        """Wait until the content of a file is on the disk."""
         os.fsync(descriptor)
 
     def shut(self, file: BinaryIO) -> None:
+        """Close a file."""
         file.close()
 
     def rename(self, old: str, new: str) -> None:
+        """Give a file of the folder another name. A file that has that name is replaced."""
         os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync_folder(self) -> None:
+        """Wait until the names of the folder are on the disk."""
         os.fsync(self._descriptor)
 
     def remove(self, name: str) -> None:
+        """Remove a file of the folder. Raises OSError."""
         os.unlink(name, dir_fd=self._descriptor)
 
 
 def check_private(path: Path, about: os.stat_result) -> None:
+    """Raise FolderUnusable if anybody else owns the folder or may write to it."""
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         raise FolderUnusable(f"{path}: others may write there; accepted: a folder of yours alone (0700)")
 

@@ -195,6 +195,7 @@ class BatchResult:
 
 
 def read_table(file: RunContent, frames: int) -> list[Sizes]:
+    """Return the sizes of all frames, from the table at the end of the file. Raises Damaged or OSError."""
     length = seekable.compute_table_size(frames)
     if length > file.size:
         raise Damaged("the file is too short")
@@ -203,6 +204,7 @@ def read_table(file: RunContent, frames: int) -> list[Sizes]:
 
 
 def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> BatchResult:
+    """Read neighbouring frames in one go, and decompress their tensors into `target`. Raises Damaged or OSError."""
     at = batch.content
     head = b""
     checksums = list[bytes]()
@@ -219,6 +221,7 @@ def read_batch(file: RunContent, batch: FrameBatch, target: memoryview) -> Batch
 
 
 def read_head_frame(frame: memoryview, content: int) -> bytes:
+    """Return the description of the file, which is its first frame. content: its uncompressed bytes. Raises Damaged."""
     if content > MAX_HEAD_BYTES:
         raise Damaged("the header is too long")
     found = bytearray(content)

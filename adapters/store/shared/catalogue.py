@@ -54,6 +54,7 @@ class Catalogue:
             return name in self._entries or name in self.hidden
 
     def is_damaged(self, name: str) -> bool:
+        """Return whether the object of this name is known to be damaged."""
         return name in self._damaged
 
     def count_held_bytes(self) -> int:
@@ -167,6 +168,7 @@ class Catalogue:
         self.note_use(name_entry(self.root, entry), now_s)
 
     def note_use(self, name: str, now_s: float) -> None:
+        """Note that a run is used now, so that collectors keep it for USED_S."""
         self._used_s[name] = now_s
 
     def hide(self, hidden: frozenset[str]) -> None:
@@ -204,6 +206,7 @@ def measure_first_frame(raw: memoryview, size: int) -> int:
 
 
 def parse_content_size(raw: memoryview) -> int:
+    """Return the uncompressed bytes of the first frame. Raises Damaged."""
     try:
         content = zstandard.get_frame_parameters(raw).content_size
     except zstandard.ZstdError as error:

@@ -70,6 +70,7 @@ class ServerReport:
 
     @property
     def is_live(self) -> bool:
+        """False if the server has been silent for so long that it counts as dead."""
         return self.silent_s < SILENT_S
 
 

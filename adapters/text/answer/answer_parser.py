@@ -16,7 +16,7 @@ from adapters.text.answer.forms.call_form import CallForm
 from adapters.text.answer.forms.gemma_calls import GemmaCalls
 from adapters.text.answer.forms.harmony_calls import HarmonyCalls
 from adapters.text.answer.forms.json_calls import HermesCalls, LlamaJsonCalls
-from adapters.text.answer.forms.mistral_calls import MistralCalls
+from adapters.text.answer.forms.mistral_calls import MistralCalls, MistralJsonCalls
 from adapters.text.answer.forms.other_tagged_calls import GlmCalls, MiniMaxCalls, SeedCalls
 from adapters.text.answer.forms.pythonic_calls import PythonicCalls
 from adapters.text.answer.forms.xml_calls import XmlCalls
@@ -29,6 +29,7 @@ CALL_FORMS: Mapping[str, type[CallForm]] = {
     "seed-xml": SeedCalls,
     "minimax-xml": MiniMaxCalls,
     "glm-xml": GlmCalls,
+    "mistral-json": MistralJsonCalls,
     "mistral": MistralCalls,
     "harmony": HarmonyCalls,
     "llama3-json": LlamaJsonCalls,

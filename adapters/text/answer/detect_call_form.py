@@ -61,6 +61,21 @@ async def detect_call_form(template: ChatTemplate) -> str:
     return max(found, key=found.__getitem__, default=NONE)
 
 
+async def refuses_long_call_ids(template: ChatTemplate) -> bool:
+    """Does the template refuse our ids of calls, and accept ids of nine characters? Templates of Mistral do."""
+    accepted = list[bool]()
+    for call_id in ("call_" + "0" * 24, CALL.id):
+        call = evolve(CALL, id=call_id)
+        result = ChatMessage("tool", "words", answered_call_id=call_id)
+        asked = evolve(ASKED, messages=(QUESTION, ChatMessage("assistant", calls=(call,)), result))
+        try:
+            await template.render(**build_template_variables(asked, template.wants_argument_text))
+            accepted.append(True)
+        except (TemplateRefused, TemplateFailed):
+            accepted.append(False)
+    return accepted == [False, True]
+
+
 def extract_answer(asked: Rendered, called: Rendered, seen: Collection[str]) -> str:
     """Return what the template writes for the assistant, without the control tokens that the parser would not see.
 

@@ -15,7 +15,7 @@ MAX_SEARCHES = 16  # of all text, for a call inside the reasoning
 
 @frozen
 class ReasoningTags:
-    """The tags around reasoning. label: the word that follows the opening tag; empty: none does."""
+    """The tags around reasoning. label: the word that follows the opening tag, if any does."""
 
     opening: str
     closing: str

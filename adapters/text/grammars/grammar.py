@@ -208,7 +208,7 @@ class Grammars:
             yield
 
     async def _ask_trial(self, asked: str | Mapping[str, Any], work: str) -> str:
-        """Ask the confined process. Raises GrammarRefused. what: the work, for error messages."""
+        """Ask the confined process. Raises GrammarRefused. work: names the work in error messages."""
         try:
             reply = await self._trial.ask(asked)
         except WorkFailed as failure:

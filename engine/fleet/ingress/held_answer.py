@@ -34,7 +34,7 @@ class HeldAnswer:
     """The answer to one request, from one replica after another until one of them has given a token.
 
     can_repeat: the request may be sent to another replica. has_begun: the client has the status line. has_token: the
-    client has a part of the answer, so no other replica may be asked. finish_reason: set by `finish`.
+    client has a part of the answer, so no other replica may be asked.
     """
 
     send: Send

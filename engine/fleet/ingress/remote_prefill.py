@@ -112,5 +112,5 @@ def count_published_tokens(body: bytes) -> int:
 
 
 def compute_limit(prefill: RemotePrefill) -> float:
-    """Return the seconds that a prefill elsewhere may take."""
-    return min(MOST_LIMIT_S, max(LEAST_LIMIT_S, PATIENCE * prefill.read_ns / 1e9))
+    """Return the seconds that a prefill elsewhere may take: PATIENCE times the estimate, within two limits."""
+    return min(MOST_LIMIT_S, max(LEAST_LIMIT_S, PATIENCE * prefill.published_ns / 1e9))

@@ -44,13 +44,14 @@ class PrefixRequestRouter(RequestRouter):
     Replicas that Serve does not offer, and a failure here, cost speed only: the other replicas follow in the answer.
     """
 
-    def initialize_state(self, trace_folder: str = "", prefill_elsewhere: int = 0) -> None:
+    def initialize_state(self, trace_folder: str = "", remote_prefill_min_tokens: int = 0) -> None:
         """Make the router. Called by Ray Serve once, with what `request_router_kwargs` has.
 
         trace_folder: where the router of each process writes its trace (`routing_trace.py`); "": nowhere.
-        prefill_elsewhere: as `Policy` has it.
+        remote_prefill_min_tokens: as in `Policy`.
         """
-        self.router: PrefixRouter | TracedRouter = PrefixRouter(Policy(prefill_elsewhere=prefill_elsewhere))
+        policy = Policy(remote_prefill_min_tokens=remote_prefill_min_tokens)
+        self.router: PrefixRouter | TracedRouter = PrefixRouter(policy)
         if trace_folder:
             self.router = open_traced_router(Path(trace_folder), self.router)
         self.asked = 0

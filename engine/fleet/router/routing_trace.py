@@ -17,6 +17,7 @@ from attrs import define, frozen
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
+from engine.core.timed_steps import register_timed_steps
 from states.routing.choose_replica import Policy, RouteDecision
 from states.routing.prefix_router import PrefixRouter, RequestArrived, RouterEvent
 
@@ -49,6 +50,7 @@ def get_converter() -> cattrs.Converter:
     built.register_unstructure_hook(bytes, bytes.hex)
     built.register_structure_hook(bytes, lambda value, _: bytes.fromhex(value))
     built.register_unstructure_hook(range, list)
+    register_timed_steps(built)
     configure_tagged_union(RoutingRecord, built, tag_name="is")
     return built
 

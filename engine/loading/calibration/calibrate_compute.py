@@ -29,7 +29,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.memory.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states import step_prices
-from states.rates import FIRST_SPAN, Rates
+from states.rates import FIRST_SPAN, DecodeTimes, Rates, TimedStep
 
 BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
 # Times still fall if one is smaller than before by more than this part of it.
@@ -153,9 +153,9 @@ def build_rates_key(*facts: object) -> str:
 
 def do_rates_agree(before: Rates, now: Rates) -> bool:
     """Return whether a few rates, measured again, are about as they were before."""
-    steps = {tuple(key): ns for *key, ns, _ in before.decode}
+    steps = {one[:3]: one.ns for one in before.decode}
     near = are_similar(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
-    return near and all(are_similar(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
+    return near and all(are_similar(one.ns, steps.get(one[:3], 0), BUSY) for one in now.decode)
 
 
 def take_quicker_steps(before: Rates, now: Rates) -> Rates:
@@ -167,7 +167,7 @@ def take_quicker_steps(before: Rates, now: Rates) -> Rates:
         if ns < found[span, members, rows][0]:
             found[span, members, rows] = ns, plain_ns and plain
         plain = plain or found[span, members, rows][0]
-    return evolve(before, decode=tuple((*key, ns, plain_ns) for key, (ns, plain_ns) in found.items()))
+    return evolve(before, decode=tuple(TimedStep(*key, ns, plain_ns) for key, (ns, plain_ns) in found.items()))
 
 
 def to_json(rates: Rates) -> str:
@@ -194,8 +194,8 @@ def from_json(text: str) -> Rates:
         raise ValueError("a time that cannot be")
     return Rates(
         prefill=tuple(prefill),
-        decode=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
-        copy_times=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in copied),
+        decode=tuple(TimedStep(span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
+        copy_times=tuple(TimedStep(span, members, rows, ns, plain) for span, members, rows, ns, plain in copied),
     )
 
 
@@ -208,11 +208,11 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
     )
 
 
-def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> step_prices.DecodeTimes:
+def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> DecodeTimes:
     """Measure the decode steps of one request that copies, in the format of `Rates.copy_times`."""
     copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
     times = measure_decode(copying, shard, shape.context, (0, *shape.copied), copies=True)
-    return tuple(one for one in times if one[2])
+    return tuple(one for one in times if one.rows)
 
 
 def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
@@ -269,7 +269,7 @@ def measure_decode(
     *,
     passes: int = PASSES,
     copies: bool = False,
-) -> step_prices.DecodeTimes:
+) -> DecodeTimes:
     """Measure the decode steps of one request, its draft included, in the format of `Rates.decode`.
 
     copies: the proposals are copied, and no draft is asked.
@@ -310,7 +310,7 @@ def measure_decode(
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), choose_next_launch)
     found = find_quickest_steps(outcomes)
     shapes = {step_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
-    return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
+    return tuple(TimedStep(*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
 def find_quickest_steps(outcomes: Sequence[Outcome]) -> dict[int, int]:

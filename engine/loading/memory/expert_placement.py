@@ -67,17 +67,18 @@ def choose_expert_bytes(
     return min(given, whole + RING * one)
 
 
-def assign_first_experts(hosted: HostExperts | None) -> None:
+def assign_first_experts(host_experts: HostExperts | None) -> None:
     """Copy the experts to the device that the world has there at its beginning. Called on the lane."""
-    if hosted is not None:
-        hosted.move_experts(enumerate(experts.make_residents(hosted.experts, hosted.expert_slots).expert_slots))
+    if host_experts is not None:
+        residents = experts.make_residents(host_experts.experts, host_experts.expert_slots)
+        host_experts.move_experts(enumerate(residents.expert_slots))
 
 
-def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settings:
+def with_expert_counts(settings: Settings, host_experts: HostExperts | None) -> Settings:
     """Return the settings with the numbers of experts and of slots for them."""
-    if hosted is None:
+    if host_experts is None:
         return settings
-    return evolve(settings, experts=hosted.experts, expert_slots=hosted.expert_slots)
+    return evolve(settings, experts=host_experts.experts, expert_slots=host_experts.expert_slots)
 
 
 def resolve_cpu_experts(options: Options, shard: Pipeline) -> Options:
@@ -86,11 +87,12 @@ def resolve_cpu_experts(options: Options, shard: Pipeline) -> Options:
     return evolve_options(options, cpu_experts=str(max(stops)))
 
 
-def describe_expert_placement(hosted: HostExperts | None, shard: Pipeline) -> str:
+def describe_expert_placement(host_experts: HostExperts | None, shard: Pipeline) -> str:
     """Return what the start line says about experts in host memory: brought from there, or computed there."""
     layers = [f"{one.start}..{one.stop - 1}" for one in (part.spec.cpu_experts for part in shard.parts) if one]
     line = f"  cpu-experts=layers {', '.join(layers)}" if layers else ""
-    if hosted is None:
+    if host_experts is None:
         return line
-    there = f"{hosted.expert_slots:,} of {hosted.experts:,} on the device"
-    return f"{line}  experts=host ({format_bytes(hosted.host_bytes)}; {there}, {format_bytes(hosted.device_bytes)})"
+    there = f"{host_experts.expert_slots:,} of {host_experts.experts:,} on the device"
+    host_bytes = format_bytes(host_experts.host_bytes)
+    return f"{line}  experts=host ({host_bytes}; {there}, {format_bytes(host_experts.device_bytes)})"

@@ -82,7 +82,7 @@ def test_reading_prompts_elsewhere_needs_a_shared_tier_and_reaches_the_router() 
     arguments = list_arguments(options, fleet)
     assert arguments["prefill_elsewhere"] == 8192
     assert "prefill_elsewhere" not in list_arguments(options, FleetOptions())
-    assert configure_router(arguments).request_router_kwargs == {"prefill_elsewhere": 8192}
+    assert configure_router(arguments).request_router_kwargs == {"remote_prefill_min_tokens": 8192}
 
 
 def test_a_key_never_stands_in_the_file() -> None:

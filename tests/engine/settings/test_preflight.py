@@ -63,6 +63,10 @@ MODELS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         lambda path: folder(path / "m", {"model_type": "gpt2"}),
         ["'gpt2'", "'llama', 'qwen2', 'mimo', 'qwen3'"],
     ),
+    "a type that needs more": (
+        lambda path: folder(path / "m", {"model_type": "mimo_v2_flash"}),
+        ["'mimo_v2_flash' needs values of another size than keys, which is not supported"],
+    ),
     "another quantisation": (
         lambda path: folder(
             path / "m", {"model_type": "qwen3", "quantization_config": {"quant_method": "bitsandbytes"}}

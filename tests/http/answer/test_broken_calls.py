@@ -132,6 +132,7 @@ CALLS = {
     "minimax-xml": MINIMAX,
     "glm-xml": GLM,
     "mistral": MISTRAL,
+    "mistral-json": f"[TOOL_CALLS][{HERMES.splitlines()[1]}]",
 }
 UNDECLARED = XML.replace("write", "main")
 # The form, what is written, and the text, calls and reasoning that come of it.
@@ -148,7 +149,7 @@ ANSWERS = {
     "glm, closers missing": ("glm-xml", GLM.partition("</arg_value>")[0], "", MADE, ""),
     "minimax, closers missing": ("minimax-xml", MINIMAX.partition("</parameter>")[0], "", MADE, ""),
     "mistral, the end missing": ("mistral", MISTRAL[:-2], "", MADE, ""),
-    "mistral, listed": ("mistral", f"[TOOL_CALLS][{HERMES.splitlines()[1]}]", "", MADE, ""),
+    "mistral, listed": ("mistral", CALLS["mistral-json"], "", MADE, ""),
     "hermes, repaired": ("hermes", HERMES.replace('"', "'").replace("}}", ",}}"), "", MADE, ""),
     "hermes, closers missing": ("hermes", HERMES.partition("}}")[0], "", MADE, ""),
     "hermes, no object": ("hermes", HERMES.replace('{"path": "a.py"}', "[1]"), None, [], ""),

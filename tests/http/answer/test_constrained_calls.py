@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from adapters.text.answer.forms.harmony_calls import CONTROLS
 from effects.job import Job
 from tests.http.conftest import Site, served
-from tests.http.sse import stream
+from tests.http.sse import Reachable, stream
 from tests.text import small
 from tests.text.answer.forms.test_harmony import TEMPLATE
 from tests.text.answer.test_detect import FORMS, template
@@ -93,7 +93,9 @@ def speak(site: Site, seed: int, said: list[int]) -> None:
 Call = tuple[str, str, str, str]  # the id, the name, the arguments as they were streamed, and the text before the call
 
 
-async def ask_chat(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
+async def ask_chat(
+    site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any
+) -> Call | None:
     tool = {"name": "write", "parameters": schema, "strict": True}
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
@@ -108,7 +110,7 @@ async def ask_chat(site: Site, schema: dict[str, Any], call: Call | None = None)
         ]
     body = {"messages": messages, "tools": [{"type": "function", "function": tool}], "max_tokens": TOKENS}
     choice = {"tool_choice": "required" if call is None else "auto", "parallel_tool_calls": False}
-    response, found = await stream(site, "/v1/chat/completions", body | choice)
+    response, found = await stream(site, "/v1/chat/completions", body | choice | fields)
     assert response.status_code == 200, found
     chunks = [json.loads(event) for event in found if event != "[DONE]" and not event.startswith(":")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
@@ -120,7 +122,9 @@ async def ask_chat(site: Site, schema: dict[str, Any], call: Call | None = None)
     return pieces[0]["id"], pieces[0]["function"]["name"], arguments, text
 
 
-async def ask_responses(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
+async def ask_responses(
+    site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any
+) -> Call | None:
     tool = {"type": "function", "name": "write", "parameters": schema, "strict": True}
     items: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
@@ -131,7 +135,7 @@ async def ask_responses(site: Site, schema: dict[str, Any], call: Call | None = 
         ]
     choice = {"tool_choice": "required" if call is None else "auto", "parallel_tool_calls": False}
     body = {"input": items, "tools": [tool], "max_output_tokens": TOKENS, **choice}
-    response, found = await stream(site, "/v1/responses", body)
+    response, found = await stream(site, "/v1/responses", body | fields)
     assert response.status_code == 200, found
     events = [json.loads(event) for event in found if event.startswith("{")]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -144,7 +148,9 @@ async def ask_responses(site: Site, schema: dict[str, Any], call: Call | None = 
     return done[0]["call_id"], done[0]["name"], "".join(deltas), text
 
 
-async def ask_messages(site: Site, schema: dict[str, Any], call: Call | None = None) -> Call | None:
+async def ask_messages(
+    site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any
+) -> Call | None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
         use = {"type": "tool_use", "id": call[0], "name": call[1], "input": json.loads(call[2])}
@@ -154,7 +160,7 @@ async def ask_messages(site: Site, schema: dict[str, Any], call: Call | None = N
     tool = {"name": "write", "input_schema": schema, "strict": True}
     choice = {"type": "any", "disable_parallel_tool_use": True} if call is None else {"type": "auto"}
     body = {"messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": TOKENS}
-    response, found = await stream(site, "/v1/messages", body)
+    response, found = await stream(site, "/v1/messages", body | fields)
     assert response.status_code == 200, found
     events = [json.loads(event) for event in found if event.startswith("{")]
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
@@ -182,18 +188,23 @@ def contains(tokens: tuple[int, ...], part: list[int]) -> bool:
     return any(list(tokens[at : at + len(part)]) == part for at in range(len(tokens) - len(part) + 1))
 
 
-def make_folder(folder: Path, form: str) -> Path:
-    small.write(folder, SOURCES[form])
-    if form == "harmony":
+def make_folder(folder: Path, source: str, controls: Sequence[str] = ()) -> Path:
+    """Write a tokenizer that has these tokens as well, and a chat template."""
+    small.write(folder, source)
+    if controls:
         trained = small.train()
-        trained.add_tokens([AddedToken(token, special=False, normalized=False) for token in CONTROLS])
+        trained.add_tokens([AddedToken(token, special=False, normalized=False) for token in controls])
         trained.save(str(folder / "tokenizer.json"))
     return folder
 
 
+def make_form_folder(folder: Path, form: str) -> Path:
+    return make_folder(folder, SOURCES[form], CONTROLS if form == "harmony" else ())
+
+
 @pytest.mark.parametrize("form", [pytest.param(form, marks=OLDER if form in LONG else ()) for form in SOURCES])
 async def test_arguments_arrive_as_the_model_says_them_and_go_back_so(form: str, tmp_path: Path) -> None:
-    async with served(make_folder(tmp_path, form)) as site:
+    async with served(make_form_folder(tmp_path, form)) as site:
         assert site.text.calls == form
         schema = schema_of(form)
         arrived = []

@@ -42,6 +42,7 @@ from tests.models.checkpoints import (
     shard_of,
     tokens_of,
 )
+from tests.models.draft_models import save_own_head
 from tests.models.gguf.test_gguf_reader import listed, made, tensor, text
 from tests.models.ggufs import NAMES, packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, SPARSE, sizes
@@ -355,6 +356,19 @@ def test_other_architectures_are_refused_by_name(small: Path, tmp_path: Path) ->
     path.write_bytes(path.read_bytes().replace(struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"gemma", 1))
     expected = f"general.architecture 'gemma' is not supported; accepted: {', '.join(map(repr, ARCHITECTURES))}"
     assert expected in refusal(path)
+    path.write_bytes(path.read_bytes().replace(b"gemma", b"mimo2", 1))
+    assert "general.architecture 'mimo2' needs values of another size than keys, which" in refusal(path)
+
+
+def test_files_of_mimo_are_those_of_qwen2_and_have_no_head(tmp_path: Path) -> None:
+    """llama.cpp has no architecture of that name. What converts these models calls them Qwen2 and drops the head."""
+    model_type, how = VARIANTS["mimo"]
+    save_model(tmp_path / "m", model_type, **how)
+    save_own_head(tmp_path / "m", model_type, dict(how))
+    file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", tmp_path / "m"))
+    assert file.family.model_type == "qwen2"
+    with pytest.raises(CheckpointError, match="models of type 'qwen2' have no prediction head"):
+        HeadCheckpoint.open(file)
 
 
 def test_what_qwen_needs_is_told(tmp_path: Path) -> None:

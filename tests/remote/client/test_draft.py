@@ -24,7 +24,7 @@ from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft
 from adapters.remote.daemon.served_draft import ServedDraft
-from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
+from adapters.remote.protocol.draft_messages import DraftStep, LoadDraft
 from adapters.remote.protocol.messages import Nothing, Op
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
 from adapters.remote.protocol.slot_messages import SlotCheckpoint
@@ -188,7 +188,7 @@ def test_a_decode_step_is_one_exchange(apart: Elsewhere) -> None:
 DEATHS = [
     (op, when)
     for op in (
-        *(Op.HELLO, Op.PROOF, Op.LOAD_DRAFT, Op.DRAFT_ROUND, Op.COPY_CONTEXT),
+        *(Op.HELLO, Op.PROOF, Op.LOAD_DRAFT, Op.DRAFT_STEP, Op.COPY_CONTEXT),
         *(Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY),
     )
     for when in ("asked", "answering")
@@ -200,7 +200,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     apart: Elsewhere, expected: list, op: Op, when: str
 ) -> None:
     early = op in {Op.HELLO, Op.PROOF, Op.LOAD_DRAFT}
-    apart.fates.coming[:] = [(Op.DRAFT_ROUND, "asked", 0), (op, when, 0)] if early else [(op, when, 0)]
+    apart.fates.coming[:] = [(Op.DRAFT_STEP, "asked", 0), (op, when, 0)] if early else [(op, when, 0)]
     with suppress(RowsLost, OSError, AssertionError):  # what is moved is gone, and what is expected of a life is not
         story(apart.draft, apart.drafting)
     assert apart.back.wait(100)
@@ -216,7 +216,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
 def test_what_the_new_one_has_not_followed_is_not_taken_for_context(apart: Elsewhere) -> None:
     """Also where the slot's own state still says so: neither proposed from nor kept."""
     follow(apart.draft, 0, 0, ROWS)
-    apart.fates.coming[:] = [(Op.DRAFT_ROUND, "asked", 0)]
+    apart.fates.coming[:] = [(Op.DRAFT_STEP, "asked", 0)]
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0
     assert apart.back.wait(100)
     with pytest.raises(RowsLost, match=r"has no rows 0\.\.64 of slot 0"):
@@ -237,7 +237,7 @@ def test_one_that_fails_at_what_it_is_asked_is_had_anew(
         raise RuntimeError("a kernel failed")
 
     with monkeypatch.context() as patched:
-        patched.setitem(ServedDraft.ops, Op.DRAFT_ROUND, (DraftRound, failing))
+        patched.setitem(ServedDraft.ops, Op.DRAFT_STEP, (DraftStep, failing))
         follow(apart.draft, 0, 0, 64)
         assert apart.drafting.propose([asking(0, 64, Sampling(), 3)])[0].size == 0
     assert apart.back.wait(100)

@@ -12,7 +12,7 @@ from adapters.device.compression.score_prompt import Compressor
 from adapters.device.compression.select_tokens import TokenMarks
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.synthetic import RandomWeights
-from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, build_scorer_request
+from adapters.remote.client.remote_scorer import SCORER_DEADLINES, RemoteScorer, build_scorer_request
 from adapters.remote.protocol.draft_messages import DraftMoved
 from adapters.remote.protocol.messages import Nothing, Op
 from adapters.remote.protocol.payload_tensors import describe_tensors
@@ -54,7 +54,7 @@ class ScoredElsewhere:
 
     def __attrs_post_init__(self) -> None:
         self.dial = Threads(RandomModel(TINY), meddle=lambda channel: Mortal(channel.socket, doom=self.fates.doom))
-        peer = peer_of(self.dial, DRAFTER_DEADLINES)
+        peer = peer_of(self.dial, SCORER_DEADLINES)
         peer.pause_s = 0
         peer.connect()
         self.compressor = Compressor(RemoteScorer(peer, build_scorer_request(MOST, fast=False)), MARKS)
@@ -143,7 +143,7 @@ def test_a_death_is_a_failure_and_the_next_prompt_is_scored_by_another_life(
 
 def test_one_that_cannot_be_had_is_a_failure_of_loading(elsewhere: ScoredElsewhere) -> None:
     compressor, fates = elsewhere.compressor, elsewhere.fates
-    for op in (Op.FETCH_DRAFT, Op.HELLO, Op.LOAD_DRAFTER):
+    for op in (Op.FETCH_DRAFT, Op.HELLO, Op.LOAD_SCORER):
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)
         if op is not Op.FETCH_DRAFT:  # it is to be had anew
             elsewhere.dial.kill()

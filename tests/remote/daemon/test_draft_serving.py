@@ -99,7 +99,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     assert all(proposed(again))
     assert serving.fates.seen[Op.EXPORT_ROWS]
     serving.fates.gate.clear()  # it is not there again before somebody says so
-    serving.fates.coming[:] = [(Op.DRAFT_ROUND, "answering", 1)]
+    serving.fates.coming[:] = [(Op.DRAFT_STEP, "answering", 1)]
     without = await serving.right(at_once=2)
     assert serving.draft.weights_state == "lost"
     assert reasons(without)[-1] == "draft_lost"

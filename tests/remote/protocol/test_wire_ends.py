@@ -315,7 +315,7 @@ class Refusing(list[WireMessage]):
 # --- a refusal is nobody's end ---
 
 
-@pytest.mark.parametrize("op", [Op.DRAFT_ROUND, Op.COPY_CONTEXT, Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.SEND_DRAFT_AWAY])
+@pytest.mark.parametrize("op", [Op.DRAFT_STEP, Op.COPY_CONTEXT, Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.SEND_DRAFT_AWAY])
 def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     apart, refused = Elsewhere(), list[Op]()
     kind, work = ServedDraft.ops[op]

@@ -24,7 +24,7 @@ BUSY = {"a": 2}
 
 def sharing_fleet(count: int, threshold: int = 100, shared_ns: int = MS // 100, **held: int) -> PrefixRouter:
     """A fleet whose replicas hold so many blocks on their disks. The conversation `s` lives at a."""
-    router = fleet(count, Policy(prefill_elsewhere=threshold))
+    router = fleet(count, Policy(remote_prefill_min_tokens=threshold))
     load = LoadReport(0, 2, 0, evolve(QUICK, loads={**QUICK.loads, "shared": shared_ns}))
     for name in "abcdefgh"[:count]:
         changes = (TierChange("disk", frozenset(KEYS[: held.get(name, 0)])),)
@@ -90,7 +90,7 @@ def test_the_time_of_reading_counts_as_load_until_it_is_over() -> None:
     assert first is not None
     # An ingress counts its open requests anew each time. What a reader works at is known until its next digest.
     assert decide(router, ask(6, "s"), a=2).prefill is None
-    assert decide(router, ask(7, "s"), now_ns=first.read_ns, a=2).prefill is not None
+    assert decide(router, ask(7, "s"), now_ns=first.published_ns, a=2).prefill is not None
 
 
 @pytest.mark.parametrize("end", [PrefillEnded, RequestEnded])
@@ -100,7 +100,7 @@ def test_a_reader_has_an_open_request_until_the_reading_or_the_request_has_ended
     router = sharing_fleet(2)
     first = decide(router, ask(5, "s"), a=2).prefill
     assert first is not None
-    later_ns = 100 * first.read_ns
+    later_ns = 100 * first.published_ns
     assert decide(router, ask(6, "s"), later_ns).prefill is None
     router.advance(RequestEnded(6))
     router.advance(end(5))

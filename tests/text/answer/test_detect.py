@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning
-from adapters.text.template import ChatTemplate, ControlToken
+from adapters.text.conversation import ChatMessage, Conversation, ToolCall
+from adapters.text.model_text import Text
+from adapters.text.template import ChatTemplate, ControlToken, join_rendered
 from tests.text import small
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -29,6 +34,8 @@ FORMS = {
     "glm-xml": "<tool_call>{{ call.function.name }}\n{% for k, v in call.function.arguments | items %}"
     "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
     "mistral": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    "mistral-json": '[TOOL_CALLS][{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}'
+    ', "id": "{{ call.id }}"}]',
     "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
     '{% for k, v in call.function.arguments | items %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
     "none": "<call:{{ call.function.name }}/>",
@@ -70,6 +77,51 @@ async def test_the_form_is_the_one_whose_tags_are_tokens(form: str) -> None:
 async def test_a_control_token_may_be_part_of_it() -> None:
     made = template(LLAMA_TAG)
     assert await detect_call_form(made) == "llama3-json"
+    await made.aclose()
+
+
+async def test_a_template_may_take_arguments_as_objects_only_and_say_so() -> None:
+    """It looks whether they are text in order to refuse that, as templates of Qwen3.8 do."""
+    refuses = "{% if call.function.arguments is string %}{{ raise_exception('parse them') }}{% endif %}"
+    made = template(refuses + FORMS["qwen-xml"])
+    assert made.wants_argument_text
+    assert await detect_call_form(made) == "qwen-xml"
+    await made.aclose()
+
+
+async def test_a_template_may_read_every_description() -> None:
+    described = "{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}"
+    made = ChatTemplate(described + template(FORMS["hermes"]).source, CONTROLS)
+    asked = {"messages": [{"role": "user", "content": "Hello"}]}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert join_rendered(await made.render(**asked, tools=tools)).startswith("// <|head|>")
+    await made.aclose()
+
+
+async def test_ids_of_calls_are_short_where_a_template_refuses_longer_ones(tmp_path: Path) -> None:
+    refuses = "{% if call.id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}[ID]{{ call.id }}"
+    source = template(refuses + FORMS["mistral"]).source + "{{ messages[-1].tool_call_id }}"
+    text = Text.load(small.write(tmp_path, source))
+    await text.check()
+    call = ToolCall("call_" + "7" * 24, "callqz", "{}")
+    result = ChatMessage("tool", "words", answered_call_id=call.id)
+    conversation = Conversation((ChatMessage("user", "Hello"), ChatMessage("assistant", calls=(call,)), result))
+    written = join_rendered(await text.render_conversation(conversation))
+    called = re.findall(r"\[ID\]([a-z0-9]{9})\[TOOL_CALLS\]", written)
+    assert called == [written[-9:]]
+    await text.aclose()
+
+
+async def test_arguments_are_text_where_a_template_encodes_what_is_none() -> None:
+    """JSON of an object that is marked as safe would escape the quotes of all that stands beside it."""
+    encodes = (
+        "{% set written = call.function.arguments %}"
+        "{% if written is not string %}{% set written = written | tojson | safe %}{% endif %}"
+        """[TOOL_CALLS][{{ '{"name": "' + call.function.name + '", "arguments": ' + written + '}' }}]"""
+    )
+    made = template(encodes.replace("written", "arguments"))
+    assert made.wants_argument_text
+    assert await detect_call_form(made) == "mistral-json"
     await made.aclose()
 
 

@@ -99,6 +99,7 @@ TAGGED = {
 QUOTED = {
     "hermes": '<tool_call>\n{{"name": "edit", "arguments": {{"input": {}}}}}\n</tool_call>',
     "mistral": '[TOOL_CALLS]edit[ARGS]{{"input": {}}}',
+    "mistral-json": '[TOOL_CALLS][{{"name": "edit", "arguments": {{"input": {}}}}}]',
     "llama3-json": '{{"name": "edit", "parameters": {{"input": {}}}}}',
     "pythonic": "[edit(input={})]",
 }

@@ -38,8 +38,8 @@ class KvCache:
 
     page: the rows that get and lose memory together, alike in all caches of a class.
     names: of the layers, as in `layers.12`.
-    rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
-    capacity: the rows of a slot that may be used; all by default.
+    capacity: the rows of a slot that may be used; all by default. A slot has them in whole key tiles of the kernels. In
+        host memory a row takes memory once it is written.
     layout: of a row: its parts, and what their numbers are.
     pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. When a permit
         goes to another slot, the memory of the rows that it covered is given back.

@@ -17,7 +17,7 @@ MOST = 1 << 16  # experts of all layers: almost three times as many as any publi
 def read_experts(raw: Mapping[str, Any], *, default_normalized: bool, shared: bool) -> ExpertsShape:
     """Read the shape of a feed-forward with experts. Raises CheckpointError.
 
-    normed: the default for `norm_topk_prob`. shared: does the family have an expert that all rows use?
+    default_normalized: the default for `norm_topk_prob`. shared: does the family have an expert that all rows use?
     """
     name = "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
     count = read_size({"num_experts": raw.get(name)}, "num_experts")

@@ -80,7 +80,7 @@ def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
 
 
 def _name_correction(experts: ExpertsShape) -> str:
-    """Return the name of what is added to the router's scores or logits; empty: nothing is."""
+    """Return the name of what is added to the router's scores or logits; "" if nothing is."""
     if isinstance(experts, BiasedExpertsShape):
         return ROUTER_BIAS
     return CORRECTION if isinstance(experts, SigmoidExpertsShape) else ""

@@ -50,7 +50,7 @@ class DeltaLayer:
     norm: Tensor
 
     def mix(self, kernels: DeltaKernels, projected: Tensor, state: DeltaState, batch: StateBatch) -> Tensor:
-        """Mix rows by the delta rule and return `[R, Nv dv]`. own: the projection, `[R, channels + Nv dv + 2 Nv]`."""
+        """Mix rows by the delta rule and return `[R, Nv dv]`. projected: `[R, channels + Nv dv + 2 Nv]`."""
         shape = self.weights.shape
         mixed, z, gates = torch.split(projected, [shape.channels, shape.values, 2 * shape.value_heads], 1)
         convolved = kernels.convolve(mixed, self.weights, state, batch)

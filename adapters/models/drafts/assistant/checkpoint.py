@@ -52,7 +52,7 @@ class AssistantCheckpoint(StoredTensors):
         tensors = {
             name: entry
             for name, entry in scan_tensors(folder).items()
-            if name not in _IGNORED and (name in expected or not gemma4.is_spare(name))
+            if name not in _IGNORED and (name in expected or not gemma4.is_unused(name))
         }
         check_tensors(folder, tensors, expected, f"a {config.layers.num_layers}-layer assistant")
         return cls(folder=folder, config=config, tensors=tensors)

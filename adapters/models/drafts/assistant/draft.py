@@ -37,12 +37,11 @@ from adapters.models.drafts.assistant.config import AssistantConfig
 from adapters.models.drafts.assistant.weights import LoadedAssistant, load_assistant
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
+from adapters.models.drafts.kept_states import KEPT_STATES, copy_kept_states, find_kept_row, list_target_rows
 from adapters.models.drafts.sequential_draft import SequentialDraft
 from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
-
-KEPT_STATES = 64  # the hidden states that a slot keeps; rejected rows are overwritten by those that take their places
 
 
 @define(eq=False)
@@ -74,13 +73,13 @@ class AssistantBatch(Batch):
         sources = list[int]()
         targets = list[int]()
         for segment in step.segments:
-            first = segment.slot * KEPT_STATES
             positions = range(segment.start, segment.start + segment.count)
-            kept = [first + at % KEPT_STATES for at in positions]
             row = self.step_rows + len(sources)
-            sources += range(row, row + segment.count) if self.chained else kept
-            targets += [self.step_rows - 1] * (segment.count - KEPT_STATES)
-            targets += kept[-KEPT_STATES:]
+            if self.chained:
+                sources += range(row, row + segment.count)
+            else:
+                sources += [find_kept_row(0, segment.slot, position) for position in positions]
+            targets += list_target_rows(0, segment, self.step_rows - 1)
         return *super()._columns(step), sources, targets
 
 
@@ -180,8 +179,7 @@ class AssistantDraft(SequentialDraft[LoadedAssistant]):
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         super().copy_rows(source, target, start, stop)
-        slots = torch.unflatten(self._hidden.narrow(0, 0, self.rows.slots * KEPT_STATES), 0, (-1, KEPT_STATES))
-        slots[target].copy_(slots[source])
+        copy_kept_states(self._hidden, 0, self.rows.slots, source, target)
 
     # --- weights and buffers ---
 

@@ -13,7 +13,7 @@ from attrs import field, frozen
 class CallTags:
     """The tags of one form. No tag begins with another one.
 
-    wrapper: what may stand before a function's tag; empty: nothing.
+    wrapper: what may stand before a function's tag. It is empty if nothing may.
     functions: what opens a function's tag, before its name.
     parameters: what opens the tag of a parameter, before its key.
     closers: what closes a parameter, a function, and the wrapper if there is one.

@@ -73,3 +73,10 @@ class MistralCalls(JsonCalls):
             if more:
                 self.mark_attempt(",")
         yield from incoming.take_if_next("]")
+
+
+class MistralJsonCalls(MistralCalls):
+    """Parses the same. Templates of older models (Mistral 7B, Nemo, Small 3.1) write the list."""
+
+    controls = (OPENER,)
+    closers = ("}]",)

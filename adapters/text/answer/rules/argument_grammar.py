@@ -27,7 +27,8 @@ DEFINITIONS = ("$defs", "definitions")
 SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
-WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # a key that bare text can have
+CALL_ID = "/[A-Za-z0-9]{9}/"  # Mistral's
 # The rules of Python's literals, by the JSON types as which they are read. Strings have the escapes of both languages.
 LITERALS: Mapping[str, str] = {
     "string": "STRING",
@@ -38,10 +39,13 @@ LITERALS: Mapping[str, str] = {
     "array": "listed",
     "object": "mapped",
 }
-PYTHON = (
-    r"""STRING: /"([^"\\\x00-\x1f]|\\["'\\nrtbf])*"|'([^'\\\x00-\x1f]|\\["'\\nrtbf])*'/""",
+NUMBERS = (
     "INTEGER: /-?(0|[1-9][0-9]{0,18})/",
     "NUMBER: /-?(0|[1-9][0-9]{0,18})(\\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+)
+PYTHON = (
+    r"""STRING: /"([^"\\\x00-\x1f]|\\["'\\nrtbf])*"|'([^'\\\x00-\x1f]|\\["'\\nrtbf])*'/""",
+    *NUMBERS,
     'BOOLEAN: "True" | "False" | "true" | "false"',
     'NOTHING: "None" | "null"',
     "COMMA: /, ?/",
@@ -119,6 +123,12 @@ def write_json_arguments(tool: FunctionTool, _: GeneratedRules) -> str:
 def write_json_member(tool: FunctionTool, rules: GeneratedRules) -> str:
     """Return the rule of arguments as the last member of a JSON object, with the end of that object."""
     return f'{write_json_arguments(tool, rules)} "}}"'
+
+
+def write_marked_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
+    """Return the rule of arguments as JSON behind Mistral's mark. The id of the call may stand before it."""
+    named = f"({rules.write_text('[CALL_ID]')} {CALL_ID})? " if "[CALL_ID]" in rules.controls else ""
+    return f"{named}{rules.write_text('[ARGS]')} {write_json_arguments(tool, rules)}"
 
 
 def may_be_text(types: Collection[str]) -> bool:

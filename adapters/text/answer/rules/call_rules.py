@@ -17,8 +17,8 @@ from adapters.text.answer.rules.argument_grammar import (
     WORD,
     GeneratedRules,
     exclude_prefix,
-    write_json_arguments,
     write_json_member,
+    write_marked_arguments,
     write_python_arguments,
 )
 from adapters.text.answer.rules.gemma_grammar import write_gemma_arguments, write_value_rules
@@ -127,12 +127,20 @@ CALL_RULES: Mapping[str, CallRules] = {
         lambda _: f"{ANY}<tool_call>",
         optional_breaks=GLM.optional_breaks,
     ),
+    "mistral-json": CallRules(
+        ("[TOOL_CALLS]", "["),
+        (", ",),
+        ("]",),
+        make_json_head("arguments"),
+        write_json_member,
+        lambda _: rf"{ANY}\[TOOL_CALLS\]",
+    ),
     "mistral": CallRules(
         ("[TOOL_CALLS]",),
         ("[TOOL_CALLS]",),
         (),
-        lambda name: f"{name}[ARGS]",
-        write_json_arguments,
+        lambda name: name,
+        write_marked_arguments,
         lambda _: rf"{ANY}\[TOOL_CALLS\]",
     ),
     "llama3-json": CallRules(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container, Mapping
 
 from adapters.text.answer.forms.gemma_calls import MARK
 from adapters.text.answer.rules.argument_grammar import (
     ANY_TEXT,
+    LITERALS,
+    NUMBERS,
     SAYS_NOTHING,
+    WORD,
     GeneratedRules,
     iterate_arguments,
     read_options,
@@ -22,16 +24,8 @@ from adapters.text.answer.schema_types import collect_types, find_property
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused
 
-KEY = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
-VALUES: Mapping[str, str] = {
-    "string": "quoted",
-    "integer": "INTEGER",
-    "number": "NUMBER",
-    "boolean": "BOOLEAN",
-    "null": "NOTHING",
-    "array": "listed",
-    "object": "mapped",
-}
+# The rules of values, by the JSON types as which they are read.
+VALUES: Mapping[str, str] = {**LITERALS, "string": "quoted"}
 _AS_IN_JSON = {"integer", "number", "boolean", "null"}  # values of these types are written as in JSON
 _OF_VALUES = {"type", "enum", "const", "items"}
 
@@ -43,8 +37,7 @@ def write_value_rules(controls: Container[str]) -> list[str]:
         quoted = [f"mark: {json.dumps(MARK)}", "quoted: mark marked", f"marked[suffix={json.dumps(MARK)}]: {ANY_TEXT}"]
     return [
         *quoted,
-        "INTEGER: /-?(0|[1-9][0-9]{0,18})/",
-        "NUMBER: /-?(0|[1-9][0-9]{0,18})(\\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+        *NUMBERS,
         'BOOLEAN: "true" | "false"',
         'NOTHING: "null"',
         "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/",
@@ -62,7 +55,7 @@ def write_gemma_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
     schema = tool.parameters or {}
     found = [
         (f"{json.dumps(key + ':')} ({_write_value(tool, find_property(schema, key))})", needed)
-        for key, needed in iterate_arguments(tool, KEY)
+        for key, needed in iterate_arguments(tool, WORD)
     ]
     if not found and schema.get("additionalProperties") is not False:
         one = f'KEY ":" ({_write_value(tool, schema.get("additionalProperties"))})'

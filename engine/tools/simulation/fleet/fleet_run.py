@@ -61,7 +61,7 @@ def make_router(name: str, policy: Policy) -> Router:
 class FleetSetup:
     """The part of a simulation that is the same for every router. Budgets are bytes; shared_budget = 0: no shared tier.
 
-    arrivals_ns: the time in which all conversations begin. elsewhere: `Policy.prefill_elsewhere`.
+    arrivals_ns: the time in which all conversations begin. remote_prefill_min_tokens: as in `Policy`.
     """
 
     settings: Settings
@@ -72,7 +72,7 @@ class FleetSetup:
     host_budget: int
     disk_budget: int
     shared_budget: int = 0
-    elsewhere: int = 0
+    remote_prefill_min_tokens: int = 0
     seed: int = 0
 
 
@@ -102,7 +102,7 @@ class FleetRun:
 
     def __attrs_post_init__(self) -> None:
         setup = self.setup
-        self.router = make_router(self.name, Policy(prefill_elsewhere=setup.elsewhere))
+        self.router = make_router(self.name, Policy(remote_prefill_min_tokens=setup.remote_prefill_min_tokens))
         self.shared = SharedStore(self._create_index(setup.shared_budget)) if setup.shared_budget else None
         self._writers = [DigestWriter(1, whole_every=1 << 30) for _ in range(setup.replicas)]
         self.replicas = [self._create_replica(number) for number in range(setup.replicas)]

@@ -59,8 +59,8 @@ class PieceChain:
 def chain_pieces(sessions: Sequence[Session], block_size: int) -> dict[int, PieceChain]:
     """Return the chain of each request, by its `id`.
 
-    Shared are blocks that several sessions of the logs begin with, and a session's first message, which is usually the
-    tools: another session of the same client has it as well.
+    Two kinds of blocks are shared between sessions: blocks that several sessions of the logs begin with, and the first
+    message of a session. That is usually the list of tools, which other sessions of the same client have as well.
     """
     blocks = InfiniteCache(block_size)
     links = {

@@ -105,7 +105,7 @@ def print_fleet(console: Console, logs: Logs, setup: FleetSetup, runs: list[Fini
         table.add_column(one.router, justify="right")
     for name, cell in ROWS:
         needs_shared = "shared" in name or "written" in name
-        if (setup.shared_budget or not needs_shared) and (setup.elsewhere or name != "read elsewhere"):
+        if (setup.shared_budget or not needs_shared) and (setup.remote_prefill_min_tokens or name != "read elsewhere"):
             table.add_row(name, *(cell(one) for one in every))
     console.print(table)
     shared = f", shared tier {format_bytes(setup.shared_budget)}" if setup.shared_budget else ", no shared tier"
@@ -134,7 +134,7 @@ def build_json(logs: Logs, setup: FleetSetup, runs: list[FinishedFleet]) -> dict
             "disk_budget_bytes": setup.disk_budget,
             "host_budget_bytes": setup.host_budget,
             "shared_budget_bytes": setup.shared_budget,
-            "prefill_elsewhere": setup.elsewhere,
+            "prefill_elsewhere": setup.remote_prefill_min_tokens,
         },
         "routers": [attrs.asdict(one.figures) for one in runs],
     }

@@ -195,4 +195,4 @@ async def test_clients_reach_no_path_of_the_fleet_itself(folder: Path, path: str
 
 def test_the_limit_follows_the_estimate_of_the_router() -> None:
     times_ns = (1, 10 * 10**9, 10**12)
-    assert [compute_limit(evolve(PREFILL, read_ns=one)) for one in times_ns] == [LEAST_LIMIT_S, 30, MOST_LIMIT_S]
+    assert [compute_limit(evolve(PREFILL, published_ns=one)) for one in times_ns] == [LEAST_LIMIT_S, 30, MOST_LIMIT_S]

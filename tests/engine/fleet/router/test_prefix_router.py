@@ -118,7 +118,7 @@ async def test_a_router_writes_a_trace_where_that_is_asked_for(tmp_path: Path):
 
 @pytest.mark.parametrize(("threshold", "reader"), [(0, ""), (100, "b")])
 async def test_the_caller_hears_the_decision_and_who_reads_the_prompt(threshold: int, reader: str):
-    router = OfflineRouter(prefill_elsewhere=threshold)
+    router = OfflineRouter(remote_prefill_min_tokens=threshold)
     shared = Rates((1_000_000,), {"host": 1000, "shared": 1000})
     replicas = [replica("a", 2, rates=shared), replica("b", rates=shared)]
     decisions: list[RouteDecision] = []

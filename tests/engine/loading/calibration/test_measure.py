@@ -31,11 +31,14 @@ from engine.loading.calibration.calibrate_compute import (
 )
 from engine.loading.memory.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache
-from states.rates import Rates
+from states.rates import Rates, TimedStep
 from tests.device.fake_shard import FakeShard, NoStates, make_fake_shard
 from tests.models.recurrent_shard import RecurrentShard
 
-TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000, 0), (0, 1, 4, 8_000, 0), (0, 1, 16, 9_000, 0)))
+TIMES = Rates(
+    prefill=(1000, 1200, 1500),
+    decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 8_000, 0), TimedStep(0, 1, 16, 9_000, 0)),
+)
 GOOD = json.loads(to_json(TIMES))
 HOSTILE = {
     "nothing": "",
@@ -68,12 +71,12 @@ def test_anything_else_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("now", "believed"),
     [
-        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), True),
-        (Rates((3999,), decode=((0, 1, 0, 3_500, 0), (0, 1, 16, 36_000, 0))), True),
-        (Rates((4001,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), False),
-        (Rates((499,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 9_000, 0))), False),
-        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 16, 36_001, 0))), False),
-        (Rates((1000,), decode=((0, 1, 0, 7_000, 0), (0, 1, 8, 9_000, 0))), False),
+        (Rates((1000,), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 16, 9_000, 0))), True),
+        (Rates((3999,), decode=(TimedStep(0, 1, 0, 3_500, 0), TimedStep(0, 1, 16, 36_000, 0))), True),
+        (Rates((4001,), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 16, 9_000, 0))), False),
+        (Rates((499,), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 16, 9_000, 0))), False),
+        (Rates((1000,), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 16, 36_001, 0))), False),
+        (Rates((1000,), decode=(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 8, 9_000, 0))), False),
         (Rates((1000,)), True),
     ],
 )
@@ -111,7 +114,7 @@ def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypa
 def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first start beside other work has told of steps that seemed dear."""
     kept, asked = CalibrationCache(tmp_path), list[Sequence[int]]()
-    dear = ((0, 1, 0, 8_000, 0), (0, 1, 4, 16_000, 8_000), (0, 1, 16, 30_000, 8_000))
+    dear = (TimedStep(0, 1, 0, 8_000, 0), TimedStep(0, 1, 4, 16_000, 8_000), TimedStep(0, 1, 16, 30_000, 8_000))
     kept.remember("a", to_json(Rates(prefill=(1000,), decode=dear)))
     monkeypatch.setattr(calibrate_compute, "time_call", lambda _: 64 * 1000)
 
@@ -124,12 +127,22 @@ def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch:
         widths = [0, 3, 15]
         return load_or_measure_rates(kept, "a", None, None, RateShape(64, 512, widths)).decode  # type: ignore[arg-type]
 
-    better = start((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000))
-    assert better == ((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000), (0, 1, 16, 30_000, 8_000))
-    assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 10_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000), "of the quickest each"
-    assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 12_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000)
+    better = start(TimedStep(0, 1, 0, 7_000, 0), TimedStep(0, 1, 4, 11_000, 7_000))
+    assert better == (
+        TimedStep(0, 1, 0, 7_000, 0),
+        TimedStep(0, 1, 4, 11_000, 7_000),
+        TimedStep(0, 1, 16, 30_000, 8_000),
+    )
+    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 10_000, 9_000))[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    ), "of the quickest each"
+    assert start(TimedStep(0, 1, 0, 9_000, 0), TimedStep(0, 1, 4, 12_000, 9_000))[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    )
     assert asked == [[0, 3]] * 3
-    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")).decode[1] == (0, 1, 4, 10_000, 7_000)
+    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")).decode[1] == TimedStep(
+        0, 1, 4, 10_000, 7_000
+    )
 
 
 def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +189,7 @@ class HeldUp:
 def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rounds: int) -> None:
     shard, executor = RecurrentShard(capacity=100, buckets=(4, 8), state_block=16), HeldUp(slower)
     found = calibrate_compute.measure_decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
-    assert found == ((0, 1, 0, 10, 0), (0, 1, 4, 40, 10), (0, 1, 8, 80, 10))
+    assert found == (TimedStep(0, 1, 0, 10, 0), TimedStep(0, 1, 4, 40, 10), TimedStep(0, 1, 8, 80, 10))
     assert len(executor.outcomes) == 1 + rounds * ROUND
 
 
