@@ -62,7 +62,8 @@ class PrefillRunner:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self.chunk and self.shard.states.specs and is_out_of_memory(error):
+            is_lost = effect.stop - effect.start > self.chunk or not self.shard.states.survives_failure
+            if is_lost and self.shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
         # Without waiting, the host would acknowledge rows that the device has yet to compute.

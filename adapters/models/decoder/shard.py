@@ -200,6 +200,11 @@ class PositionalStates(Protocol):
         """Why steps cannot have trees, as a part of a sentence; empty if they can."""
         ...
 
+    @property
+    def survives_failure(self) -> bool:
+        """Can a slot go on from its state after a forward of rows only that failed? If not, it has none then."""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
         ...
@@ -263,7 +268,8 @@ class Shard(Protocol):
         refuses them by name if it cannot do so in a step that decodes (`PositionalStates.commits_per_segment`).
         It also refuses trees, since each node would need a state of its own.
 
-        If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.
+        If a forward raises, no slot's state has moved. The exceptions: the state of a slot that started at 0 is lost,
+        and that of a slot whose rows would have been settled, unless `states.survives_failure`.
         """
         ...
 

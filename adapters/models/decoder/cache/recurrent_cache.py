@@ -45,6 +45,7 @@ class RecurrentCache:
     """
 
     block = CHUNK
+    survives_failure = True
 
     def __init__(
         self,
