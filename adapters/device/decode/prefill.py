@@ -13,6 +13,8 @@ states that a draft follows.
   chunk behind, and waits for an event of the device before it says that a chunk is in place.
 * A piece of a prompt can share a forward with decode steps (`PromptPiece`). The decode rows come first, so their
   logits have the same bits as without the piece.
+* Pieces of several prompts can share a forward, and one launch can have several such forwards (`run_pieces`). Short
+  prompts then fill a chunk together, and the device need not wait for the host between them.
 
 Invariants:
 
@@ -51,7 +53,7 @@ Follow: TypeAlias = Callable[[Step, Forward, Sequence[int], Sequence[SlotState]]
 
 @frozen(eq=False)
 class PromptPiece:
-    """Rows `[start, stop)` of a slot's prompt that go behind the decode rows of one forward."""
+    """Rows `[start, stop)` of a slot's prompt that share a forward: with decode rows, or with rows of other prompts."""
 
     slot: int
     start: int
@@ -133,14 +135,49 @@ def run_prefill(
             yield step.segments[0].start + step.rows, record_event(shard.spec.device) if ahead else None
 
     ahead = shard.launches_ahead
+    for stop in settle_in_order(shard, run_chunks()):
+        state.mark_computed(stop)
+        yield stop
+
+
+def run_pieces(
+    shard: Pipeline, buckets: Sequence[int], forwards: Iterable[Sequence[PromptPiece]], follow: Follow
+) -> Iterator[Sequence[PromptPiece]]:
+    """Compute pieces of several prompts, and yield those of each forward when their rows are in place.
+
+    For a shard that runs ahead of the host, this happens while the device is at the next forward. No piece of a forward
+    is of the same slot as another one. follow: as in `run_prefill`.
+    """
+    ahead = shard.launches_ahead
+
+    def launch_all() -> Iterator[tuple[Sequence[PromptPiece], torch.cuda.Event | None]]:
+        for pieces in forwards:
+            segments = tuple(Segment(piece.slot, piece.start, piece.rows) for piece in pieces)
+            rows = sum(piece.rows for piece in pieces)
+            step = Step(segments, bucket_of(buckets, rows), rows_only=True)
+            tokens = [token for piece in pieces for token in piece.tokens]
+            forward = shard.forward(step, torch.from_numpy(np.array(tokens)))
+            follow(step, forward, [piece.rows for piece in pieces], [piece.state for piece in pieces])
+            yield pieces, record_event(shard.spec.device) if ahead else None
+
+    for pieces in settle_in_order(shard, launch_all()):
+        for piece in pieces:
+            piece.state.mark_computed(piece.stop)
+        yield pieces
+
+
+def settle_in_order(shard: Pipeline, launched: Iterator[tuple[T, torch.cuda.Event | None]]) -> Iterator[T]:
+    """Yield what was launched when the device is done with it. Each has an event that is recorded behind it.
+
+    Where the shard launches ahead, the next one is launched before this one is waited for.
+    """
     try:
-        for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
+        for item, event in delay_by_one(launched) if shard.launches_ahead else launched:
             if event is not None:
                 event.synchronize()
-            state.mark_computed(stop)
-            yield stop
+            yield item
     except BaseException:
-        # Chunks before this one may still run, and where their rows go may belong to another slot soon.
+        # Earlier forwards may still run, and where their rows go may belong to another slot soon.
         with suppress(RuntimeError):
             shard.synchronize()
         raise

@@ -89,7 +89,7 @@ class Batch:
         if isinstance(tokens, Tensor) and not tokens.is_cpu:
             there = tokens
             tokens = None
-        if rows > LISTED and len(step.segments) == 1:
+        if rows > LISTED:
             self._write_wide(step, tokens)
         else:
             self._write(step, tokens.tolist() if isinstance(tokens, Tensor) else tokens)
@@ -140,7 +140,7 @@ class Batch:
         table[:, step.rows :] = np.array((0, *self._padding))[:, None]
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
-        """Write `_columns` of a step with one segment to their offsets."""
+        """Write `_columns` of a step of many rows to their offsets."""
         columns[:] = self._columns(step)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
@@ -218,14 +218,17 @@ class StateBatch(Batch):
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
         """Write the columns without Python lists, because prompts come this way."""
-        [segment] = step.segments
-        columns[0] = segment.slot
-        columns[1] = np.arange(segment.start, segment.start + segment.count)
-        columns[2] = columns[1] + 1
-        columns[3] = self.before[0]
-        columns[4] = 0
-        columns[4, 0] = segment.count
-        columns[5] = self.settles or step.settles(segment)
+        first = 0
+        for segment, base in zip(step.segments, self.before, strict=True):
+            own = columns[:, first : first + segment.count]
+            own[0] = segment.slot
+            own[1] = np.arange(segment.start, segment.start + segment.count)
+            own[2] = own[1] + 1
+            own[3] = base
+            own[4] = 0
+            own[4, 0] = segment.count
+            own[5] = self.settles or step.settles(segment)
+            first += segment.count
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         bases = list[int]()

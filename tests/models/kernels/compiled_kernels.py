@@ -37,6 +37,7 @@ from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
+from effects.ids import PAGE
 from effects.job import Sampling
 
 CPU = torch.device("cpu")
@@ -130,9 +131,14 @@ def multiply_packed(layout: StepLayout, outputs: int, *buckets: int, dtype: torc
 
 
 def attend(
-    head: int, *buckets: int, rows: Rows = torch.bfloat16, group: int = 4, rule: AttentionRule | None = None
+    head: int,
+    *buckets: int,
+    rows: Rows = torch.bfloat16,
+    group: int = 4,
+    rule: AttentionRule | None = None,
+    paged: bool = False,
 ) -> Body:
-    """Heads rotated and written to a cache of such rows, and attention over it."""
+    """Heads rotated and written to a cache of such rows, and attention over it. paged: rows are in pages."""
 
     def run(kernels: TritonKernels) -> None:
         own = rule or AttentionRule()
@@ -140,13 +146,15 @@ def attend(
         types = row_types(rows)
         layout = RowLayout(types, head, latent=bool(own.latent))
         dtype = torch.float32 if types.keys.dtype is torch.float32 else torch.bfloat16
-        memory = torch.zeros(len(layout.parts), 2, kv, 4096, layout.width, dtype=layout.dtype)
+        places, capacity = (32, PAGE) if paged else (2, 4096)
+        memory = torch.zeros(len(layout.parts), places, kv, capacity, layout.width, dtype=layout.dtype)
         keys, values = layout.open_parts(tuple(memory))
         rotated = head - own.latent if own.latent else head
         rope = Rope(make(4096, rotated // 2, dtype=torch.float32), make(4096, rotated // 2, dtype=torch.float32))
         heads = group * kv + (1 if own.latent else 2 * kv)
         for bucket in buckets:
             batch = make_batch(Batch, bucket)
+            batch.pages = torch.arange(32, dtype=torch.int32).view(2, 16) if paged else None
             kernels.prepare_step(batch)
             q = kernels.rotate_store(make(bucket, heads * head, dtype=dtype), HeadPrep(), rope, batch, keys, values)
             kernels.attend(q, keys, values, batch, own)

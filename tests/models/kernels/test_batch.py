@@ -23,20 +23,24 @@ def batch_of(kind: str) -> Batch:
 
 @pytest.mark.parametrize("kind", ["plain", "block", "state", "head"])
 @pytest.mark.parametrize("rows", [LISTED, LISTED + 1, BUCKET - 1, BUCKET])
-@pytest.mark.parametrize("given", ["tensor", "list", "none"])
+@pytest.mark.parametrize("given", ["tensor", "list", "none", "several segments"])
 def test_wide_steps_are_told_as_narrow_ones_are(kind: str, rows: int, given: str) -> None:
-    step, numbers = Step((Segment(2, 77, rows),), BUCKET), [5 * row + 1 for row in range(rows)]
-    tokens = {"tensor": torch.tensor(numbers), "list": numbers, "none": None}[given]
+    counts = [rows - 70, 1, 69] if given == "several segments" else [rows]
+    starts = (77, 640, 5)
+    segments = tuple(Segment(2 + index, starts[index], count) for index, count in enumerate(counts))
+    step, numbers = Step(segments, BUCKET), [5 * row + 1 for row in range(rows)]
+    tokens = {"list": numbers, "none": None}.get(given, torch.tensor(numbers))
     one, other = batch_of(kind), batch_of(kind)
     for each in (one, other):
         if isinstance(each, BlockBatch | StateBatch):
-            each.before = (64,)
+            each.before = (64, 640, 0)[: len(counts)]
         each._staging.fill_(99)  # noqa: SLF001 - what an earlier step has left
     one.load(step, tokens)
     other._write(step, None if tokens is None else numbers)  # noqa: SLF001 - the way of narrow ones
     assert torch.equal(one.table, other.table)
     assert one.tokens.tolist() == [*([0] * rows if tokens is None else numbers), *[0] * (BUCKET - rows)]
-    assert one.positions.tolist() == [*range(77, 77 + rows), *[-1] * (BUCKET - rows)]
+    positions = [starts[index] + row for index, count in enumerate(counts) for row in range(count)]
+    assert one.positions.tolist() == [*positions, *[-1] * (BUCKET - rows)]
 
 
 @pytest.mark.parametrize(
