@@ -38,6 +38,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.decode.last_row import can_take_last_row, keep_last_row
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.prompt_lane import record_event
 from adapters.device.slots.slots import SlotState
@@ -120,19 +121,24 @@ def run_prefill(
     effect: RunPrefill,
     given_up: Callable[[], bool],
     *,
-    follow: Follow,
+    follow: Follow | None,
 ) -> Iterator[int]:
     """Compute the rows of a prefill, and yield after each chunk how many rows of the slot are in place.
 
     For a shard that runs ahead of the host, this happens while the device is at the next chunk.
     buckets: the largest is a chunk. given_up: no further chunk begins once it is true. follow: reads what the forward
-    of a chunk left, before the next one overwrites it.
+    of a chunk left, before the next one overwrites it; None: nothing follows, so the prompt's last row may go along.
     """
+    takes_last = follow is None and can_take_last_row(shard, max(buckets), state, effect)
 
     def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
-        for step, forward in launch_chunks(shard, buckets, state, effect, given_up):
-            follow(step, forward, [step.rows], [state])
-            yield step.segments[0].start + step.rows, record_event(shard.spec.device) if ahead else None
+        for step, forward in launch_chunks(shard, buckets, state, effect, given_up, takes_last=takes_last):
+            if not step.rows_only:
+                keep_last_row(shard, buckets, state, step, forward)
+            elif follow is not None:
+                follow(step, forward, [step.rows], [state])
+            stop = min(step.segments[0].start + step.rows, effect.stop)
+            yield stop, record_event(shard.spec.device) if ahead else None
 
     ahead = shard.launches_ahead
     for stop in settle_in_order(shard, run_chunks()):
@@ -198,8 +204,13 @@ def launch_chunks(
     state: SlotState,
     effect: RunPrefill,
     given_up: Callable[[], bool],
+    *,
+    takes_last: bool,
 ) -> Iterator[tuple[Step, Forward]]:
-    """Launch the chunks, and yield each with what its forward left, to be read before the next one is asked for."""
+    """Launch the chunks, and yield each with what its forward left, to be read before the next one is asked for.
+
+    takes_last: the last chunk also has the row of the prompt's last token. It is the only one that is not `rows_only`.
+    """
     chunk = max(buckets)
     begun = list[Step]()
 
@@ -207,8 +218,9 @@ def launch_chunks(
         for start in range(effect.start, effect.stop, chunk):
             if begun and given_up():
                 return
-            rows = min(chunk, effect.stop - start)
-            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=True)
+            has_last = takes_last and start + chunk >= effect.stop
+            rows = min(chunk, effect.stop - start) + int(has_last)
+            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=not has_last)
             begun.append(step)
             yield step, torch.from_numpy(np.array(state.tokens[start : start + rows]))
 

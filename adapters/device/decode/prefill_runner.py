@@ -53,15 +53,17 @@ class PrefillRunner:
         def is_given_up() -> bool:
             return self.is_abandoned(request) or self.is_lane_wanted()
 
-        started_ns = time.perf_counter_ns()
         stop = effect.start
-        chunks = run_prefill(self.shard, self.buckets, state, effect, is_given_up, follow=self.decoding.follow)
+        follow = None if self.decoding.proposer is None else self.decoding.follow
+        chunks = run_prefill(self.shard, self.buckets, state, effect, is_given_up, follow=follow)
+        started_ns = time.perf_counter_ns()
         try:
             for stop in chunks:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self.chunk and self.shard.states.specs and is_out_of_memory(error):
+            is_lost = effect.stop - effect.start > self.chunk or not self.shard.states.survives_failure
+            if is_lost and self.shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
         # Without waiting, the host would acknowledge rows that the device has yet to compute.

@@ -194,9 +194,10 @@ class StateBatch(Batch):
         counts  rows of the segment, at its first row; 0 elsewhere and in padded rows.
         settled 1 in rows of a segment that settles (`Step.settles`), else 0.
 
-    before holds bases on the host, one for each segment, and is set before `load`. settles: no row of the step is
-    rolled back. mixed: some segments settle, and others may be rolled back. A graph may rely on both, which `settle`
-    sets before `load`.
+    before holds bases on the host, one for each segment, and is set before `load`. settles: all segments settle. mixed:
+    some segments settle, and others may be rolled back. holds: those that settle leave their last rows, 64 at most, in
+    the rings, so that the last one may be rolled back. single: no segment settles, and each has one row. A graph may
+    rely on all of these, which `settle` sets before `load`.
     """
 
     _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0, 0))
@@ -206,6 +207,8 @@ class StateBatch(Batch):
     before: tuple[int, ...] = field(init=False, default=())
     settles: bool = field(init=False, default=False)
     mixed: bool = field(init=False, default=False)
+    holds: bool = field(init=False, default=False)
+    single: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -213,8 +216,18 @@ class StateBatch(Batch):
 
     def settle(self, step: Step) -> None:
         """Note which segments of the step settle."""
-        self.settles = step.rows_only
-        self.mixed = not step.rows_only and any(map(step.settles, step.segments))
+        settling = [*map(step.settles, step.segments)]
+        self.settles = all(settling)
+        self.mixed = any(settling) and not self.settles
+        self.holds = any(settling) and not step.rows_only
+        self.single = not any(settling) and step.rows == len(step.segments)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the step, as a name for the graph of its layers: what recurrent layers may rely on."""
+        if self.single:
+            return "single"
+        return "mixed" if self.mixed else "held" if self.holds else "settled" if self.settles else "layers"
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
         """Write the columns without Python lists, because prompts come this way."""

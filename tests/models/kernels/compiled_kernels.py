@@ -26,7 +26,7 @@ from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask, AttentionRule
-from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights, LayerStates
 from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
     ExpertsShape,
@@ -171,6 +171,16 @@ def attend_block(head: int, bucket: int, heads: int = 8, latent: int = 0) -> Bod
     return run
 
 
+# Of steps of recurrent layers: settles, mixed, holds, single.
+KINDS = [
+    (False, False, False, False),
+    (False, False, False, True),
+    (True, False, False, False),
+    (True, False, True, False),
+    (False, True, True, False),
+]
+
+
 def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body:
     """A layer of the gated delta rule, settled and not."""
 
@@ -182,8 +192,9 @@ def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body
         )
         state = delta.make_state(shape, 2, 1, dtype, CPU)
         for bucket in buckets:
-            for settles in (False, True):
+            for settles, mixed, holds, single in KINDS:
                 batch = make_batch(StateBatch, bucket, settles=settles)
+                batch.mixed, batch.holds, batch.single = mixed, holds, single
                 delta.begin_body("body", batch)
                 convolved = delta.convolve(make(bucket, shape.channels, dtype=dtype), weights, state, batch)
                 gates = make(bucket, 2 * shape.value_heads, dtype=dtype)
@@ -191,6 +202,7 @@ def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body
                 flat = make(bucket, shape.value_heads * shape.value_size, dtype=dtype)
                 delta.gated_norm(made, flat, make(shape.value_size, **wide), 1e-6)
                 delta.apply_gate(flat, flat)
+        delta.advance_state(LayerStates.of_layers(state, 1), 0, 0)
 
     return run
 

@@ -167,11 +167,7 @@ def same(found: list, expected: list) -> None:
 def test_a_draft_elsewhere_says_what_one_here_says(apart: Elsewhere, here: DFlashDraft, expected: list) -> None:
     same(story(apart.draft, apart.drafting), expected)
     assert any(tree != chain(tree.tokens) for tree in expected[0]), "a tree crosses as one"
-    assert (apart.draft.rows.spec, apart.draft.block, apart.draft.can_branch) == (
-        here.rows.spec,
-        here.block,
-        here.can_branch,
-    )
+    assert (apart.draft.rows.spec, apart.draft.block) == (here.rows.spec, here.block)
     assert apart.draft.memory()["weights"] > 0
     assert apart.draft.peer.hops.count
     assert not apart.heard

@@ -318,8 +318,11 @@ class TritonKernels:
                 self._attention.planner.plan_step(batch)
             return body()
 
+        if batch.plan is None:  # logits of rows that another bucket has computed
+            batch.plan = StepTiles()
         merges = batch.plan.merges = batch.plan.merges and name in self._attention.planner.planned_bodies
-        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=bool(piece))
+        shares_memory = bool(piece) or name in ("held", "mixed")  # these run on one thread only, one after the other
+        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=shares_memory)
 
     def stop_recording(self) -> None:
         self.graphs.enabled = False
