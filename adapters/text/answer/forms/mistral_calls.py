@@ -25,7 +25,7 @@ class MistralCalls(JsonCalls):
     openers = (OPENER,)
     controls: ClassVar[tuple[str, ...]] = (OPENER, "[CALL_ID]", "[ARGS]")
     marks = (OPENER,)
-    closers = (OPENER,)
+    closers: ClassVar[tuple[str, ...]] = (OPENER,)
     _is_listed: bool = field(default=False, init=False)  # the current call is an object with a name and arguments
 
     def parse_call(self) -> Parsing[None]:
