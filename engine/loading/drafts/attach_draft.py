@@ -65,7 +65,7 @@ def add_draft(
         drafting: DraftProposer[Any] = RemoteDrafting(draft, buckets)
         draft.set_presence_listener(lambda is_there: events.report(DraftProcessChanged(is_there)))
     else:
-        drafting = Drafting(draft, buckets, options.speculation.ddtree_budget)
+        drafting = Drafting(draft, buckets, neighbours.limit_nodes(options.speculation.ddtree_budget))
     return drafting
 
 
