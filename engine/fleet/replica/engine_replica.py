@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -30,7 +30,7 @@ from engine.fleet.replica.server_process import ServerProcess, start_server
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.scaling_policy import LOAD, compute_load
 from engine.settings.config_file import parse_values
-from engine.settings.options import Options
+from engine.settings.preflight import collect_keys
 
 log = logging.getLogger("rekindle.fleet")
 LOOPBACK = "127.0.0.1"
@@ -53,9 +53,8 @@ class EngineReplica:
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.server: ServerProcess = start_server(build_replica_words(options, host, folder, self.name))
         self.server.watch(end_actor)
-        self.client = httpx2.Client(
-            base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False
-        )
+        headers = build_headers(collect_keys(options.http))
+        self.client = httpx2.Client(base_url=self.server.url, headers=headers, timeout=ASK_S, trust_env=False)
         self.facts = evolve(
             read_facts(self.client, self.server.url),
             folder="" if folder is None else str(folder),
@@ -96,9 +95,9 @@ def end_actor(status: int) -> None:
     os._exit(1)
 
 
-def build_headers(options: Options) -> dict[str, str]:
-    """Return the headers with which the actor may ask its own server."""
-    return {"authorization": f"Bearer {options.http.api_key[0]}"} if options.http.api_key else {}
+def build_headers(keys: Sequence[str]) -> dict[str, str]:
+    """Return the headers with which the actor may ask its own server. keys: that the server accepts."""
+    return {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def read_facts(client: httpx2.Client, url: str) -> ReplicaFacts:
