@@ -67,7 +67,7 @@ def deploy(arguments: dict[str, Any]) -> None:
 
 
 def list_messages() -> list[str]:
-    """Return what Ray Serve says about each deployment of the fleet. The error of `serve.run` names only deployments."""
+    """Return what Ray Serve says about each deployment of the fleet. The error of `serve.run` has only their names."""
     application = serve.status().applications.get(NAME)
     return [] if application is None else [one.message for one in application.deployments.values()]
 

@@ -40,17 +40,18 @@ def test_the_command_to_paste_has_a_key_where_one_is_needed(
         ("MemoryError: 3 GiB", "MemoryError: 3 GiB"),
     ],
 )
-def test_a_fleet_that_does_not_start_says_why(
-    last_line: str, cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fleet_that_does_not_start_says_why(last_line: str, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Serve's exception names only deployments. Its status has what their constructors raised."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError(FAILED)
 
-    deployments = {"replica": SimpleNamespace(message=TRACEBACK.format(last_line)), "ingress": SimpleNamespace(message="")}
+    deployments = {
+        "replica": SimpleNamespace(message=TRACEBACK.format(last_line)),
+        "ingress": SimpleNamespace(message=""),
+    }
     status = SimpleNamespace(applications={deploy_fleet.NAME: SimpleNamespace(deployments=deployments)})
-    monkeypatch.setattr(deploy_fleet, "build_fleet", lambda arguments: None)
+    monkeypatch.setattr(deploy_fleet, "build_fleet", lambda _: None)
     monkeypatch.setattr(deploy_fleet.serve, "run", refuse)
     monkeypatch.setattr(deploy_fleet.serve, "status", lambda: status)
     with pytest.raises(UserError) as refused:

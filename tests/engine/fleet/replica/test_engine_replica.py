@@ -1,4 +1,4 @@
-"""The actor around the server of a replica. Ray and the server's process are replaced; the server is on a real socket."""
+"""The actor around the server of a replica. Ray and the process are replaced; the server is on a real socket."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ async def test_the_actor_asks_its_server_with_the_key_of_the_file(
     keys.chmod(0o600)
     monkeypatch.setattr(engine_replica.serve, "get_replica_context", lambda: REPLICA)
     # A fake engine has no facts. Its server refuses the questions for them like any other without a key.
-    monkeypatch.setattr(ReplicaFacts, "from_answers", staticmethod(lambda url, *answers: evolve(FACTS, url=url)))
+    monkeypatch.setattr(ReplicaFacts, "from_answers", staticmethod(lambda url, *_: evolve(FACTS, url=url)))
     async with served(folder, api_keys=(KEY, "another key")) as site:
         url = str(site.client.base_url).rstrip("/")
-        server = SimpleNamespace(
-            url=url, process=SimpleNamespace(pid=7), watch=lambda on_death: None, stop=lambda timeout_s: None
-        )
-        monkeypatch.setattr(engine_replica, "start_server", lambda words: server)
+        server = SimpleNamespace(url=url, process=SimpleNamespace(pid=7), watch=lambda _: None, stop=lambda _: None)
+        monkeypatch.setattr(engine_replica, "start_server", lambda *_: server)
         values = {"api_key_file": str(keys), "kv_cache_budget": 0}
         replica = await anyio.to_thread.run_sync(lambda: EngineReplica(values, is_local=True))
         assert (replica.facts.url, replica.facts.pid) == (url, 7)
