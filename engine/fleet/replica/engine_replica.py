@@ -7,7 +7,8 @@ it to the server itself. What Serve does with the actor reaches the server so:
 * It checks the health: the check fails if the server does not answer.
 * It stops a replica: no ingress chooses it any more. Then the server drains as it does at SIGTERM. Requests that arrive
   late are refused, and the ingress sends them to another replica.
-* The actor dies: the server ends with it. The server dies: the actor ends with it. Serve starts a new replica.
+* The actor dies: the server drains and ends. The server dies: the actor ends with it. Serve starts a new replica.
+  While the old server drains, it keeps its cache folder, and the new replica takes another one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from engine.fleet.digests import fetch_routing_stats
 from engine.fleet.fleet_options import build_replica_words
 from engine.fleet.replica.replica_folder import claim_folder
-from engine.fleet.replica.server_process import ServerProcess, start_server
+from engine.fleet.replica.server_process import ServerProcess, ServerTask, start_server
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.scaling_policy import LOAD, compute_load
 from engine.settings.config_file import parse_values
@@ -51,7 +52,8 @@ class EngineReplica:
         folder = None if self.claim is None else self.claim.path
         host = LOOPBACK if is_local else get_node_ip_address()
         self.name: str = serve.get_replica_context().replica_id.unique_id
-        self.server: ServerProcess = start_server(build_replica_words(options, host, folder, self.name))
+        task = ServerTask(build_replica_words(options, host, folder, self.name), self.grace_s + LATE_S)
+        self.server: ServerProcess = start_server(task, () if self.claim is None else self.claim.descriptors)
         self.server.watch(end_actor)
         headers = build_headers(collect_keys(options.http))
         self.client = httpx2.Client(base_url=self.server.url, headers=headers, timeout=ASK_S, trust_env=False)
