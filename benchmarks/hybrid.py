@@ -11,7 +11,7 @@ a new process after `kill -9`, from disk. rounds: verifications of a DFlash draf
 forced, against plain decoding (`benchmarks.speculation_8b`). transformers: one forward over as many tokens, and which
 kernels it found. weights: packed as `benchmarks.cuda_packed` has them, but for what packed checkpoints leave alone.
 draft: such a draft is served with it. gib: all that the server's process may take of the device; one sequence then,
-rows of `--kv-dtype`, states of four positions, and half as many tokens of a prompt at once. Where that is little,
+rows of `--kv-dtype`, states of four positions, and `--chunk` tokens of a prompt at once. Where that is little,
 torch has less to leave unused with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 """
 
@@ -260,11 +260,15 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     torch.cuda.empty_cache()
     home, kv = folder / "home", folder / "kv"
     home.mkdir()
-    model = holes(folder / "model", settings(given.layers), config.tensors())
+    longest = max(given.contexts) + 1024
+    positions = {"max_position_embeddings": max(POSITIONS, longest)}
+    model = holes(folder / "model", settings(given.layers) | positions, config.tensors())
     checkpoint_texts(model, VOCABULARY)
     words = ["--model", str(model), "--device", "cuda", "--kv-cache-dir", str(kv), "--kv-cache-budget", "20000"]
-    words += ["--kv-dtype", given.kv_dtype, "--state-checkpoints", "4", "--chunk", "512"] if given.gib else []
-    words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(max(given.contexts) + 1024)]
+    words += (
+        ["--kv-dtype", given.kv_dtype, "--state-checkpoints", "4", "--chunk", str(given.chunk)] if given.gib else []
+    )
+    words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(longest)]
     if given.draft:
         words += ["--draft", str(holes(folder / "draft", DRAFT, list_draft_tensors(draft_of(given.layers))))]
     prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]
@@ -380,6 +384,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("bf16", *LAYERS), default="bf16")
     parser.add_argument("--draft", action="store_true", help="serve it with a draft")
     parser.add_argument("--gib", type=float, default=0, help="0: all of the device")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt at once where --gib is given")
     parser.add_argument("--kv-dtype", default="int8", help="of keys and values where --gib is given")
     parser.add_argument("--restart", action="store_true", help="start once more and restore the longest prompt")
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")

@@ -70,8 +70,9 @@ def figure(
         state.memory.normal_(0, 0.1)
         state.keys.normal_(0, 0.1)
     batch = StateBatch(bucket, DEVICE)
-    batch.before, batch.settles = (start // 64 * 64,) * slots, settles
-    step = Step(tuple(Segment(slot, start, rows) for slot in range(slots)), bucket)
+    step = Step(tuple(Segment(slot, start, rows) for slot in range(slots)), bucket, rows_only=settles)
+    batch.before = (start // 64 * 64,) * slots
+    batch.settle(step)
     batch.load(step, torch.zeros(step.rows, dtype=torch.int64))
     mixed = torch.randn(bucket, SHAPE.channels, device=DEVICE).to(DTYPE)
     gates = torch.randn(bucket, 2 * SHAPE.value_heads, device=DEVICE).to(DTYPE)

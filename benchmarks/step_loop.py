@@ -1,11 +1,13 @@
 """Where a decode step's time goes between the kernels: streams that decode together, the engine around the model.
 
-    python -m benchmarks.step_loop [--shape 8b] [--streams 1 8 32] [--tokens 128] [--sampling greedy sampled]
+    python -m benchmarks.step_loop [--shape 8b|30b-a3b] [--layers 24] [--streams 1 8 32] [--tokens 128]
+        [--sampling greedy sampled]
 
 The same prompts in turn, in one process: asked (every step is decided once the one before it has been folded), alone
 (steps that nobody waits for are taken without asking), ahead (and on CUDA, each begins before what the one before it
-picked was read). `kernels` is what the device takes for a step if nobody waits for anything. An 8B-shaped model of
-random weights on one CUDA device, or the demo without its draft. sampling: how the streams pick, in turn; `held` is as
+picked was read). `kernels` is what the device takes for a step if nobody waits for anything. A model of random weights
+on one CUDA device, of the 8B's shape or of Qwen3-30B-A3B's, or the demo without its draft. layers: of such a model,
+instead of all. sampling: how the streams pick, in turn; `held` is as
 `mixed`, each answer JSON of a schema, `greedy held` as `greedy`. Tokens of all ways are compared.
 """
 
@@ -34,6 +36,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import benchmark_parser
+from benchmarks.host_experts import SHAPES
 from benchmarks.results import Figure, name_shape, publish
 from benchmarks.tables import print_table
 from effects.ids import Tokens
@@ -92,11 +95,15 @@ class Stream:
     counts: list[int] = field(factory=list)
 
 
-def model_8b() -> StepLoop:
+def build_random(name: str, layers: int) -> StepLoop:
+    """Return a model of random weights. layers: 0: all of the shape."""
     from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
     from benchmarks.cuda_model import DEVICE, DTYPE, config_8b  # noqa: PLC0415
 
-    config, slots, capacity = config_8b(36, 4096), 32, 2560
+    shape_of_all = config_8b(36, 4096) if name == "8b" else SHAPES[name]
+    config = evolve(shape_of_all, num_layers=layers or shape_of_all.num_layers)
+    slots = 32
+    capacity = 2560
     shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": capacity, "buckets": BUCKETS}
     shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), ShardPlacement(**shape))
     lane = DeviceLane(DEVICE)
@@ -136,14 +143,15 @@ def way(subject: StepLoop, name: str) -> Iterator[None]:
     unwatched = phases.count_unwatched_tokens
     if name == "asked":
         phases.count_unwatched_tokens = lambda *_: 1
-    spec = subject.shard.spec
+    pipeline = subject.executor.parts.shard
+    spec = pipeline.spec
     if name != "ahead":
-        subject.shard.spec = evolve(spec, runs_ahead=False)  # type: ignore[misc]
+        pipeline.spec = evolve(spec, runs_ahead=False)
     try:
         yield
     finally:
         phases.count_unwatched_tokens = unwatched
-        subject.shard.spec = spec  # type: ignore[misc]
+        pipeline.spec = spec
 
 
 async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:
@@ -205,7 +213,7 @@ def kernels(subject: StepLoop, streams: int, context: int, steps: int = 24) -> f
 
 
 async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
-    subject = model_8b() if given.shape == "8b" else await demo()
+    subject = await demo() if given.shape == "demo" else build_random(given.shape, given.layers)
     vocabulary, rows = subject.shard.spec.vocab_size, list[dict[str, Any]]()
     for streams in given.streams:
         context = min(CONTEXTS.get(streams, CONTEXT), subject.settings.max_context - given.tokens - 8)
@@ -241,7 +249,8 @@ def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
 
 def main() -> int:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--shape", choices=("8b", "demo"), default="demo")
+    parser.add_argument("--shape", choices=("8b", "30b-a3b", "demo"), default="demo")
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)

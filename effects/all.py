@@ -72,7 +72,8 @@ class Launch:
     """Effects that a lane of a device carries out together, in this order.
 
     They are a batch of decode steps, or a single effect of another kind. Or they are decode steps of one token each,
-    followed by the next rows of one prompt, which go through the same forward.
+    followed by the next rows of one prompt, which go through the same forward. Or they are the next rows of several
+    prompts, a chunk of each at most: `prefill.group_prefills` says which of them go through the same forward.
     """
 
     effect_requests: tuple[EffectRequest, ...]

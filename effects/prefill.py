@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from attrs import frozen
@@ -64,3 +65,17 @@ class RunPrefill:
     device_checkpoint: CheckpointId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
     keeps_state_first: bool = False  # before the first row is computed, save the state after rows [0, start)
+
+
+def group_prefills(effects: Sequence[RunPrefill], chunk: int) -> list[list[RunPrefill]]:
+    """Return the prefills of a launch in the groups that share a forward: in order, as many as fit into a chunk."""
+    groups = list[list[RunPrefill]]()
+    room = 0
+    for effect in effects:
+        rows = effect.stop - effect.start
+        if rows > room or not groups:
+            groups.append([])
+            room = chunk
+        groups[-1].append(effect)
+        room -= rows
+    return groups

@@ -87,8 +87,8 @@ def choose_leader(
     for slot in slots.slots:
         if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
             continue
-        leader = measure_leader(slot.holder, requests[slot.holder], prompt, context)
-        if leader is None or leader.common_rows <= max(leader.valid_rows, own_rows):
+        leader = measure_leader(slot.holder, requests[slot.holder], prompt, own_rows, context)
+        if leader is None or leader.common_rows <= leader.valid_rows:
             continue
         if not is_shortened(prompt, leader.common_rows, context):
             leaders.append(leader)
@@ -122,18 +122,28 @@ def estimate_cost(rates: Rates, start: int, stop: int) -> int:
     return estimate_prefill_time(rates, start, stop) or max(0, stop - start)
 
 
-def measure_leader(request: RequestId, state: State, prompt: Prompt, context: DecisionContext) -> Leader | None:
-    """Return the request as the leader of a prompt; None: it does not compute its prompt, or may yet shorten it."""
+def measure_leader(
+    request: RequestId, state: State, prompt: Prompt, own_rows: int, context: DecisionContext
+) -> Leader | None:
+    """Return the request as the leader of a prompt that has `own_rows` rows without it.
+
+    None: the leader will not have more of them, does not compute its prompt, or may yet shorten it.
+    """
     if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
         return None
     settings = context.settings
+    # Agents that have followed a head of 8,000 tokens are admitted at once, and computing stands still meanwhile. If
+    # all of them compared whole prompts with each other here, that would take a third of the time.
+    following = slice(own_rows, own_rows + settings.block_size)
+    if state.prompt.tokens[following] != prompt.tokens[following]:
+        return None
     valid_rows = state.slot_lease.valid_rows
     if isinstance(state, LookingUp | Restoring) and is_shortened(state.prompt, valid_rows, context):
         return None
     rows = count_continuable_rows(settings, state.prompt.tokens[: state.prompt.prefill_rows], prompt.tokens)
     if settings.stateful:
         rows = find_state_rows(state, rows, settings)
-    return Leader(request, valid_rows, rows)
+    return Leader(request, valid_rows, rows) if rows > own_rows else None
 
 
 def find_state_rows(

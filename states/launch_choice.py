@@ -17,9 +17,8 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    searched, `states/suffix_control.py` plans how many tokens each member copies instead, by the length of the match.
 6. When nothing else waits, one launch may take several decode steps before it asks the core again
    (`choose_step_counts`).
-7. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
-   After MAX_OVERTAKES such turns the prompt that has waited longest goes first, so that long prompts make progress, too
-   (`choose_other_effect`).
+7. Among prompts, the shortest goes first as a rule. On the prompt lane several prompts may share a launch and its
+   forwards (`states/prompt_choice.py`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
 chunks of 256 rows on one lane. The launches are: decode 1 and 2; 256 rows of request 4; decode 1 and 2; 44 rows of
@@ -35,13 +34,14 @@ from attrs import evolve
 
 from effects.all import EffectRequest, Launch
 from effects.decode import Copying, RunDecode
-from effects.ids import RequestId
+from effects.ids import PROMPTS, RequestId
 from effects.prefill import RunPrefill
 from states import residency, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
-from states.lane import Lane, can_launch, remove_answered, start_launch
+from states.lane import Lane, can_launch, choose_lane, remove_answered, start_launch
+from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
-from states.request_states import MayPropose, Prefilling, Restoring, Speculating, State
+from states.request_states import MayPropose, Speculating, State
 from states.residency import Models
 from states.sequences import round_down_to_block
 from states.settings import Settings
@@ -60,7 +60,6 @@ MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows 
 # came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
 TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
-MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
 
 
 def choose_launch(
@@ -91,8 +90,10 @@ def choose_launch(
         )
         return start_launch(lane, batch, plan, step_count), models, Launch(batch)
     assert other is not None
-    takes_turns = decode_steps or (settings.prompt_lane_min_rows and len(others) > 1)
-    launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if takes_turns else other
+    if len(others) > 1 and choose_lane(settings, other.effect) == PROMPTS:
+        lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
+        return start_launch(lane_after_prompts, batch), models, Launch(batch)
+    launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if decode_steps else other
     chunk_count = count_chunks(launched, settings) if settings.prompt_lane_min_rows else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
@@ -183,50 +184,6 @@ def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
     """
     plan = Plan((0,) * (len(batch) - 1))
     return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
-
-
-def choose_other_effect(
-    lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
-) -> tuple[Lane, EffectRequest]:
-    """Choose among waiting effects that are no decode steps, and count overtaken turns.
-
-    If prompts took equal turns, all of them would end late. So the prompt with the fewest missing rows goes first,
-    except that after MAX_OVERTAKES turns the prompt that has waited longest does.
-    """
-    first = others[0]
-    if not isinstance(first.effect, RunPrefill):
-        return lane, first
-    prompts = [one for one in others if isinstance(one.effect, RunPrefill)]
-    if lane.overtakes >= MAX_OVERTAKES:
-        chosen = first
-    else:
-        chosen = min(prompts, key=lambda one: count_missing_rows(requests, one))
-    return evolve(lane, overtakes=0 if chosen is first else lane.overtakes + 1), chosen
-
-
-def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
-    """Count the rows that are missing until the request can go on, or until one that follows it can."""
-    state = requests.get(effect_request.request)
-    if not isinstance(state, Prefilling | Restoring):
-        return 0
-    valid_rows = state.slot_lease.valid_rows
-    ends = (*state.prompt.awaited_rows, state.prompt.prefill_rows)
-    return min((at for at in ends if valid_rows < at), default=valid_rows) - valid_rows
-
-
-def count_chunks(effect_request: EffectRequest, settings: Settings) -> int:
-    """Count the forwards that an effect takes: one for each chunk of a prefill."""
-    effect = effect_request.effect
-    return -(-(effect.stop - effect.start) // settings.chunk) if isinstance(effect, RunPrefill) else 1
-
-
-def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequest:
-    """Limit a prefill to this many rows, because decode steps or other prompts wait. Other effects stay as they are."""
-    effect = effect_request.effect
-    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= row_limit:
-        return effect_request
-    shorter = evolve(effect, stop=effect.start + row_limit, checkpoint=False)
-    return EffectRequest(effect_request.request, shorter)
 
 
 def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:

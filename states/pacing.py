@@ -183,7 +183,7 @@ def follow_queues(
     context: DecisionContext,
 ) -> Demand:
     """Return the demand after an event: the same object if no queue has changed, since this runs for every step."""
-    has_prefill_backlog = PROMPTS in lanes and bool(lanes[PROMPTS].waiting)
+    has_prefill_backlog = PROMPTS in lanes and has_several_prompts(lanes[PROMPTS])
     step_interval_ns = 0
     if has_prefill_backlog:
         step_interval_ns = choose_step_interval(context.settings, context.rates, lanes[MAIN].running)
@@ -201,6 +201,11 @@ def follow_queues(
         has_prefill_backlog=has_prefill_backlog,
         step_interval_ns=step_interval_ns,
     )
+
+
+def has_several_prompts(lane: Lane) -> bool:
+    """Do prompts wait until others have been computed, in the queue or behind them in the same launch?"""
+    return bool(lane.waiting) or len(lane.running) > 1
 
 
 def choose_step_interval(settings: Settings, rates: Rates, running: Sequence[EffectRequest]) -> int:

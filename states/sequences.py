@@ -21,10 +21,21 @@ def count_continuable_rows(settings: Settings, rows: Tokens, prompt: Tokens) -> 
 
 
 def count_common_blocks(block_size: int, first: Tokens, second: Tokens) -> int:
-    """Count the tokens that both begin with, in whole blocks."""
+    """Count the tokens that both begin with, in whole blocks.
+
+    As long as pieces are equal, the next piece is twice as long. This runs for every slot at every admission.
+    """
     limit = min(len(first), len(second)) // block_size * block_size
-    for start in range(0, limit, block_size):
-        if first[start : start + block_size] != second[start : start + block_size]:
+    start = 0
+    width = block_size
+    while start < limit:
+        stop = min(start + width, limit)
+        if first[start:stop] == second[start:stop]:
+            start = stop
+            width *= 2
+        elif width > block_size:
+            width //= 2
+        else:
             return start
     return limit
 

@@ -43,7 +43,7 @@ class Settings:
     max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
     max_copied: int = 0  # tokens of earlier text that a decode step proposes; 0: no text is searched
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
-    no_trees: bool = False  # trees were asked for, but the model or its draft cannot have them
+    no_trees: bool = False  # trees were asked for, but the model cannot verify them
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
     scorer_max_tokens: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
     scorer_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one

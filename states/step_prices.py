@@ -103,8 +103,9 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
     was last timed, the wide one is taken to have changed in the same proportion.
     """
     times: dict[ShapeKey, int] = {}
-    for span, members, rows, ns, plain_then_ns in decode:
-        if (span, members) in near:
+    for one in decode:
+        if (one.span, one.members) in near:
+            span, members, rows, ns, plain_then_ns = one
             plain = times.get((span, members, 0), 0)
             times[span, members, rows] = ns * plain // plain_then_ns if plain_then_ns and plain else ns
     return times
@@ -170,7 +171,8 @@ def record_step_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeT
     """
     key = shape.key
     at = bisect_left(decode, key)  # the entry of this shape, if there is one: `key` is shorter, so it sorts before it
-    times = scale_times_to_now(decode, (key[:2],))
+    own = decode[bisect_left(decode, key[:2]) : bisect_left(decode, (key[0], key[1] + 1))]
+    times = scale_times_to_now(own, (key[:2],))
     mean = times.get(key, took_ns)
     plain = times.get((*key[:2], 0), 0) if shape.rows else 0
     if 2 * took_ns < mean or (key in times and is_outdated(decode[at].plain_then_ns, plain)):

@@ -32,15 +32,14 @@ Example: `open(7, OpenSlot(slot=0, ...))`, then `submit(Launch((RunPrefill(0, 0,
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 
 from adapters.device.decode.decode_step import DecodeRunner
-from adapters.device.decode.prefill import PromptPiece, find_prefill_misfit, find_prompt_piece, run_prefill
-from adapters.device.decode.prompt_logprobs import prefill_with_logprobs
+from adapters.device.decode.prefill import PromptPiece, find_prompt_piece
+from adapters.device.decode.prefill_runner import PrefillRunner
 from adapters.device.device_events import DeviceEventPort, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
@@ -101,6 +100,16 @@ class DeviceExecutor:
             before_report=self._report_used_experts,
             proposer=parts.proposer,
             text_proposer=parts.text_proposer,
+        )
+        self._prefills = PrefillRunner(
+            shard=parts.shard,
+            buckets=self._buckets,
+            chunk=self._chunk,
+            slots=parts.slots,
+            checkpoints=self._checkpoints,
+            is_abandoned=self.is_abandoned,
+            is_lane_wanted=lambda: self._lanes.has_prompt_lane_waiting_work,
+            decoding=self.decoding,
         )
         self._in_flight = InFlightRequests()
 
@@ -260,15 +269,16 @@ class DeviceExecutor:
             raise
 
     def _dispatch(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
-        """Carry out decode steps, and behind them one other effect.
+        """Carry out decode steps and behind them one other effect, or the next rows of several prompts.
 
         A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
         """
         decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
         rest = effect_requests[len(decode_steps) :]
         outcomes = tuple[Outcome, ...]()
-        if len(rest) > 1 or (decode_steps and not all(isinstance(one.effect, RunPrefill) for one in rest)):
-            raise ValueError("only decode steps are batched, and a piece of a prompt with them")
+        only_prefills = all(isinstance(one.effect, RunPrefill) for one in rest)
+        if (len(rest) > 1 and (decode_steps or not only_prefills)) or (decode_steps and not only_prefills):
+            raise ValueError("only decode steps are batched, and a piece of a prompt with them, or several prompts")
         for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
@@ -284,6 +294,10 @@ class DeviceExecutor:
             outcomes = self.decoding.step(decode_steps, piece)
             if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
                 self._checkpoints.keep_after_chunk(request, effect, piece.state)
+        if len(rest) > 1:
+            self._prefills.run_together(rest, steps)
+            self._report_used_experts()
+            return
         # If the piece went with the decode steps, its outcome is there already.
         outcomes = (*outcomes, *(self._carry_out_one(one, steps) for one in effect_requests[len(outcomes) :]))
         self._report_used_experts()
@@ -299,7 +313,7 @@ class DeviceExecutor:
     def _carry_out_one(self, effect_request: EffectRequest, steps: OutcomeQueue) -> Outcome:
         handler = self.parts.handlers.get(type(effect_request.effect))
         if isinstance(effect_request.effect, RunPrefill):
-            handler = partial(self._prefill, steps=steps)
+            handler = partial(self._prefills.run, steps=steps)
         if handler is None:
             raise LookupError(f"{type(effect_request.effect).__name__} has no handler on the device")
         if self.is_abandoned(effect_request.request):
@@ -310,39 +324,6 @@ class DeviceExecutor:
             if is_out_of_memory(error):
                 return out_of_memory_failure(error)
             raise
-
-    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: OutcomeQueue) -> Outcome:
-        state = self._slots.find(effect.slot, request)
-        if isinstance(state, DeviceFailed):
-            return state
-        misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
-        if misfit is not None:
-            return misfit
-        self._checkpoints.keep_before_prefill(request, effect)
-        state.rows_ahead = 0
-        if effect.logprobs >= 0:
-            return prefill_with_logprobs(self._shard, self._buckets, state, effect)
-
-        def is_given_up() -> bool:
-            return self.is_abandoned(request) or self._lanes.has_prompt_lane_waiting_work
-
-        started_ns = time.perf_counter_ns()
-        stop = effect.start
-        chunks = run_prefill(self._shard, self._buckets, state, effect, is_given_up, follow=self.decoding.follow)
-        try:
-            for stop in chunks:
-                if stop < effect.stop:
-                    steps.put(((request, PrefillAdvanced(stop, more=True)),))
-        except Exception as error:
-            if effect.stop - effect.start > self._chunk and self._shard.states.specs and is_out_of_memory(error):
-                return self.decoding.fail_half_settled(effect.slot, error)
-            raise
-        # Without waiting, the host would acknowledge rows that the device has yet to compute.
-        self._shard.synchronize()
-        took_ns = time.perf_counter_ns() - started_ns
-        if stop == effect.stop:
-            self._checkpoints.keep_after_chunk(request, effect, state)
-        return PrefillAdvanced(stop, took_ns)
 
     def _report_used_experts(self) -> None:
         """Report which experts the last steps needed. Called before the outcomes of these steps are reported."""

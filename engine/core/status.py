@@ -30,9 +30,10 @@ from states.world import World
 
 def show_rates(rates: Rates) -> dict[str, Any]:
     """Return what /props shows as `rates_ns`, with the loading times as `host` and `disk`, 0 at first."""
-    shown = asdict(rates)
+    shown = asdict(rates, recurse=False)
     loads = shown.pop("loads")
-    return {"prefill": shown.pop("prefill"), "host": 0, "disk": 0, **loads, **shown}
+    shown["copied"] = [asdict(gains) for gains in rates.copied]
+    return {"host": 0, "disk": 0, **loads, **shown}
 
 
 def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:

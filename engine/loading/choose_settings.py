@@ -60,14 +60,11 @@ def choose_settings(
     has_draft = draft is not None
     stateful = bool(shard.states.specs)
     obstacle = shard.states.tree_obstacle
-    branches = draft is not None and draft.can_branch and not obstacle
-    no_trees = options.speculation.ddtree and has_draft and not branches
+    wants_trees = options.speculation.ddtree and has_draft
+    no_trees = wants_trees and bool(obstacle)
     if no_trees:
-        log.warning(
-            "--ddtree: %s; chains are proposed instead of trees",
-            obstacle or "a prediction head says one token after the other",
-        )
-    tree = options.speculation.ddtree_budget if options.speculation.ddtree and branches else 0
+        log.warning("--ddtree: %s; chains are proposed instead of trees", obstacle)
+    tree = options.speculation.ddtree_budget if wants_trees and not no_trees else 0
     residency, message = resolve_residency(
         options.speculation.residency_policy,
         has_draft=has_draft,

@@ -28,7 +28,7 @@ from adapters.models.kernels.formats.row_format import RowTypes
 from adapters.models.kernels.interfaces.layer_interface import ALONE
 from adapters.models.kernels.interfaces.sampling_interface import PENDING
 from adapters.models.kernels.layer_kinds import run_one_of_each
-from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.numerics.layer_bench import PROBED_SLOTS
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
@@ -158,13 +158,20 @@ def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
 def compile_step(shard: Shard, number: int) -> None:
     """Run a step of one bucket, in a slot of its own if there are enough.
 
-    A bucket that attends in a different way from the second time on runs twice.
+    A bucket that attends in a different way from the second time on runs twice. Recurrent layers have kernels for
+    further kinds of steps.
     """
     bucket = shard.spec.buckets[number]
     step = Step((Segment(number % shard.spec.slots, 0, 1),), bucket)
     with torch.inference_mode(), use_device(shard.spec.device):
         for _ in range(2 if bucket <= ALONE else 1):
             shard.forward(step, torch.zeros(1, dtype=torch.int64))
+        for counts in list_settling_kinds(shard, bucket):
+            slots = range(number, number + len(counts))
+            segments = tuple(
+                Segment(slot % shard.spec.slots, 0, rows) for slot, rows in zip(slots, counts, strict=True)
+            )
+            shard.forward(Step(segments, bucket), torch.zeros(sum(counts), dtype=torch.int64))
 
 
 def find_gpu(plan: Sequence[Placement]) -> torch.device | None:
@@ -233,6 +240,8 @@ def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, pa
         with run_one_of_each() if passes_left else nullcontext():
             for bucket, rows in sizes:
                 run_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
+            for bucket in shard.spec.buckets:
+                run_settling_steps(shard, bucket)
     if isinstance(draft, CachedDraft):
         rehearse_proposals(draft, shard.spec.slots, most_rows, passes)
 
@@ -248,6 +257,31 @@ def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int,
     if logits:
         step = Step(segments, bucket)
         shard.logits(step, shard.forward(step, tokens).hidden)
+
+
+def run_settling_steps(shard: Pipeline, bucket: int) -> None:
+    """Run the further kinds of steps that models with recurrent layers have."""
+    for counts in list_settling_kinds(shard, bucket):
+        step = Step(tuple(Segment(slot, 0, count) for slot, count in enumerate(counts)), bucket)
+        shard.forward(step, torch.zeros(step.rows, dtype=torch.int64))
+        shard.commit(step, counts)
+
+
+def list_settling_kinds(shard: Shard, bucket: int) -> list[tuple[int, ...]]:
+    """Return the rows of each slot in further kinds of steps (`StateBatch.kind`), for models with recurrent layers.
+
+    They are several rows that do not settle, rows that settle and leave the last ones in the rings, and both. Wide
+    steps of the first kind are recorded at their first use.
+    """
+    if not (shard.states.specs and shard.states.commits_per_segment):
+        return []
+    kinds: list[tuple[int, ...]] = [(2,)] if bucket <= 2 * UNSETTLED else []
+    settled = min(2 * UNSETTLED, bucket - 1, shard.spec.capacity)
+    if settled > UNSETTLED:
+        kinds.append((settled,))
+        if bucket < shard.spec.buckets[-1] and shard.spec.slots > 1:  # a mixed forward is narrower than a chunk
+            kinds.append((settled, 1))
+    return kinds
 
 
 def release_cached_memory(devices: Iterable[torch.device]) -> None:

@@ -27,13 +27,15 @@ class FakeDraftRows:
 
 @define(eq=False)
 class FakeDraft:
-    """Its context rows are the shard's own. noise: how much its logits differ from the shard's."""
+    """Its context rows are the shard's own. noise: how much its logits differ from the shard's. is_sequential: each
+    proposal follows the one that was picked before; otherwise a block is predicted at once.
+    """
 
     slots: int = 4
     capacity: int = 256
     block: int = 8
     noise: float = 0.0
-    can_branch: bool = True
+    is_sequential: bool = False
     aux_layers: tuple[int, ...] = (0,)
     weights_state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
@@ -61,18 +63,25 @@ class FakeDraft:
     def propose(self, block_requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         self._need("propose")
         self.asked.append(list(block_requests))
-        vocab, generator = VOCAB, make_generator(len(self.asked))
-        found = list[Tensor]()
-        for block_request in block_requests:
-            assert 0 < block_request.count < self.block
-            total = self.cache[block_request.slot, block_request.first : block_request.position].sum()
-            token = block_request.token
-            for position in range(block_request.position, block_request.position + block_request.count):
-                total = total + row_of(torch.tensor(token), torch.tensor(position))
-                logits = logits_of(mix(total).reshape(1, 1), vocab)
-                found.append(logits + self.noise * torch.randn(1, vocab, generator=generator))
-                token = int(logits.argmax())
-        pick(torch.split(torch.cat(found), [block_request.count for block_request in block_requests]))
+        assert all(0 < request.count < self.block for request in block_requests)
+        generator = make_generator(len(self.asked))
+        totals = [self.cache[request.slot, request.first : request.position].sum() for request in block_requests]
+        tokens = [request.token for request in block_requests]
+
+        def predict(index: int, draft_step: int) -> Tensor:
+            position = block_requests[index].position + draft_step
+            totals[index] = totals[index] + row_of(torch.tensor(tokens[index]), torch.tensor(position))
+            logits = logits_of(mix(totals[index]).reshape(1, 1), VOCAB)
+            tokens[index] = int(logits.argmax())
+            return logits + self.noise * torch.randn(1, VOCAB, generator=generator)
+
+        if not self.is_sequential:
+            pick([torch.cat([predict(at, step) for step in range(one.count)]) for at, one in enumerate(block_requests)])
+            return
+        for step in range(max(request.count for request in block_requests)):
+            asking = [step < request.count for request in block_requests]
+            picked = pick([predict(at, step) if asks else torch.empty(0, VOCAB) for at, asks in enumerate(asking)])
+            tokens = [found[0] if found else token for found, token in zip(picked, tokens, strict=True)]
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         self.cache[target, start:stop] = self.cache[source, start:stop]

@@ -83,6 +83,7 @@ class NoStates:
     block: int = 64
     checkpoint_count: int = 0
     commits_per_segment: bool = True
+    survives_failure: bool = True
     tree_obstacle: str = ""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from adapters.sequence_layout import TensorSpec
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId, SlotId
@@ -18,11 +19,12 @@ from effects.residency import UnloadModel
 from tests.device.driver import (
     GREEDY,
     VOCAB,
+    drive,
     prompt_of,
     ready,
     straightforward,
 )
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, NoStates
 
 WRONG = {
     "position": (lambda effect: evolve(effect, position=effect.position + 1), "a decode step cannot feed"),
@@ -213,6 +215,31 @@ async def test_a_step_that_runs_out_of_memory_while_it_is_settled_leaves_slots_t
     (failed,) = await driver.perform(other.chunk(4))
     assert "slot 0 does not hold the first 4 tokens" in failed.detail
     assert await driver.answer(prompt_of(20, 10), slot=0) == expected
+
+
+@pytest.mark.parametrize("survives_failure", [True, False])
+async def test_a_prompt_that_runs_out_of_memory_takes_the_state_of_its_slot_along_where_states_do_not_survive_that(
+    monkeypatch, survives_failure
+):
+    """Layers with a window have given rows back by then."""
+    window = (TensorSpec("layers.0.k", "F32", (1, 64, 1)),)
+    fake = FakeShard(states=NoStates(specs=window, survives_failure=survives_failure))
+    driver = drive(fake)
+    newcomer = await driver.open(prompt_of(20, 10))
+
+    def exhausted(self, step, inputs):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeShard, "forward", exhausted)
+        (failed,) = await driver.perform(newcomer.chunk(4))
+    (after,) = await driver.perform(newcomer.chunk(4))
+    if survives_failure:
+        assert failed == DeviceFailed("out_of_memory", "no room")
+        assert isinstance(after, PrefillAdvanced)
+    else:
+        assert failed == after == DeviceFailed("broken", "slot 0 was being settled: no room")
+    assert driver.executor.close()
 
 
 async def test_an_exception_that_is_a_bug_comes_through(on_fake, fake, monkeypatch):

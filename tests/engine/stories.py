@@ -167,13 +167,15 @@ def a_long_prompt_that_gives_way() -> str:
     assert EffectRequest(A, StopLaunch()) in outs
     story.tell(A, PrefillAdvanced(96, more=True))
     outs = story.tell(A, PrefillAdvanced(96))
-    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 0, 32))]
-    outs = story.tell(B, PrefillAdvanced(32))
-    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 32, 64))]
-    story.tell(B, PrefillAdvanced(64), PrefillAdvanced(68), Decoded((60,)))
-    outs = story.tell(A, PrefillAdvanced(128))
-    assert launched(outs) == [EffectRequest(A, RunPrefill(SlotId(0), 128, 192))]
-    story.tell(A, PrefillAdvanced(192), PrefillAdvanced(199), Decoded((61,)))
+    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 0, 64))]
+    story.tell(B, PrefillAdvanced(32, more=True))
+    outs = story.tell(B, PrefillAdvanced(64))
+    assert launched(outs) == [
+        EffectRequest(B, RunPrefill(SlotId(1), 64, 68)),
+        EffectRequest(A, RunPrefill(SlotId(0), 96, 192)),
+    ]
+    story.tell(B, PrefillAdvanced(68), Decoded((60,)))
+    story.tell(A, PrefillAdvanced(128, more=True), PrefillAdvanced(192), PrefillAdvanced(199), Decoded((61,)))
     return story.end()
 
 

@@ -30,7 +30,7 @@ from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.formats.row_format import WHOLE, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import CHUNK, DeltaShape, DeltaWeights, LayerStates
 from adapters.models.kernels.interfaces.layer_interface import Rope
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
@@ -253,7 +253,7 @@ def recurrent(chance: random.Random, native: NativeLibrary) -> Finds:
             convolved = own.convolve(wide[:, : shape.channels], weights, state, batch)
             out += [convolved, own.delta_rule(convolved, wide[:, shape.channels :], weights, state, batch)]
             for slot, base in folds:
-                own.advance_state([state], slot, base)
+                own.advance_state(LayerStates.of_layers(state, 1), slot, base)
         normed = own.gated_norm(out[-1], gate, weight, 1e-6)
         return [*out, normed, own.apply_gate(normed, gate), state.memory, state.conv]
 

@@ -96,6 +96,7 @@ class RecurrentStates:
 
     specs = STATE_SPECS
     commits_per_segment = False
+    survives_failure = True
     tree_obstacle = "each node of a tree would need a state of its own"
 
     def __init__(self, slots: int, block: int, checkpoints: int) -> None:

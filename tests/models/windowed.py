@@ -115,12 +115,22 @@ WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 # Configurations that are too slow for tests of every model.
-LARGE = {"gemma4, 31b layout": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **LAYOUT_31B})}
+LARGE = {
+    "gemma4, 31b layout": ("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **LAYOUT_31B}),
+    "gemma3, twelve layers": (
+        "gemma3_text",
+        {**GEMMA3, "num_hidden_layers": 12, "layer_types": [*[SLIDING] * 5, FULL] * 2},
+    ),
+}
 
 
 def read_config(name: str) -> LayeredConfig:
     """The configuration of one of them, without a checkpoint."""
-    model_type, told = (WINDOWED | LARGE)[name]
+    return parse_config(*(WINDOWED | LARGE)[name])
+
+
+def parse_config(model_type: str, told: dict[str, object]) -> LayeredConfig:
+    """The configuration of a model of which transformers is told this."""
     sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
     raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
     found = family_of({"model_type": model_type}).parse(raw)

@@ -45,9 +45,9 @@ LONG = tuple(range(policy.SHORT_PROMPT + 1))
         ({"opens": True}, Decision(YES, "short")),
         ({"opens": True, "prompt": LONG[1:]}, Decision(YES, "short")),
         ({"opens": True, "prompt": LONG}, Decision(NO, "long")),
-        ({"one_off": True}, Decision(YES, "told")),
-        ({"one_off": True, "prompt": LONG}, Decision(YES, "told")),
-        ({"one_off": False, "opens": True}, Decision(NO, "told")),
+        ({"one_off": True}, Decision(YES, "declared")),
+        ({"one_off": True, "prompt": LONG}, Decision(YES, "declared")),
+        ({"one_off": False, "opens": True}, Decision(NO, "declared")),
     ],
 )
 def test_one_off(changes: dict[str, Any], decision: Decision) -> None:

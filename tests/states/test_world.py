@@ -13,7 +13,7 @@ from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId
 from effects.job import Report
-from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill, group_prefills
 from effects.prompt_compression import CompressPrompt, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
@@ -300,7 +300,7 @@ def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
 
 
 def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebody_joins_it() -> None:
-    """What comes meanwhile gets the next turn, and then both take turns of one chunk."""
+    """What comes meanwhile gets the next turn, and then both take turns of two chunks."""
     world, outs = after(WAYS, submitted(ONE, prompt=tuple(range(100))))
     assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(0), 0, 64))]
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16, more=True)))
@@ -311,10 +311,35 @@ def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebo
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32, more=True)))
     assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32)))
-    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 0, 16))], "it is done sooner"
-    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
-    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 16, 32))]
+    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 0, 32))], "it is done sooner"
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16, more=True)))
+    assert launches_of(outs) == []
     check_world(world)
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(32)))
+    assert launches_of(outs) == [(MAIN, RunPrefill(SlotId(1), 32, 39)), (PROMPTS, RunPrefill(SlotId(0), 32, 96))]
+    check_world(world)
+
+
+def test_prompts_that_wait_for_their_lane_share_a_launch_and_those_that_fit_together_a_forward() -> None:
+    """A chunk is 32 rows. The first prompt is being computed while the others come."""
+    settings = evolve(WAYS, slots=8, max_queue=8, chunk=32)
+    world, _ = after(settings, submitted(ONE, prompt=tuple(range(33))))
+    for number, rows in ((2, 10), (3, 30), (4, 9), (5, 12), (6, 40)):
+        prompt = tuple(range(1000 * number, 1000 * number + rows + 1))
+        world, _ = advance(world, ForRequest(*submitted(RequestId(number), prompt=prompt)))
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32)))
+    check_world(world)
+    [launch] = [out for out in outs if isinstance(out, Launch) and out.lane == PROMPTS]
+    assert [one.request for one in launch.effect_requests] == [4, 2, 5, 3]
+    effects = [one.effect for one in launch.effect_requests if isinstance(one.effect, RunPrefill)]
+    assert [len(group) for group in group_prefills(effects, 32)] == [3, 1]
+    assert [one.request for one in world.lanes[PROMPTS].waiting] == [6], "more than a chunk goes alone"
+    for number, rows in ((4, 9), (2, 10), (5, 12), (3, 30)):
+        assert world.pacing.demand.has_prefill_backlog
+        world, outs = advance(world, ForRequest(RequestId(number), PrefillAdvanced(rows)))
+        check_world(world)
+    assert launches_of(outs)[-1] == (PROMPTS, RunPrefill(SlotId(5), 0, 32)), "the last 8 rows are for the other lane"
+    assert not world.pacing.demand.has_prefill_backlog
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,17 @@ from tests.text import small
 from tests.text.test_held import allowed
 
 TOKENS = (
-    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *(
+        "[TOOL_CALLS]",
+        "[CALL_ID]",
+        "[ARGS]",
+        "[THINK]",
+        "[/THINK]",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    ),
     *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
 )
 ADD = FunctionTool(

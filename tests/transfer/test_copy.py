@@ -13,7 +13,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec, dtype_name
 from adapters.store.files.file_format import Layout
 from adapters.store.slab_memory import SlabMemory
-from adapters.transfer.copy_rows import NO_MARKS, RowMover, StateMover, create_movers, record_marks
+from adapters.transfer.copy_rows import NO_CUDA_EVENTS, RowMover, StateMover, create_movers, record_cuda_events
 from adapters.transfer.strided_copy import Box, BoxSide, copy_box, make_box_side
 from effects.ids import PAGE
 from tests.device.fake_shard import FakeShard
@@ -75,7 +75,7 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype, parts: st
     for start, stop in ((16, 80), (16, 32), (64, 80), (31, 50)):
         slots.all[:, :, 0] = 7
         # as the lane does it: what it had been told before, here the sevens, comes first
-        mover.copy_in(0, (start, stop), buffer.data, 16, record_marks([torch.device(device)]))
+        mover.copy_in(0, (start, stop), buffer.data, 16, record_cuda_events([torch.device(device)]))
         assert torch.equal(slots.view(0, start, stop), truth[..., start - 16 : stop - 16, :])
         assert bool((slots.view(0, 0, start) == 7).all())
         assert bool((slots.view(0, stop, CAPACITY) == 7).all())
@@ -93,8 +93,8 @@ def test_several_runs_at_once(device: str) -> None:
     for (slot, start, stop), buffer in zip(spans, buffers, strict=True):
         mover.copy_out(slot, (start, stop), buffer.data)
     for after in (
-        record_marks([torch.device(device)]),
-        NO_MARKS,
+        record_cuda_events([torch.device(device)]),
+        NO_CUDA_EVENTS,
     ):  # the second time on new threads that were told of no event
         slots.all.zero_()
         if device == "cuda":
@@ -182,7 +182,7 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
     assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
     near.all.zero_()
     far.all.zero_()
-    split[0].copy_in(0, (20, 40), one.data, 8, record_marks([torch.device(device)]))  # behind the zeros
+    split[0].copy_in(0, (20, 40), one.data, 8, record_cuda_events([torch.device(device)]))  # behind the zeros
     split[1].send_runs(0, [((20, 40), one.data, 8)], [one])
     assert torch.equal(near.all[:, :, 0, :, 20:40], whole.all[:2, :, 1, :, 20:40])
     assert torch.equal(far.all[:, :, 0, :, 20:40], whole.all[2:, :, 1, :, 20:40].cpu())

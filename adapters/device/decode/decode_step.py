@@ -40,8 +40,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
+from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
 from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
 from adapters.device.decode.overlapped_decode import OverlappedDecode
@@ -55,7 +56,13 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState, abandoned_failure, check_decode_step
-from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
+from adapters.device.speculation.acceptance import (
+    Acceptance,
+    StepMember,
+    VerifiedStep,
+    accept_proposals,
+    decode_outcome,
+)
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
@@ -70,15 +77,6 @@ from effects.prefill import PrefillAdvanced
 log = logging.getLogger("rekindle.device")
 
 NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
-
-
-@frozen(eq=False)
-class VerifiedStep:
-    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
-
-    step: Step
-    forward: Forward
-    found: Sequence[Acceptance | DeviceFailed]
 
 
 @define(eq=False)
@@ -310,7 +308,8 @@ class DecodeRunner:
         if piece is not None:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
-        forward = self.shard.forward(whole, torch.from_numpy(np.array(tokens, np.int64)))
+        states = () if piece is not None else [member.state for member in members]
+        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), states)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]

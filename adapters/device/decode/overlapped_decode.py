@@ -41,6 +41,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, last_tokens
+from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
@@ -61,37 +63,6 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
-
-
-@define(eq=False)
-class BatchMember:
-    """One request of a launch.
-
-    effect: as it was launched. steps_left: steps that it may still take, the one in flight included. has_ended: its
-    last outcome is reported; if it has a row in the step in flight, that row lies after its end and is dropped.
-    """
-
-    request: RequestId
-    slot: int
-    state: SlotState
-    effect: RunDecode
-    steps_left: int
-    has_ended: bool = False
-
-
-@define(eq=False)
-class InFlightStep:
-    """A step that the device runs now or will run next.
-
-    picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
-    first, because a grammar or penalties of a request ask for it.
-    """
-
-    members: Sequence[BatchMember]
-    step: Step
-    forward: Forward
-    logits: Tensor
-    picking: LaunchedPicks | None
 
 
 @define(eq=False)
@@ -279,7 +250,8 @@ class OverlappedDecode:
             for member, offset in zip(members, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(members)))
-        forward = self.shard.forward(step, tokens)
+        states = () if unread_count else [member.state for member in members]
+        forward = forward_unless_kept(self.shard, step, tokens, states)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
         if unread_count and pace_ns is not None:
@@ -343,8 +315,3 @@ class OverlappedDecode:
             done = Decoded((one.token,), 0, logprobs, took_ns, accepted=0, more=more, matched=matched)
             outcomes.append((member.request, done))
         return outcomes
-
-
-def last_tokens(members: Sequence[BatchMember]) -> Tensor:
-    """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
-    return torch.tensor([member.state.tokens[-1] for member in members], dtype=torch.int64)

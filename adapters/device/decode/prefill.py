@@ -13,6 +13,8 @@ states that a draft follows.
   chunk behind, and waits for an event of the device before it says that a chunk is in place.
 * A piece of a prompt can share a forward with decode steps (`PromptPiece`). The decode rows come first, so their
   logits have the same bits as without the piece.
+* Pieces of several prompts can share a forward, and one launch can have several such forwards (`run_pieces`). Short
+  prompts then fill a chunk together, and the device need not wait for the host between them.
 
 Invariants:
 
@@ -36,6 +38,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.decode.last_row import can_take_last_row, keep_last_row
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.prompt_lane import record_event
 from adapters.device.slots.slots import SlotState
@@ -51,7 +54,7 @@ Follow: TypeAlias = Callable[[Step, Forward, Sequence[int], Sequence[SlotState]]
 
 @frozen(eq=False)
 class PromptPiece:
-    """Rows `[start, stop)` of a slot's prompt that go behind the decode rows of one forward."""
+    """Rows `[start, stop)` of a slot's prompt that share a forward: with decode rows, or with rows of other prompts."""
 
     slot: int
     start: int
@@ -118,29 +121,69 @@ def run_prefill(
     effect: RunPrefill,
     given_up: Callable[[], bool],
     *,
-    follow: Follow,
+    follow: Follow | None,
 ) -> Iterator[int]:
     """Compute the rows of a prefill, and yield after each chunk how many rows of the slot are in place.
 
     For a shard that runs ahead of the host, this happens while the device is at the next chunk.
     buckets: the largest is a chunk. given_up: no further chunk begins once it is true. follow: reads what the forward
-    of a chunk left, before the next one overwrites it.
+    of a chunk left, before the next one overwrites it; None: nothing follows, so the prompt's last row may go along.
     """
+    takes_last = follow is None and can_take_last_row(shard, max(buckets), state, effect)
 
     def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
-        for step, forward in launch_chunks(shard, buckets, state, effect, given_up):
-            follow(step, forward, [step.rows], [state])
-            yield step.segments[0].start + step.rows, record_event(shard.spec.device) if ahead else None
+        for step, forward in launch_chunks(shard, buckets, state, effect, given_up, takes_last=takes_last):
+            if not step.rows_only:
+                keep_last_row(shard, buckets, state, step, forward)
+            elif follow is not None:
+                follow(step, forward, [step.rows], [state])
+            stop = min(step.segments[0].start + step.rows, effect.stop)
+            yield stop, record_event(shard.spec.device) if ahead else None
 
     ahead = shard.launches_ahead
+    for stop in settle_in_order(shard, run_chunks()):
+        state.mark_computed(stop)
+        yield stop
+
+
+def run_pieces(
+    shard: Pipeline, buckets: Sequence[int], forwards: Iterable[Sequence[PromptPiece]], follow: Follow
+) -> Iterator[Sequence[PromptPiece]]:
+    """Compute pieces of several prompts, and yield those of each forward when their rows are in place.
+
+    For a shard that runs ahead of the host, this happens while the device is at the next forward. No piece of a forward
+    is of the same slot as another one. follow: as in `run_prefill`.
+    """
+    ahead = shard.launches_ahead
+
+    def launch_all() -> Iterator[tuple[Sequence[PromptPiece], torch.cuda.Event | None]]:
+        for pieces in forwards:
+            segments = tuple(Segment(piece.slot, piece.start, piece.rows) for piece in pieces)
+            rows = sum(piece.rows for piece in pieces)
+            step = Step(segments, bucket_of(buckets, rows), rows_only=True)
+            tokens = [token for piece in pieces for token in piece.tokens]
+            forward = shard.forward(step, torch.from_numpy(np.array(tokens)))
+            follow(step, forward, [piece.rows for piece in pieces], [piece.state for piece in pieces])
+            yield pieces, record_event(shard.spec.device) if ahead else None
+
+    for pieces in settle_in_order(shard, launch_all()):
+        for piece in pieces:
+            piece.state.mark_computed(piece.stop)
+        yield pieces
+
+
+def settle_in_order(shard: Pipeline, launched: Iterator[tuple[T, torch.cuda.Event | None]]) -> Iterator[T]:
+    """Yield what was launched when the device is done with it. Each has an event that is recorded behind it.
+
+    Where the shard launches ahead, the next one is launched before this one is waited for.
+    """
     try:
-        for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
+        for item, event in delay_by_one(launched) if shard.launches_ahead else launched:
             if event is not None:
                 event.synchronize()
-            state.mark_computed(stop)
-            yield stop
+            yield item
     except BaseException:
-        # Chunks before this one may still run, and where their rows go may belong to another slot soon.
+        # Earlier forwards may still run, and where their rows go may belong to another slot soon.
         with suppress(RuntimeError):
             shard.synchronize()
         raise
@@ -161,8 +204,13 @@ def launch_chunks(
     state: SlotState,
     effect: RunPrefill,
     given_up: Callable[[], bool],
+    *,
+    takes_last: bool,
 ) -> Iterator[tuple[Step, Forward]]:
-    """Launch the chunks, and yield each with what its forward left, to be read before the next one is asked for."""
+    """Launch the chunks, and yield each with what its forward left, to be read before the next one is asked for.
+
+    takes_last: the last chunk also has the row of the prompt's last token. It is the only one that is not `rows_only`.
+    """
     chunk = max(buckets)
     begun = list[Step]()
 
@@ -170,8 +218,9 @@ def launch_chunks(
         for start in range(effect.start, effect.stop, chunk):
             if begun and given_up():
                 return
-            rows = min(chunk, effect.stop - start)
-            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=True)
+            has_last = takes_last and start + chunk >= effect.stop
+            rows = min(chunk, effect.stop - start) + int(has_last)
+            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=not has_last)
             begun.append(step)
             yield step, torch.from_numpy(np.array(state.tokens[start : start + rows]))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 
 from attrs import define, field
+from torch import Tensor
 
 from adapters.device.sampling.sampler import Sampler
 from adapters.models.decoder.shard import Shard
@@ -35,6 +36,7 @@ class SlotState:
         values of this many further rows, which are computed again.
     salt: only requests with the same salt may use these rows.
     refusal: the failure that this request gets for every effect; the slot's rows are still good for others.
+    last_row: the position of the prompt's last token and its hidden state `[bucket, D]`, if that row is computed.
     """
 
     request: RequestId
@@ -47,6 +49,7 @@ class SlotState:
     rows_ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
+    last_row: tuple[int, Tensor] | None = None
     _lock: Lock = field(init=False, factory=Lock)
 
     @property
@@ -94,6 +97,7 @@ class SlotState:
         """
         self.valid += len(picked)
         self.rows_ahead = 0
+        self.last_row = None
         self.tokens += picked
         self.sampler.append(picked)
 

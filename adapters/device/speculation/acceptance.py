@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
 from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
+from adapters.models.kernels.step import Forward, Step
 from effects.decode import Decoded, Logprob
 from effects.ids import DeviceFailed, FailureKind, Tokens
 
@@ -43,6 +44,15 @@ class Acceptance:
     tokens: Tokens
     logprobs: tuple[Logprob, ...]
     accepted: int  # how many of the tokens were proposed
+
+
+@frozen(eq=False)
+class VerifiedStep:
+    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
+
+    step: Step
+    forward: Forward
+    found: Sequence[Acceptance | DeviceFailed]
 
 
 def accept_proposals(

@@ -12,8 +12,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain as join
 from itertools import islice
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -139,7 +140,7 @@ class Drafting(DraftProposer[P]):
             ProposalRequest(one.state.sampler, block_request.position, block_request.token, one.most, one.state.stops)
             for one, block_request in zip(requests, block_requests, strict=True)
         ]
-        said = ProposalPicker(wanted, self.nodes if self.draft.can_branch else 0, self.draft.block)
+        said = ProposalPicker(wanted, self.nodes, self.draft.block)
         self.draft.propose(block_requests, said)
         return said.trees()
 
@@ -155,15 +156,22 @@ class ProposalRequest:
     stops: frozenset[int]
 
 
+# The candidates of one position with their log-likelihoods, likeliest first.
+Ranked: TypeAlias = list[tuple[int, float]]
+
+
 @define(eq=False)
 class ProposalPicker:
-    """Picks the proposals for these requests from a draft's logits. nodes, block: as in `Drafting`."""
+    """Picks the proposals for these requests from a draft's logits. nodes, block: as in `Drafting`.
+
+    drafted: the chain of each request. ranked: of each request with a tree, the candidates that each call brought.
+    """
 
     requests: Sequence[ProposalRequest]
     nodes: int
     block: int
     drafted: list[list[int]] = field(init=False)
-    grown: dict[int, Tree] = field(init=False, factory=dict)
+    ranked: dict[int, list[list[Ranked]]] = field(init=False, factory=dict[int, list[list[Ranked]]])
 
     def __attrs_post_init__(self) -> None:
         self.drafted = [[] for _ in self.requests]
@@ -182,7 +190,7 @@ class ProposalPicker:
             device = request.sampler.device
             logits = part if part.device == device else part.to(device)
             if count and self._wants_tree(request):
-                found[index] = self._grow_tree(index, logits)
+                found[index] = self._rank_positions(index, logits)
             elif count and request.sampler.plain:
                 together[index] = logits
                 rows += self._rows(index, count)
@@ -201,9 +209,17 @@ class ProposalPicker:
     def trees(self) -> list[Tree]:
         """Return all that was picked. Nothing follows a token that ends the answer."""
         return [
-            cut_after_stops(self.grown.get(index) or chain((request.token, *self.drafted[index])), request.stops)
+            cut_after_stops(self._make_tree(index, request), request.stops)
             for index, request in enumerate(self.requests)
         ]
+
+    def _make_tree(self, index: int, request: ProposalRequest) -> Tree:
+        calls = self.ranked.get(index)
+        if calls is None:
+            return chain((request.token, *self.drafted[index]))
+        # What a later call brought was computed after the tokens that were picked in earlier calls.
+        nodes = min(request.most, self.nodes)
+        return grow_tree(request.token, list(join.from_iterable(calls)), nodes, is_conditional=len(calls) > 1)
 
     def _wants_tree(self, request: ProposalRequest) -> bool:
         """Is a tree grown for it? Not with penalties, which would depend on the path to each token."""
@@ -228,16 +244,15 @@ class ProposalPicker:
             )
         return found
 
-    def _grow_tree(self, index: int, logits: Tensor) -> list[int]:
-        """Grow a tree, and return its likeliest chain. Candidates are ranked by what a pick compares: noisy logits."""
-        request = self.requests[index]
+    def _rank_positions(self, index: int, logits: Tensor) -> list[int]:
+        """Rank the candidates of the next positions by what a pick compares: noisy logits. Return the likeliest."""
         ids, scores = rank_candidates(logits, self._rows(index, len(logits)), noise_shares(len(logits)))
         values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
         ranked = [
             [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
             for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
         ]
-        self.grown[index] = grow_tree(request.token, ranked, min(request.most, self.nodes))
+        self.ranked.setdefault(index, []).append(ranked)
         return list(ids.gather(-1, order[:, :1]).flatten().tolist())
 
 

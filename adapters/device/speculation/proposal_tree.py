@@ -3,10 +3,14 @@
 Problem. A draft proposes tokens, and the target accepts a prefix of one path. A chain spends all its nodes on one path.
 If the draft is unsure early, nodes for the second choice there are worth more than nodes at the end of the chain.
 
-Idea. Node 0 is the fed token, and each other node proposes a token that follows its parent. A block draft predicts its
-positions independently of each other. So the likelihood of a path is the product of the likelihoods of its nodes, and
-the tree of N nodes with the longest expected acceptance has the N likeliest paths. `grow_tree` takes the likeliest
-chain as a whole, and then adds the likeliest other path each time (best first; Ringel & Romano 2026).
+Idea. Node 0 is the fed token, and each other node proposes a token that follows its parent. The likelihood of a path
+is the product of the likelihoods of its nodes, and the tree of N nodes with the longest expected acceptance has the N
+likeliest paths. `grow_tree` takes the likeliest chain as a whole, and then adds the likeliest other path each time
+(best first; Ringel & Romano 2026).
+
+A block draft predicts its positions independently of each other, so every path has a likelihood. Other drafts predict a
+position after the proposals that they chose before it (`is_conditional`). Of a token beside the chain they do not know
+what follows it, so such a node has no children. A tree costs such a draft no more forwards than a chain.
 
 Invariants. Nodes are in depth-first order, and a parent has a smaller number than its children. So a path that goes on
 to the first child is a run of neighbouring rows, which `Tree.chain_segments` gives to the target as one segment.
@@ -107,10 +111,13 @@ def chain(tokens: Tokens) -> Tree:
     return Tree(tokens, tuple(range(-1, len(tokens) - 1)))
 
 
-def grow_tree(token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes: int) -> Tree:
+def grow_tree(
+    token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes: int, *, is_conditional: bool = False
+) -> Tree:
     """Return the tree of the likeliest chain and the likeliest other paths, with at most `nodes` proposals.
 
     ranked: for each position after the fed token its candidates with their log-likelihoods, likeliest first.
+    is_conditional: the candidates of a position are those after the likeliest ones of all positions before it.
     """
     ranked = list(takewhile(bool, ranked[:nodes]))
     grown: list[tuple[int, int, int]] = []  # (parent, depth, rank) in order of growth; node numbers start at 1
@@ -129,7 +136,8 @@ def grow_tree(token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes: 
         negative, parent, depth, rank = heapq.heappop(waiting)
         grown.append((parent, depth, rank))
         offer(-negative - ranked[depth][rank][1], parent, depth, rank + 1)
-        offer(-negative, len(grown), depth + 1, 0)
+        if not is_conditional:
+            offer(-negative, len(grown), depth + 1, 0)
     return to_depth_first(token, [(parent, ranked[depth][rank][0]) for parent, depth, rank in grown])
 
 

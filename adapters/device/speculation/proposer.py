@@ -51,11 +51,6 @@ class DraftModel(Protocol):
     def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]: ...
 
     @property
-    def can_branch(self) -> bool:
-        """True if trees can be built from its predictions."""
-        ...
-
-    @property
     def rows(self) -> ReadableRows:
         """The context rows of its slots."""
         ...

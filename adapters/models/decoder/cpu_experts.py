@@ -7,7 +7,7 @@ A layer of experts reads a few megabytes of weights for each row, out of gigabyt
 them, the host's memory serves them sooner than the bus could carry them. So the rows travel and the weights stay:
 
 1. The device copies the normed hidden states of a step to pinned memory, some kilobytes a row (`HostRows.send`).
-2. Meanwhile it computes the shared expert, if the layer has one.
+2. Meanwhile it computes the shared expert, if the layer has one, and the host wakes its threads.
 3. The host runs router and experts with its own kernels (`ExpertKernels`), packed weights in their packed form.
 4. The sums go back to the device, which adds the shared expert's result.
 
@@ -158,6 +158,7 @@ class CpuExpertsLayer:
         assert experts is not None, "these experts were closed"
         rows = self._owner.rows
         rows.send(x, deciding)
+        self._owner.kernels.expect_experts()
         own = None if self.shared is None else run_feed_forward(kernels, x, self.shared)
         given, decides = rows.receive(len(x), decides=deciding is not None)
         count = sum(segment.count for segment in batch.segments)

@@ -82,8 +82,8 @@ class DenseShard:
             vocab_size=config.vocab_size,
             device=device,
             dtype=placement.dtype,
-            # Experts make the host wait for the router's choice in each layer.
-            runs_ahead=device.type == "cuda" and config.experts is None,
+            # Experts in host memory make the host wait for the router's choice in each layer.
+            runs_ahead=device.type == "cuda" and offloaded is None and cpu_experts is None,
             cpu_experts=range(0) if cpu_experts is None else cpu_experts.layers,
         )
         self._aux_layers = tuple(placement.aux_layers)
@@ -163,24 +163,28 @@ class DenseShard:
         buffers = self._at(step.bucket)
         with use_inference_mode():
             buffers.batch.before = self.states.start(step)
-            if self._embedding is None:
-                self._crossing.receive(step, inputs, buffers)
-            buffers.batch.settle(step)
-            buffers.batch.load(step, None if self._embedding is None else inputs)
-            self._kernels.prepare_step(buffers.batch)
-            if step.branches:
-                self._run_tree(buffers, step)
-                return buffers.forward
-            # Only the model's last layer may stop early, and only if its result is not needed. A narrow step does not
-            # stop early on CUDA: recording a second graph at the start would cost more time than it could save.
-            early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
-            name = "rows" if early else "layers"
-            if self.states.specs and not early:
-                name = "settled" if step.rows_only else "mixed" if buffers.batch.mixed else name
             with self.states.settling(step):
-                self._runner.run(self._launcher(name, buffers), buffers, early=early)
-                self._crossing.leave(step, buffers)
+                if self._embedding is None:
+                    self._crossing.receive(step, inputs, buffers)
+                buffers.batch.settle(step)
+                buffers.batch.load(step, None if self._embedding is None else inputs)
+                self._kernels.prepare_step(buffers.batch)
+                if step.branches:
+                    self._run_tree(buffers, step)
+                else:
+                    self._run_chains(buffers, step)
         return buffers.forward
+
+    def _run_chains(self, buffers: Buffers, step: Step) -> None:
+        """Run a step without trees, and leave what the next shard is given."""
+        # Only the model's last layer may stop early, and only if its result is not needed. A narrow step does not
+        # stop early on CUDA: recording a second graph at the start would cost more time than it could save.
+        early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
+        name = "rows" if early else "layers"
+        if self.states.specs and not early:
+            name = buffers.batch.kind
+        self._runner.run(self._launcher(name, buffers), buffers, early=early)
+        self._crossing.leave(step, buffers)
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
         return self.states.restoring(step)
@@ -239,7 +243,7 @@ class DenseShard:
 
     def _find_caches(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
         cache, index = self._find_cache(self._layout.find_owner(number))
-        return *cache.layers[index], cache.table
+        return *cache.layers[index], cache.find_table(index)
 
     def _find_cache(self, number: int) -> tuple[KvCache, int]:
         """Return the cache of the rows that a layer keeps, and the layer's index in it."""

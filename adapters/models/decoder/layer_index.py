@@ -46,8 +46,7 @@ class LayerIndex:
 
     @windowed.default
     def _list_windowed(self) -> tuple[int, ...]:
-        attending = [layer for layer in (*self.borrowed, *self.layers) if not self.config.recurrent(layer)]
-        return tuple(layer for layer in attending if self.config.shape_of(layer).traits.keeps_window)
+        return self.config.list_windowed(self.layers)
 
     @recurrent.default
     def _list_recurrent(self) -> tuple[int, ...]:
@@ -133,6 +132,7 @@ def build_states(
             *find_row_shape(config, layer_index.windowed),
             windows.pop(),
             find_tree_obstacle(config, layer_index.layers),
+            tuple(layer_index.indices[layer] for layer in config.list_lasting(layer_index.layers)),
         ),
         slots=spec.slots,
         checkpoint_count=placement.state_checkpoints,

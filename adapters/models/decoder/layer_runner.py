@@ -16,6 +16,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.cache.recurrent_cache import RecurrentCache
+from adapters.models.decoder.cache.window_rows import WindowRows
 from adapters.models.decoder.config.dense_config import DenseConfig, RowInputs
 from adapters.models.decoder.cpu_experts import CpuExpertsLayer
 from adapters.models.decoder.layer_index import LayerIndex, RopeTables
@@ -210,7 +211,12 @@ class LayerRunner:
             q = kernels.rotate_store(projected, layer.prep, rope, batch, k_cache, v_cache)
         elif not stops:
             q = kernels.rotate_queries(projected, layer.prep, rope, batch, k_cache)
-        return None if stops else kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
+        if stops:
+            return None
+        found = kernels.attend(scale_queries(q, rope, batch), k_cache, v_cache, batch, layer.rule)
+        if layer.rule.window and isinstance(self.states, WindowRows) and layer.source is None:
+            self.states.finish_layer(self.layout.indices[number])
+        return found
 
     def list_attending(
         self, caches: Sequence[tuple[Tensor, Tensor]]

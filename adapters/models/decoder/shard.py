@@ -200,6 +200,11 @@ class PositionalStates(Protocol):
         """Why steps cannot have trees, as a part of a sentence; empty if they can."""
         ...
 
+    @property
+    def survives_failure(self) -> bool:
+        """Can a slot go on from its state after a forward of rows only that failed? If not, it has none then."""
+        ...
+
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
         ...
@@ -258,11 +263,13 @@ class Shard(Protocol):
         attention never reads beyond a row's own position.
 
         A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
-        if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step. A shard
+        if it had never run. In recurrent layers more than 64 rows of a slot are settled at once in any step, except for
+        the last ones: without a `commit` that keeps all rows but one at least, the slot's state is undefined. A shard
         refuses them by name if it cannot do so in a step that decodes (`PositionalStates.commits_per_segment`).
         It also refuses trees, since each node would need a state of its own.
 
-        If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.
+        If a forward raises, no slot's state has moved. The exceptions: the state of a slot that started at 0 is lost,
+        and that of a slot whose rows would have been settled, unless `states.survives_failure`.
         """
         ...
 
@@ -277,7 +284,9 @@ class Shard(Protocol):
         """Keep these rows of the last step, for each of its slots in order, and roll the others back.
 
         A chain is rolled back by forgetting its length. The path that stays of a tree is moved to its positions. A
-        recurrent layer moves its state to the next multiple of `states.block` if the kept rows reach it.
+        recurrent layer moves its state to the next multiple of `states.block` if the kept rows reach it. If only the
+        last row of a chain was left out, a later `commit` of a step of that row alone keeps it, as long as no other
+        forward or copy has used the slot.
         If this raises, the rows and states of all slots of the step are undefined.
         """
         ...

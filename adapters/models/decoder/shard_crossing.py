@@ -100,7 +100,6 @@ class CrossingPort:
         cache, index = self.find_cache(layer)
         at = 0
         for one in step.segments:
-            for start, stop in cache.spans(one.start, one.start + one.count):
-                rows = cache.view(one.slot, start, stop)[index].permute(2, 0, 1, 3).flatten(1)
-                numbers[at : at + stop - start].copy_(rows.contiguous().view(numbers.dtype))
-                at += stop - start
+            rows = cache.read(index, one.slot, one.start, one.start + one.count).permute(2, 0, 1, 3).flatten(1)
+            numbers[at : at + one.count].copy_(rows.contiguous().view(numbers.dtype))
+            at += one.count

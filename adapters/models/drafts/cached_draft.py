@@ -126,11 +126,6 @@ class CachedDraft(ABC, Generic[L]):
 
     # --- the methods of each kind of draft ---
 
-    @property
-    @abstractmethod
-    def can_branch(self) -> bool:
-        """True if the draft predicts several positions at once, so that trees can be built from its logits."""
-
     @abstractmethod
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         """Write the context rows of the step's rows, at their slots and positions. Later rows need not be removed.

@@ -13,10 +13,6 @@ from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft, Choos
 class SequentialDraft(CachedDraft[L]):
     """A draft that runs one forward for each proposal. See `CachedDraft` for the methods."""
 
-    @property
-    def can_branch(self) -> bool:
-        return False
-
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Run one forward for each proposal. Requests with the fewest proposals leave first."""
         loaded = self._require_weights()

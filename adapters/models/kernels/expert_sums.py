@@ -7,6 +7,7 @@ Kernels that have no quicker way for a layer of experts use these functions; the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from attrs import frozen
@@ -15,12 +16,15 @@ from torch import Tensor
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
+    ExpertsShape,
     PackedProducts,
     add_in_order,
     choose_experts,
     run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
+
+ChooseExperts: TypeAlias = Callable[[Tensor, ExpertsShape, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @frozen(eq=False)
@@ -94,13 +98,17 @@ def sum_experts(
     return add_in_order(by_rank.float() * weights.unsqueeze(2)), gates
 
 
-def route_rows(kernels: PackedProducts, x: Tensor, experts: Experts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def route_rows(
+    kernels: PackedProducts, x: Tensor, experts: Experts, rows: int, choose: ChooseExperts = choose_experts
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the experts of the first rows of x, int64 `[rows, k]`, their weights, and the logits behind those of the
     experts.
+
+    choose: in place of `choose_experts`, with the same bits.
     """
     shape = experts.shape
     logits = kernels.linear(x, experts.router)[:rows].float()
-    chosen, weights = choose_experts(logits[:, : shape.count], shape, experts.correction)
+    chosen, weights = choose(logits[:, : shape.count], shape, experts.correction)
     if experts.scales is not None:
         weights = weights * experts.scales[chosen]
     return chosen, weights, logits[:, shape.count :]

@@ -89,7 +89,7 @@ class Batch:
         if isinstance(tokens, Tensor) and not tokens.is_cpu:
             there = tokens
             tokens = None
-        if rows > LISTED and len(step.segments) == 1:
+        if rows > LISTED:
             self._write_wide(step, tokens)
         else:
             self._write(step, tokens.tolist() if isinstance(tokens, Tensor) else tokens)
@@ -140,7 +140,7 @@ class Batch:
         table[:, step.rows :] = np.array((0, *self._padding))[:, None]
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
-        """Write `_columns` of a step with one segment to their offsets."""
+        """Write `_columns` of a step of many rows to their offsets."""
         columns[:] = self._columns(step)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
@@ -194,9 +194,10 @@ class StateBatch(Batch):
         counts  rows of the segment, at its first row; 0 elsewhere and in padded rows.
         settled 1 in rows of a segment that settles (`Step.settles`), else 0.
 
-    before holds bases on the host, one for each segment, and is set before `load`. settles: no row of the step is
-    rolled back. mixed: some segments settle, and others may be rolled back. A graph may rely on both, which `settle`
-    sets before `load`.
+    before holds bases on the host, one for each segment, and is set before `load`. settles: all segments settle. mixed:
+    some segments settle, and others may be rolled back. holds: those that settle leave their last rows, 64 at most, in
+    the rings, so that the last one may be rolled back. single: no segment settles, and each has one row. A graph may
+    rely on all of these, which `settle` sets before `load`.
     """
 
     _padding: tuple[int, ...] = field(init=False, default=(0, -1, 0, 0, 0, 0))
@@ -206,6 +207,8 @@ class StateBatch(Batch):
     before: tuple[int, ...] = field(init=False, default=())
     settles: bool = field(init=False, default=False)
     mixed: bool = field(init=False, default=False)
+    holds: bool = field(init=False, default=False)
+    single: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -213,19 +216,32 @@ class StateBatch(Batch):
 
     def settle(self, step: Step) -> None:
         """Note which segments of the step settle."""
-        self.settles = step.rows_only
-        self.mixed = not step.rows_only and any(map(step.settles, step.segments))
+        settling = [*map(step.settles, step.segments)]
+        self.settles = all(settling)
+        self.mixed = any(settling) and not self.settles
+        self.holds = any(settling) and not step.rows_only
+        self.single = not any(settling) and step.rows == len(step.segments)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the step, as a name for the graph of its layers: what recurrent layers may rely on."""
+        if self.single:
+            return "single"
+        return "mixed" if self.mixed else "held" if self.holds else "settled" if self.settles else "layers"
 
     def _fill_columns(self, step: Step, columns: np.ndarray) -> None:
         """Write the columns without Python lists, because prompts come this way."""
-        [segment] = step.segments
-        columns[0] = segment.slot
-        columns[1] = np.arange(segment.start, segment.start + segment.count)
-        columns[2] = columns[1] + 1
-        columns[3] = self.before[0]
-        columns[4] = 0
-        columns[4, 0] = segment.count
-        columns[5] = self.settles or step.settles(segment)
+        first = 0
+        for segment, base in zip(step.segments, self.before, strict=True):
+            own = columns[:, first : first + segment.count]
+            own[0] = segment.slot
+            own[1] = np.arange(segment.start, segment.start + segment.count)
+            own[2] = own[1] + 1
+            own[3] = base
+            own[4] = 0
+            own[4, 0] = segment.count
+            own[5] = self.settles or step.settles(segment)
+            first += segment.count
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         bases = list[int]()

@@ -108,10 +108,6 @@ class RemoteDraft:
         return self.shape.block
 
     @property
-    def can_branch(self) -> bool:
-        return self._loaded.branches
-
-    @property
     def weights_state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 

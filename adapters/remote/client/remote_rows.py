@@ -61,6 +61,7 @@ class RemoteStates:
     block: int
     checkpoint_count: int
     commits_per_segment: bool = False
+    survives_failure: bool = False  # it is not known here
 
     @property
     def tree_obstacle(self) -> str:

@@ -58,7 +58,7 @@ class ServedDraft:
     def describe_loaded(self, *, shared: bool) -> DraftReady:
         rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
-        own = self.weights, self.facts, self.draft.identity, self.draft.can_branch
+        own = self.weights, self.facts, self.draft.identity
         return DraftReady(*own, held, self._memory(), shared=shared)
 
     def close(self) -> None:
@@ -95,8 +95,7 @@ class ServedDraft:
             features = features[step.rows :]
 
     def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
-        nodes = self.nodes if self.draft.can_branch else 0
-        picker = ProposalPicker([self._following(ask) for ask in asked], nodes, self.draft.block)
+        picker = ProposalPicker([self._following(ask) for ask in asked], self.nodes, self.draft.block)
         blocks = [BlockRequest(ask.slot, ask.first, ask.position, ask.token, ask.count) for ask in asked]
         self.draft.propose(blocks, picker)
         return (ProposedTree(tree.tokens, tree.parents) for tree in picker.trees())

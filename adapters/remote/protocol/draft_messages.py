@@ -39,13 +39,12 @@ class DraftReady(WireMessage, frozen=True):
     """A loaded draft.
 
     weights: digest of its weights. facts: digest of what defines its rows. numbers: identity of everything else that
-    its bits depend on. branches: whether it can propose trees.
+    its bits depend on.
     """
 
     weights: Text
     facts: Text
     numbers: Text
-    branches: bool
     rows: HeldRows
     memory: DraftBytes
     shared: bool

@@ -61,10 +61,14 @@ class GrammarMatching:
         return less if less.any() else mask
 
     def count_allowed(self, path: Tokens) -> int:
-        """Return how many tokens of `path` keep to the grammar. An end token counts; the mask says if it may come."""
-        end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
+        """Return how many tokens of `path` keep to the grammar. An end token counts; the mask says if it may come.
+
+        A draft may propose an id beyond the tokenizer's, since vocabularies are padded. It keeps to no grammar, and the
+        library must not see it: the matcher would fail from then on.
+        """
+        end = next((at for at, token in enumerate(path) if token in self._ends or token >= self._size), len(path))
         count = self._base.validate_tokens(list(path[:end]))
-        return min(len(path), count + 1) if count == end else count
+        return count + 1 if count == end and end < len(path) and path[end] in self._ends else count
 
     def append(self, tokens: Sequence[int]) -> None:
         """Extend the answer by tokens."""

@@ -143,6 +143,9 @@ class Process:
     def launch(self, effect_requests: tuple[EffectRequest, ...], *, quiet: bool) -> None:
         """Put a launch on the lane now. Its outcomes are fed when its time has passed."""
         match effect_requests[-1].effect:
+            case RunPrefill() if len(effect_requests) > 1 and isinstance(effect_requests[0].effect, RunPrefill):
+                for effect_request in effect_requests:  # a simulated device computes them one after the other
+                    self.launch((effect_request,), quiet=quiet)
             case RunPrefill() as piece if len(effect_requests) > 1:
                 self.launch_mixed(effect_requests[:-1], effect_requests[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:

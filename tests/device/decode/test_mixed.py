@@ -135,7 +135,7 @@ async def test_what_is_no_batch_is_a_bug(on_fake):
     first, second = await ready(on_fake, 2)
     for block_requests in (
         (first.chunk(1), second.round()),
-        (first.chunk(1), second.chunk(1)),
+        (first.chunk(1), second.chunk(1), second.round()),
         (first.round(), second.chunk(1), EffectRequest(second.request, RunPrefill(SlotId(3), 0, 1))),
     ):
         with pytest.raises(ValueError, match="only decode steps are batched"):

@@ -10,9 +10,10 @@ import torch
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.sampling.sampler import Sampler
 from adapters.device.speculation import drafting
 from adapters.device.speculation.draft_context import DeferredRowBuffer
-from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.drafting import Drafting, ProposalPicker, ProposalRequest
 from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
 from adapters.device.speculation.proposer import DraftRequest, Proposer
 from effects.all import EffectRequest
@@ -388,11 +389,12 @@ async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_wor
     assert driver.executor.close()
 
 
+@pytest.mark.parametrize("is_sequential", [False, True], ids=["at once", "in order"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_a_tree_is_agreed_to_at_least_as_far_as_its_chain(sampling):
+async def test_a_tree_is_agreed_to_at_least_as_far_as_its_chain(sampling, is_sequential):
     prompt, totals = prompt_of(51, 40), {}
     for nodes in (0, 22):
-        driver, _, fake = drafted(nodes, noise=2.0)
+        driver, _, fake = drafted(nodes, noise=2.0, is_sequential=is_sequential)
         decode = await agreed(driver, prompt, propose=nodes or 7, sampling=sampling, count=120)
         totals[nodes] = len(decode)
         assert any(step.branches for step in fake.steps) == bool(nodes)
@@ -411,6 +413,22 @@ async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_decode_st
     await penalised.prefill()
     assert (await driver.decode(penalised, propose=22))[0].proposed == 7, "penalties need the path before a token"
     assert driver.executor.close()
+
+
+def test_a_token_beside_a_chain_that_was_chosen_in_order_has_no_children():
+    rows = torch.tensor([[0.5, 0.4, 0.1], [0.7, 0.2, 0.1]]).log()
+
+    def paths(*calls):
+        sampler = Sampler(GREEDY, (), 3, rows.device)
+        picker = ProposalPicker([ProposalRequest(sampler, 5, 0, 6, frozenset())], 22, 3)
+        for call in calls:
+            picker([call])
+        [tree] = picker.trees()
+        return tree.paths()[1:]
+
+    in_order = paths(rows[:1], rows[1:])
+    assert sorted(in_order) == [(0,), (0, 0), (0, 1), (0, 2), (1,), (2,)]
+    assert (1, 0) in paths(rows), "predicted at once, a position does not depend on the tokens before it"
 
 
 def test_what_is_kept_of_late_rows_is_what_the_target_left_of_them_even_behind_one_that_found_no_memory(monkeypatch):

@@ -43,6 +43,25 @@ def test_the_chain_of_the_likeliest_and_then_the_likeliest_paths(seed):
     assert tree.tokens[0] == 7
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_conditional_tree_is_the_chain_and_the_likeliest_tokens_beside_it(seed):
+    rng = random.Random(seed)
+    depth, width = rng.randint(1, 5), rng.randint(1, 5)
+    ranked = ranked_of(rng, depth, width)
+    spine = tuple(candidates[0][0] for candidates in ranked)
+    above = [sum(candidates[0][1] for candidates in ranked[:length]) for length in range(depth)]
+    scores = {
+        (*spine[:length], token): above[length] + value
+        for length, candidates in enumerate(ranked)
+        for token, value in candidates[1:]
+    }
+    nodes = rng.randint(1, depth * width + 2)
+    paths = grow_tree(7, ranked, nodes, is_conditional=True).paths()[1:]
+    chains = [spine[:length] for length in range(1, min(depth, nodes) + 1)]
+    beside = sorted(scores, key=lambda path: -scores[path])[: max(0, nodes - depth)]
+    assert sorted(paths) == sorted([*chains, *beside])
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_nodes_are_in_depth_first_order_and_pieces_are_their_chains(seed):
     rng = random.Random(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import anyio
 import pytest
 from attrs import evolve
@@ -16,9 +18,10 @@ from effects.residency import ModelLoaded
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES, RequestMeter, stage_of
 from engine.core.status import list_running as named
-from engine.core.status import slot_status
+from engine.core.status import show_rates, slot_status
 from engine.core.submission import Submissions
 from states.events import ForRequest, Submitted
+from states.rates import ClassGains, Rates, TimedStep
 from states.request_states import Waiting
 from states.residency import Resolved
 from states.world import advance, make_world
@@ -186,3 +189,12 @@ def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
     assert [stage_of(state, world) for state in world.requests.values()] == ["Prefilling", "Prefilling"]
     assert meter.stages_ms(other, 9_000_000) == {"Prefilling": 8}
     assert [slot_status(place, slot, world).state for place, slot in enumerate(world.slots.slots)] == ["Prefilling"] * 2
+
+
+def test_measured_times_of_every_kind_can_be_shown_as_json():
+    step = TimedStep(span=0, members=1, rows=0, ns=5, plain_then_ns=0)
+    rates = Rates(prefill=(7,), loads={"host": 3}, decode=(step,), copy_times=(step,), copied=(ClassGains(1, (2,)),))
+    shown = json.loads(json.dumps(show_rates(rates)))
+    assert (shown["prefill"], shown["host"], shown["disk"]) == ([7], 3, 0)
+    assert shown["decode"] == shown["copy_times"] == [[0, 1, 0, 5, 0]]
+    assert shown["copied"] == [{"seen": 1, "gains": [2]}]

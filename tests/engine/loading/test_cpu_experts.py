@@ -301,6 +301,7 @@ async def test_on_a_gpu_answers_are_the_same_alone_and_batched(
     found = []
     for _ in range(2):
         target = await load(folder, tmp_path / "kv", cpu_experts="2", device="cuda")
+        assert not target.shard.spec.runs_ahead, "each layer on the host waits for the device"
         try:
             found.append(await answers(target))
         finally:

@@ -93,9 +93,7 @@ def speak(site: Site, seed: int, said: list[int]) -> None:
 Call = tuple[str, str, str, str]  # the id, the name, the arguments as they were streamed, and the text before the call
 
 
-async def ask_chat(
-    site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any
-) -> Call | None:
+async def ask_chat(site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any) -> Call | None:
     tool = {"name": "write", "parameters": schema, "strict": True}
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
@@ -148,9 +146,7 @@ async def ask_responses(
     return done[0]["call_id"], done[0]["name"], "".join(deltas), text
 
 
-async def ask_messages(
-    site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any
-) -> Call | None:
+async def ask_messages(site: Reachable, schema: dict[str, Any], call: Call | None = None, **fields: Any) -> Call | None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
     if call is not None:
         use = {"type": "tool_use", "id": call[0], "name": call[1], "input": json.loads(call[2])}

@@ -120,7 +120,7 @@ def test_states_taken_out_and_put_back_go_on_as_if_they_had_never_left(whole):
     assert same_sequence(shard, 0, 2)
 
 
-@pytest.mark.parametrize("count", [65, 100, 200])
+@pytest.mark.parametrize("count", [65, 100, 128, 200])
 def test_rows_of_a_prompt_beside_decode_rows_have_the_bits_of_a_prefill(whole, count):
     shard, tokens, expected = whole
     computed(shard, tokens[:64], CHUNKS, slot=1)
@@ -136,6 +136,22 @@ def test_rows_of_a_prompt_beside_decode_rows_have_the_bits_of_a_prefill(whole, c
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=1, start=64 + count), expected[64 + count :])
         assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=2, start=101), expected[101:])
         computed(shard, tokens[:64], CHUNKS, slot=1)
+
+
+@pytest.mark.parametrize("length", [66, 128, 129, 200, 256])
+def test_the_last_row_of_a_wide_step_can_be_kept_later_or_never(whole, length):
+    shard, tokens, expected = whole
+    computed(shard, tokens[:length], CHUNKS, slot=1)
+    shard.states.keep(1, 0)
+    for keeps in (True, False, True):  # eagerly, then as a graph
+        step = Step((Segment(2, 0, length),), 512)
+        assert same_bits(shard.forward(step, tokens[:length]).hidden[:length], expected[:length])
+        shard.commit(step, [length - 1])
+        if keeps:
+            shard.commit(Step((Segment(2, length - 1, 1),), 4), [1])
+        at = length if keeps else length - 1
+        assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=2, start=at), expected[at:])
+        assert same_sequence(shard, 0, 2)
 
 
 @pytest.mark.parametrize("own", [SMALL, WIDE], ids=["small", "27B's heads"])

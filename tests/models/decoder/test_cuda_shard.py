@@ -100,6 +100,17 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
+@pytest.mark.parametrize("config", [WIDE, EXPERTS])
+def test_a_step_runs_ahead_with_tokens_that_are_on_the_device(config):
+    shard, tokens = shard_of(config, torch.bfloat16), tokens_of(config)
+    assert shard.spec.runs_ahead
+    step = Step((Segment(0, 0, 4),), 4)
+    expected = shard.logits(step, shard.forward(step, tokens[:4]).hidden).clone()
+    for _ in range(3):  # launched, recorded and replayed
+        found = shard.logits(step, shard.forward(step, tokens[:4].to(DEVICE)).hidden)
+        assert same_bits(found, expected)
+
+
 def test_an_embedding_in_host_memory_gives_the_same_bits_and_takes_none_of_the_device():
     shard, away = shard_of(WIDE, torch.bfloat16), shard_of(WIDE, torch.bfloat16, offload_embedding=True)
     tokens, table = tokens_of(WIDE), WIDE.vocab_size * WIDE.hidden_size * 2

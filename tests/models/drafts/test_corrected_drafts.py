@@ -34,7 +34,7 @@ def test_proposals_are_those_of_the_equations(config, kernels):
     draft = draft_of(config, tensors, kernels=kernels)
     rows = aux_hidden_states_of(config, 90)
     table = head_of(config, ReferenceKernels()).embedding
-    assert not draft.can_branch
+    assert config.parts.is_corrected
     for length, first, count in ((90, 0, config.block - 1), (90, 70, 3), (3, 2, 5)):
         extend_in_pieces(draft, rows[:, :length], [(64, 64)], slot=2)
         request = BlockRequest(2, first, length, 17, count)

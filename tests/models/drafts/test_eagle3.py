@@ -7,12 +7,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.speculation.drafting import ProposalPicker, ProposalRequest
 from adapters.models.decoder.shard import BUCKETS
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.eagle3.weights import describe_taps, list_eagle3_products
 from adapters.models.drafts.feature_projection import FeatureProjection
 from adapters.models.kernels.interfaces.product_list import Weight
 from adapters.models.kernels.step import Segment, Step
+from effects.job import Sampling
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import TARGET
 from tests.models.eagle3_drafts import (
@@ -106,6 +109,28 @@ def test_the_same_bits_from_kept_rows_alone_and_in_another_slot(pair, tokens):
     assert all(map(same_bits, proposed(draft, ask(tokens, LENGTH, 1)).logits[0], expected))
     draft.copy_rows(0, 2, 0, LENGTH)  # not at a multiple of 64: the kept states come with the rows
     assert all(map(same_bits, proposed(draft, ask(tokens, LENGTH, 2)).logits[0], expected))
+
+
+def test_a_tree_has_the_proposals_of_the_chain_and_the_likeliest_tokens_beside_them(pair, tokens):
+    draft, taps = pair
+    follow(draft, 0, tokens[:LENGTH], taps, [128])
+    request = ask(tokens, LENGTH, count=7)
+    alone = proposed(draft, request)
+    sampler = Sampler(Sampling(), (), TARGET.vocab_size, draft.device)
+    picker = ProposalPicker([ProposalRequest(sampler, LENGTH, request.token, 15, frozenset())], 22, draft.block)
+    draft.propose([request], picker)
+    [tree] = picker.trees()
+    spine = tuple(alone.tokens[0])
+    paths = tree.paths()[1:]
+    assert paths[:7] == [spine[:length] for length in range(1, 8)]
+    beside: dict[int, list[int]] = {}
+    for path in paths[7:]:
+        assert path[:-1] == spine[: len(path) - 1], "nothing follows a token beside the chain"
+        beside.setdefault(len(path) - 1, []).append(path[-1])
+    for depth, found in beside.items():
+        row = alone.logits[0][depth]
+        assert sorted(row[found].tolist()) == sorted(row.topk(1 + len(found)).values[1:].tolist()), "bf16 has ties"
+    assert sum(map(len, beside.values())) == 8
 
 
 def test_rows_that_were_taken_back_are_forgotten(pair, tokens):

@@ -75,7 +75,7 @@ def test_packed_weights_are_unpacked(tmp_path, kind):
     for weights in (checkpoint, unpacked):
         draft = draft_of(config, weights)
         extend_in_pieces(draft, rows, [(64, 64)])
-        both.append(proposed(draft, requests) if not draft.can_branch else draft.logits(requests).clone())
+        both.append(proposed(draft, requests) if config.parts.is_corrected else draft.logits(requests).clone())
     if kind == "DFlash":
         assert same_bits(both[0], both[1])
     else:

@@ -223,7 +223,7 @@ def test_a_head_says_what_transformers_says_of_such_a_layer(sparse, tokens, fami
     folder, target, head = sparse[family]
     pair, position = TargetWithHead(torch.float32, folder), 150
     pair.fill(0, tokens[:position], [100])
-    [logits], _ = pair.said(ask(tokens, position, count=1))
+    [logits], [picked] = pair.said(ask(tokens, position))
     own = HeadCheckpoint.open(Checkpoint.open(folder))
     if family != "mimo":
         assert own.tensors["mtp.layers.0.mlp.experts.8.down_proj.weight"].shape == (64, 40)
@@ -242,12 +242,16 @@ def test_a_head_says_what_transformers_says_of_such_a_layer(sparse, tokens, fami
         [before] = outputs
         before = torch.nn.functional.pad(before, (0, 0, 1, 0))
         before[:, :position:64] = 0  # of context rows
-        embedded = target.model.embed_tokens(tokens[None, : position + 1])
-        parts = (normed(embedded, "embedding"), normed(before, "hidden"))
-        joined = torch.cat(parts[::-1] if family == "mimo" else parts, -1)
-        out = head.model(inputs_embeds=joined @ own.read("mtp.fc.weight").T).last_hidden_state
-        expected = target.lm_head(out[0, -1])
-    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=5e-4)
+        so_far = tokens[None, : position + 1]
+        for index, found in enumerate(logits):
+            embedded = target.model.embed_tokens(so_far)
+            parts = (normed(embedded, "embedding"), normed(before, "hidden"))
+            joined = torch.cat(parts[::-1] if family == "mimo" else parts, -1)
+            out = head.model(inputs_embeds=joined @ own.read("mtp.fc.weight").T).last_hidden_state[:, -1:]
+            torch.testing.assert_close(found, target.lm_head(out[0, 0]), rtol=1e-4, atol=5e-4)
+            # The next proposal continues from the head's own state.
+            so_far = torch.cat((so_far, torch.tensor([[picked[index]]])), 1)
+            before = torch.cat((before, out), 1)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adapters.models.decoder.cache.window_rows import count_shared_rows, count_window_rows
+from adapters.models.decoder.cache.window_pages import WindowPages, count_shared_rows, count_window_rows
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
 from adapters.models.decoder.pipeline.pipeline import Pipeline
@@ -112,9 +112,10 @@ def test_windows_are_kept_in_places_taken_out_and_copied(whole):
         shard.states.keep(1, 2)
 
 
-def test_a_forward_that_fails_leaves_windows_as_they_were(whole, monkeypatch):
+def test_a_chunk_that_fails_takes_the_window_of_its_slot_and_no_other(whole, monkeypatch):
     shard, tokens, expected = whole
-    computed(shard, tokens[:100], CHUNKS, slot=1)
+    for slot in (1, 2):
+        computed(shard, tokens[:100], CHUNKS, slot=slot)
 
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError
@@ -123,7 +124,13 @@ def test_a_forward_that_fails_leaves_windows_as_they_were(whole, monkeypatch):
         patch.setattr(shard._kernels, "attend", exhausted)  # noqa: SLF001
         with pytest.raises(torch.OutOfMemoryError):
             computed(shard, tokens[:356], CHUNKS, slot=1, start=100)
-    assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100), expected[100:])
+        with pytest.raises(torch.OutOfMemoryError):
+            computed(shard, tokens[:120], [(64, 20)], slot=2, start=100)
+    assert not shard.states.survives_failure
+    with pytest.raises(ValueError, match="nothing continues from 100"):
+        computed(shard, tokens, [(64, 20), (0, 0)], slot=1, start=100)
+    assert same_bits(computed(shard, tokens, [(64, 20), (0, 0)], slot=2, start=100), expected[100:])
+    assert same_bits(computed(shard, tokens, CHUNKS, slot=1), expected)
 
 
 def run_tree(shard: DenseShard, slot: int, tokens: torch.Tensor, start: int) -> torch.Tensor:
@@ -163,14 +170,15 @@ class PagedReference(ReferenceKernels):
     is_paged = True
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3, a long window", "gemma4"))]
-)
+PAGED = ("gemma3, twelve layers", "gemma3, a long window", "gemma4", "gemma4, inputs of layers, rows shared")
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in PAGED)])
 def test_windows_in_pages_are_those_in_one_piece(name):
-    """As on a GPU: with fewer pages than a sequence has, and chunks that take those of all slots."""
+    """As on a GPU: with fewer pages than a sequence has, and chunks whose layers use each other's pages."""
     plain = whole_of(shard_of(name, ReferenceKernels()))
     paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
-    assert paged.states.table is not None
+    assert isinstance(paged.states.cache, WindowPages)
     one_by_one = [(0, PAGE - 20), *[(4, 1)] * 40, (0, 0)]  # from one page into the next
     for number, pieces in enumerate(([(0, 0)], [(64, 64)], one_by_one, [(128, 100), (0, 300), (16, 9)])):
         shard, tokens, _ = plain
@@ -197,8 +205,20 @@ def test_memory_of_windows_is_counted(whole):
     paged = shard_of("gemma3", PagedReference(), pages=SLOTS * 2)
     held, checkpoint = paged.config.state_bytes(torch.float32)
     shared = paged.config.shared_bytes(torch.float32, paged.spec.buckets[-1])
-    assert shared == checkpoint // paged.config.kinds[0].traits.window * count_shared_rows(paged.spec.buckets[-1])
-    assert paged.states.nbytes == SLOTS * held + 2 * checkpoint + shared + paged.states.table.nbytes
+    windowed = len(paged.states.layers)
+    row = checkpoint // paged.config.kinds[0].traits.window // windowed
+    assert shared == row * count_shared_rows(paged.spec.buckets[-1], windowed, lasting=0)
+    assert paged.states.nbytes == SLOTS * held + 2 * checkpoint + shared + paged.states.cache.table.nbytes
+
+
+@pytest.mark.parametrize("cut", [0, 3, 4, 5])
+def test_rows_that_are_read_after_their_own_layer_last_until_the_step_ends(cut):
+    """Layers 2 and 3 are read by layers 4 and 5, in the same shard or in the next one. Layer 2 has a window."""
+    own = read_config("gemma4, inputs of layers, rows shared")
+    assert own.list_lasting(range(cut)) == ((2,) if cut > 2 else ())
+    assert own.list_lasting(range(cut, 6)) == ((2,) if cut < 5 else ())
+    assert own.list_windowed(range(cut, 6)) == {0: (0, 2), 3: (2,), 4: (2,), 5: ()}[cut]
+    assert read_config("gemma3").list_lasting(range(3)) == ()
 
 
 def test_rows_behind_a_window_give_their_memory_back():

@@ -26,7 +26,7 @@ from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda_capability import CudaCapability
 from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_types
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask, AttentionRule
-from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights, LayerStates
 from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
     ExpertsShape,
@@ -37,6 +37,7 @@ from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
+from effects.ids import PAGE
 from effects.job import Sampling
 
 CPU = torch.device("cpu")
@@ -130,9 +131,14 @@ def multiply_packed(layout: StepLayout, outputs: int, *buckets: int, dtype: torc
 
 
 def attend(
-    head: int, *buckets: int, rows: Rows = torch.bfloat16, group: int = 4, rule: AttentionRule | None = None
+    head: int,
+    *buckets: int,
+    rows: Rows = torch.bfloat16,
+    group: int = 4,
+    rule: AttentionRule | None = None,
+    paged: bool = False,
 ) -> Body:
-    """Heads rotated and written to a cache of such rows, and attention over it."""
+    """Heads rotated and written to a cache of such rows, and attention over it. paged: rows are in pages."""
 
     def run(kernels: TritonKernels) -> None:
         own = rule or AttentionRule()
@@ -140,13 +146,15 @@ def attend(
         types = row_types(rows)
         layout = RowLayout(types, head, latent=bool(own.latent))
         dtype = torch.float32 if types.keys.dtype is torch.float32 else torch.bfloat16
-        memory = torch.zeros(len(layout.parts), 2, kv, 4096, layout.width, dtype=layout.dtype)
+        places, capacity = (32, PAGE) if paged else (2, 4096)
+        memory = torch.zeros(len(layout.parts), places, kv, capacity, layout.width, dtype=layout.dtype)
         keys, values = layout.open_parts(tuple(memory))
         rotated = head - own.latent if own.latent else head
         rope = Rope(make(4096, rotated // 2, dtype=torch.float32), make(4096, rotated // 2, dtype=torch.float32))
         heads = group * kv + (1 if own.latent else 2 * kv)
         for bucket in buckets:
             batch = make_batch(Batch, bucket)
+            batch.pages = torch.arange(32, dtype=torch.int32).view(2, 16) if paged else None
             kernels.prepare_step(batch)
             q = kernels.rotate_store(make(bucket, heads * head, dtype=dtype), HeadPrep(), rope, batch, keys, values)
             kernels.attend(q, keys, values, batch, own)
@@ -163,6 +171,16 @@ def attend_block(head: int, bucket: int, heads: int = 8, latent: int = 0) -> Bod
     return run
 
 
+# Of steps of recurrent layers: settles, mixed, holds, single.
+KINDS = [
+    (False, False, False, False),
+    (False, False, False, True),
+    (True, False, False, False),
+    (True, False, True, False),
+    (False, True, True, False),
+]
+
+
 def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body:
     """A layer of the gated delta rule, settled and not."""
 
@@ -174,8 +192,9 @@ def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body
         )
         state = delta.make_state(shape, 2, 1, dtype, CPU)
         for bucket in buckets:
-            for settles in (False, True):
+            for settles, mixed, holds, single in KINDS:
                 batch = make_batch(StateBatch, bucket, settles=settles)
+                batch.mixed, batch.holds, batch.single = mixed, holds, single
                 delta.begin_body("body", batch)
                 convolved = delta.convolve(make(bucket, shape.channels, dtype=dtype), weights, state, batch)
                 gates = make(bucket, 2 * shape.value_heads, dtype=dtype)
@@ -183,6 +202,7 @@ def advance_states(shape: DeltaShape, dtype: torch.dtype, *buckets: int) -> Body
                 flat = make(bucket, shape.value_heads * shape.value_size, dtype=dtype)
                 delta.gated_norm(made, flat, make(shape.value_size, **wide), 1e-6)
                 delta.apply_gate(flat, flat)
+        delta.advance_state(LayerStates.of_layers(state, 1), 0, 0)
 
     return run
 

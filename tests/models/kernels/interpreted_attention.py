@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adapters.models.decoder.cache.window_rows import WindowPages
+from adapters.models.decoder.cache.window_pages import WindowPages
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.formats.row_format import RowFormat, RowLayout, read_row_types
 from adapters.models.kernels.functions.seeded import make_generator
@@ -41,6 +41,10 @@ def attended(kernels, rule: AttentionRule, pieces: list[tuple[int, int]], *, pag
     pages = torch.tensor([[(at + 2) % count for at in range(count)]], dtype=torch.int32) if page else None
     shape = (count, KV, page, HEAD) if page else (1, KV, CAPACITY, HEAD)
     caches = [torch.full(shape, float("nan")) for _ in "kv"]
+    if pages is not None and page == WindowPages.page:  # keys and values of a page are one behind the other there
+        both = torch.full((2 * len(pages[0]), *shape[1:]), float("nan"))
+        caches = [both[:-1], both[1:]]
+        pages *= 2
     found, at = [], 0
     for bucket, count in pieces:
         batch = Batch(bucket, CPU, pages=pages)

@@ -66,6 +66,7 @@ BODIES = {
         for name in ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int4")
         for head in (64, 128, 256)
     },
+    "attention over pages": compiled.attend(128, 4, 64, paged=True),
     "attention in float32": compiled.attend(128, 4, 1024, rows=torch.float32),
     "attention with a window and sinks": compiled.attend(64, 4, 1024, rule=SINKS),
     "attention over latents": compiled.attend(576, 4, 1024, group=20, rule=AttentionRule(latent=512)),

@@ -10,7 +10,13 @@ from attrs import astuple
 from torch import Tensor
 
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights, make_row_state
+from adapters.models.kernels.interfaces.delta_interface import (
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    LayerStates,
+    make_row_state,
+)
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
@@ -76,6 +82,7 @@ class Rows:
 def loaded(bucket: int, segments: Sequence[Segment], bases: Sequence[int], *, settles: bool) -> StateBatch:
     batch = StateBatch(bucket, DEVICE)
     batch.before, batch.settles = tuple(bases), settles
+    batch.single = not settles and all(one.count == 1 for one in segments)
     step = Step(tuple(segments), bucket)
     batch.load(step, torch.zeros(step.rows, dtype=torch.int64))
     return batch
@@ -100,7 +107,7 @@ def in_pieces(
         if not keep:
             base = at // 64 * 64
         elif at // 64 * 64 > base:
-            kernels.advance_state([state], slot, base)
+            kernels.advance_state(LayerStates.of_layers(state, 1), slot, base)
             base += 64
     return torch.cat(found)
 
@@ -225,12 +232,71 @@ def test_prompts_beside_answers_have_their_own_bits(kernels):
     sequence.mixed, sequence.gates = mixed, gates
     segments = tuple(Segment(slot, *span) for slot, span in enumerate(zip(starts, counts, strict=True)))
     batch = StateBatch(512, DEVICE)
-    batch.before, batch.mixed = tuple(start // 64 * 64 for start in starts), True
+    batch.before, batch.mixed, batch.holds = tuple(start // 64 * 64 for start in starts), True, True
     batch.load(Step(segments, 512), torch.zeros(sum(counts), dtype=torch.int64))
     batch.settled[:150], batch.settled[151:291] = 1, 1
     kernels.begin_body("test", batch)
     rows = torch.cat([torch.arange(one.start, one.start + one.count, device=DEVICE) for one in segments])
     assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
+
+
+@pytest.mark.parametrize("length", [128, 129, 191, 192, 320])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_rows_that_settle_but_for_the_last_ones_go_on_from_any_of_these(kernels, shape, length):
+    """The state stays at the last multiple of 64 below the end, and the rows behind it can be moved over later."""
+    sequence = Rows(shape, torch.bfloat16)
+    state = poisoned(kernels, sequence)
+    whole = in_pieces(kernels, sequence, state, [(512, LENGTH, 0)])
+    mixed, gates = sequence.mixed, sequence.gates
+    held = poisoned(kernels, sequence)
+    held.memory[1], held.conv[1] = 0, 0
+    batch = loaded(512, [Segment(1, 0, length)], [0], settles=True)
+    batch.holds = True
+    kernels.begin_body("test", batch)
+    assert same_bits(sequence.step(kernels, held, batch, torch.arange(length, device=DEVICE)), whole[:length])
+    base = (length - 1) // 64 * 64
+    sequence.mixed, sequence.gates = mixed[:base], gates[:base]
+    before = poisoned(kernels, sequence)
+    in_pieces(kernels, sequence, before, [(512, base, 0)], slot=1)
+    assert same_bits(held.memory[1], before.memory[1])
+    assert same_bits(held.conv[1], before.conv[1])
+    sequence.mixed, sequence.gates = mixed, gates
+    for start in (length - 1, length):
+        again = DeltaState(*(tensor.clone() for tensor in astuple(held, recurse=False)))
+        at = base
+        if start - base == 64:
+            kernels.advance_state(LayerStates.of_layers(again, 1), 1, base)
+            at += 64
+        batch = loaded(512, [Segment(1, start, LENGTH - start)], [at], settles=True)
+        kernels.begin_body("test", batch)
+        rows = torch.arange(start, LENGTH, device=DEVICE)
+        assert same_bits(sequence.step(kernels, again, batch, rows), whole[start:])
+        assert same_bits(again.memory[1], state.memory[0])
+
+
+def test_states_of_many_layers_move_in_few_launches_with_the_bits_of_each_alone(kernels):
+    layers, shape = 19, SHAPES[1]
+    sequences = [Rows(shape, torch.bfloat16, 128, seed=100 * layer) for layer in range(layers)]
+    whole = kernels.make_state(shape, layers * SLOTS, layers, torch.bfloat16, DEVICE)
+    states = LayerStates.of_layers(whole, layers)
+    alone = [poisoned(kernels, sequence) for sequence in sequences]
+    for sequence, own, other in zip(sequences, states.layers, alone, strict=True):
+        for state in (own, other):
+            batch = loaded(128, [Segment(2, 0, 100)], [0], settles=True)
+            kernels.begin_body("test", batch)
+            state.memory[2], state.conv[2] = 0, 0
+            sequence.step(kernels, state, batch, torch.arange(100, device=DEVICE))
+            batch = loaded(32, [Segment(2, 100, 28)], [64], settles=False)
+            kernels.begin_body("test", batch)
+            sequence.step(kernels, state, batch, torch.arange(100, 128, device=DEVICE))
+    before = whole.memory.clone()
+    kernels.advance_state(states, 2, 64)
+    for own, other in zip(states.layers, alone, strict=True):
+        kernels.advance_state(LayerStates.of_layers(other, 1), 2, 64)
+        assert same_bits(own.memory[2], other.memory[2])
+        assert same_bits(own.conv[2], other.conv[2])
+    places = torch.arange(len(before), device=DEVICE) % (SLOTS + 1) != 2
+    assert same_bits(whole.memory[places], before[places])
 
 
 def test_keys_that_repeat_and_hardly_decay_stay_exact_enough(kernels):

@@ -319,6 +319,45 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         assert not any(left.any() for kernels in (ahead, few) for left in kernels._attention._counts.values())  # noqa: SLF001
 
 
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_pages_that_slots_share_are_attended_as_those_that_each_has_alone(head, group):
+    """Slots of two families begin with the same pages, or each has a copy of its own: then no tiles are shared."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    kv, slots, most = 2, 24, 20
+    shared = torch.arange(slots * most, dtype=torch.int32, device=DEVICE).view(slots, most)
+    own = shared.clone()
+    k_cache, v_cache = (normal(slots * most, kv, PAGE, head, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    for first, stop, common in ((0, 18, 9), (18, 24, 5)):
+        for slot in range(first + 1, stop):
+            shared[slot, :common] = shared[first, :common]
+            for cache in (k_cache, v_cache):
+                cache[own[slot, :common].long()] = cache[own[first, :common].long()]
+    for starts in (
+        [3000] * 5,
+        [2303 + slot for slot in range(16)],
+        [4000 + 37 * slot for slot in range(18)],
+        [2303 + 101 * slot for slot in range(24)],
+        [5, 2304, 700, 4000, 255, 256, 3333, 1280],
+    ):
+        bucket = next(one for one in BUCKETS if one >= len(starts))
+        step = Step(tuple(Segment(slot, start, 1) for slot, start in enumerate(starts)), bucket)
+        q = normal(bucket, kv * group, head, dtype=torch.bfloat16, seed=len(starts))
+        found = []
+        for pages, processors in ((own, 0), (shared, 0), (shared, 4)):
+            kernels = triton_cuda.TritonKernels(DEVICE)
+            if processors:
+                kernels._attention.processors = processors  # noqa: SLF001 - so that a program has many splits
+            batch = Batch(bucket, DEVICE, pages=pages)
+            batch.load(step, [0] * len(starts))
+            kernels.prepare_step(batch)
+            found.append(kernels.attend(q, k_cache, v_cache, batch)[: len(starts)].clone())
+        assert torch.isfinite(found[0].float()).all()
+        assert same_bits(found[0], found[1])
+        assert same_bits(found[0], found[2])
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("geometry", [(10, 2, 64), (32, 8, 128), (7, 1, 128), (24, 4, 256), (4, 4, 256)])
 @pytest.mark.parametrize("pages", [False, True])

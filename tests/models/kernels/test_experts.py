@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
+from adapters.models.kernels.cpu import experts as cpu_experts
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces import experts_interface as module
 from adapters.models.kernels.interfaces.experts_interface import (
     Experts,
     ExpertsShape,
@@ -223,15 +224,13 @@ def test_both_kinds_of_layers_are_probed_and_every_product_of_experts_is_listed(
 
 
 def test_the_probe_notices_sums_that_depend_on_how_many_rows_there_are(monkeypatch):
-    def careless(parts: Tensor) -> Tensor:
-        turned = parts.flip(1) if len(parts) > 16 else parts
-        return added(turned)
+    def careless(*given: Any) -> tuple[Tensor, Tensor]:
+        chosen, weights = choose(*given)
+        return chosen, weights.nextafter(torch.ones(())) if len(weights) > 16 else weights
 
-    added = module.add_in_order
-    monkeypatch.setattr(module, "add_in_order", careless)
-    three = evolve(CONFIG, experts=evolve(SHAPE, count=3, chosen=3), dense_layers=())
-    monkeypatch.setattr(ExpertsShape, "shrink_for_probe", lambda self: self)  # two of them add up alike in either order
-    assert probed(three).mode == "grid"
+    choose = cpu_experts.choose_experts
+    monkeypatch.setattr(cpu_experts, "choose_experts", careless)
+    assert probed(evolve(CONFIG, dense_layers=())).mode == "grid"
 
 
 def test_weights_that_rows_go_past_count_for_memory_and_not_for_threads():

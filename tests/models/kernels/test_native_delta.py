@@ -11,7 +11,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.interfaces.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights, LayerStates
 from adapters.models.kernels.interfaces.product_list import NATIVE, Products, UnprovenProductError, check_plan
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.proof.trials import restore_threads
@@ -107,7 +107,7 @@ def gone_over(kernels, shape, dtype, pieces, inputs=None):
         if settles:
             base = at - at % CHUNK
         elif at >= base + CHUNK:
-            kernels.advance_state([state], 1, base)
+            kernels.advance_state(LayerStates.of_layers(state, 1), 1, base)
             base += CHUNK
     assert all((tensor[[0, 2]] == 7).all() for tensor in astuple(state, recurse=False)), "other slots are left alone"
     return torch.cat(found), state.memory[1].clone(), state.conv[1].clone()
@@ -248,14 +248,14 @@ def test_a_state_of_another_shape_or_dtype_or_for_fewer_slots_is_refused(own, na
             own.delta_rule(own.convolve(mixed, weights, broken, batch), gates, weights, broken, batch)
         if name not in {"conv", "inputs"}:
             with pytest.raises((TypeError, ValueError, IndexError)):
-                own.advance_state([broken], segment.slot, 0)
+                own.advance_state(LayerStates.of_layers(broken, 1), segment.slot, 0)
     for change in ({"rate": weights.rate[:-1]}, {"dt_bias": weights.dt_bias.double()}, {"taps": weights.taps[1:]}):
         other, batch = evolve(weights, **change), batch_of(70, (Segment(0, 0, 60),), (0,), settles=False)
         with pytest.raises((TypeError, ValueError)):
             own.delta_rule(own.convolve(mixed, other, state, batch), gates, other, state, batch)
     for slot, base in ((2, 0), (-1, 0), (0, 8), (0, -64)):
         with pytest.raises(IndexError, match="with its state at"):
-            own.advance_state([state], slot, base)
+            own.advance_state(LayerStates.of_layers(state, 1), slot, base)
 
 
 def test_less_is_kept_of_rows_than_batched_products_need(own):

@@ -9,14 +9,24 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels.activations import CLAMPED
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native.experts import MOST_ROWS, ExpertJobs, NativeExperts
+from adapters.models.kernels.cpu.native.experts import NativeExperts
+from adapters.models.kernels.cpu.native.experts import choose_experts as choose_in_one_call
+from adapters.models.kernels.cpu.native.native_library import find_library
+from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.expert_sums import sum_experts
 from adapters.models.kernels.functions.seeded import make_generator
-from adapters.models.kernels.interfaces.experts_interface import Experts, ExpertsShape, GatedWeights
+from adapters.models.kernels.interfaces.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    GroupedExpertsShape,
+    choose_experts,
+)
 from adapters.models.numerics.synthetic import random_matrix
 from tests.models.checkpoints import same_bits
 
 COUNT, CHOSEN, HIDDEN, INNER = 7, 3, 256, 160
+MOST_ROWS = 256  # of an expert in one run (ROWS of products.c)
 HOST = torch.device("cpu")
 LAYOUTS = {
     "plain": None,
@@ -67,18 +77,42 @@ def test_one_call_gives_the_bits_of_one_product_after_the_other(name: str, dtype
 
 
 def test_rows_of_an_expert_come_in_runs_that_the_library_takes() -> None:
-    chosen = torch.zeros(2 * MOST_ROWS + 5, 2, dtype=torch.int64)
-    chosen[:, 1] = 1 + torch.arange(len(chosen)) % 3
-    jobs = ExpertJobs.sort(chosen)
-    assert jobs.counts.max() == MOST_ROWS
-    assert [int(count) for count, expert in zip(jobs.counts, jobs.experts, strict=True) if not expert] == [256, 256, 5]
-    assert sum(map(int, jobs.counts)) == chosen.numel()
-    assert jobs.places is not None
-    order = torch.from_numpy(jobs.places).argsort()
-    for expert, first, count in zip(jobs.experts, jobs.firsts, jobs.counts, strict=True):
-        places = slice(int(first), int(first + count))
-        assert (chosen.flatten()[order[places]] == int(expert)).all()
-        assert (torch.from_numpy(jobs.sources[places]) == order[places] // 2).all()
+    kernels = CpuKernels(torch.bfloat16)
+    experts = layer_of(kernels, torch.bfloat16, None, 64, 32)
+    rows = COUNT * MOST_ROWS  # an expert has three times the rows of a run on average
+    x = torch.randn(rows, 64, generator=make_generator(6)).bfloat16()
+    found, _ = kernels.sum_experts(x, experts, rows)
+    expected, _ = sum_experts(kernels, x, experts, rows, int)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ExpertsShape(128, 8, 32, is_normalized=True),
+        ExpertsShape(100, 6, 32, is_normalized=False),
+        ExpertsShape(4, 4, 32, is_normalized=True),
+        ExpertsShape(60, 1, 32, is_normalized=True),
+        GroupedExpertsShape(64, 4, 32, is_normalized=True, groups=4, chosen_groups=2, factor=2.5),
+    ],
+    ids=str,
+)
+def test_one_call_chooses_the_experts_that_operations_choose(shape: ExpertsShape) -> None:
+    compiled = find_library()
+    assert compiled is not None
+    products = NativeProducts(compiled, compiled.serving, torch.bfloat16)
+    logits = torch.randn(300, shape.count + 1, generator=make_generator(7))
+    logits[:100] = (logits[:100] * 2).round() / 2  # many are equal
+    logits[100:200] = logits[100:200].bfloat16()
+    logits[200] = 0.0
+    logits[200, ::2] = -0.0
+    logits[201] = -torch.inf
+    logits[201, -4:] = 1.0
+    logits = logits[:, : shape.count]  # a router may have one more column
+    found = choose_in_one_call(products, logits, shape)
+    expected = choose_experts(logits, shape)
+    assert torch.equal(found[0], expected[0])
+    assert same_bits(found[1], expected[1])
 
 
 def test_many_rows_of_one_expert_have_the_bits_of_few() -> None:

@@ -144,7 +144,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))
     for bucket in shard.spec.buckets:
         shard._at(bucket).logits_of(shard.spec.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
-    monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=checkpoint.config.experts is None))
+    monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=True))
     monkeypatch.setattr(shard._runner, "spec", shard.spec)  # noqa: SLF001
     target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():

@@ -167,11 +167,7 @@ def same(found: list, expected: list) -> None:
 def test_a_draft_elsewhere_says_what_one_here_says(apart: Elsewhere, here: DFlashDraft, expected: list) -> None:
     same(story(apart.draft, apart.drafting), expected)
     assert any(tree != chain(tree.tokens) for tree in expected[0]), "a tree crosses as one"
-    assert (apart.draft.rows.spec, apart.draft.block, apart.draft.can_branch) == (
-        here.rows.spec,
-        here.block,
-        here.can_branch,
-    )
+    assert (apart.draft.rows.spec, apart.draft.block) == (here.rows.spec, here.block)
     assert apart.draft.memory()["weights"] > 0
     assert apart.draft.peer.hops.count
     assert not apart.heard
@@ -241,7 +237,7 @@ def test_one_that_fails_at_what_it_is_asked_is_had_anew(
         follow(apart.draft, 0, 0, 64)
         assert apart.drafting.propose([asking(0, 64, Sampling(), 3)])[0].size == 0
     assert apart.back.wait(100)
-    assert "draft_round: a kernel failed" in caplog.text
+    assert "draft_step: a kernel failed" in caplog.text
     assert apart.draft.peer.error == "", "it is back"
 
 

@@ -23,7 +23,7 @@ from adapters.remote.protocol.messages import Op, Unacceptable
 from adapters.remote.protocol.slot_messages import ImportRuns
 from adapters.text.model_text import Text
 from adapters.transfer import saver
-from adapters.transfer.copy_rows import DeviceMarks, record_marks
+from adapters.transfer.copy_rows import CudaEvents, record_cuda_events
 from benchmarks.exactness import prompts
 from effects.job import Job
 from effects.ports import RowsLost
@@ -181,16 +181,16 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
 ) -> None:
     """It dies behind the word that its slot has them, and is there again before they are taken."""
 
-    def lost(devices: Iterable[torch.device]) -> DeviceMarks:
+    def lost(devices: Iterable[torch.device]) -> CudaEvents:
         """In the place of what is asked on the lane, once the rows have been found."""
         split.shard.peer.dial.kill()  # type: ignore[attr-defined] # a `Threads`
         with pytest.raises(RowsLost):
             split.shard.rows.copy(0, 1, 1)
         split.shard.rows.copy(0, 1, 1)
-        return record_marks(devices)
+        return record_cuda_events(devices)
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "record_marks", lost)
+        patched.setattr(saver, "record_cuda_events", lost)
         assert right(split, [0], await answers(split.target, split.jobs[:1], rates=FLAT)) == 1
     assert split.shard.peer.restarts == 1
     (again,) = await answers(split.target, split.jobs[:1], rates=FLAT)

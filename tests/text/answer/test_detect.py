@@ -34,8 +34,8 @@ FORMS = {
     "glm-xml": "<tool_call>{{ call.function.name }}\n{% for k, v in call.function.arguments | items %}"
     "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
     "mistral": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
-    "mistral-json": '[TOOL_CALLS][{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}'
-    ', "id": "{{ call.id }}"}]',
+    "mistral-json": '[TOOL_CALLS][{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}]',
     "gemma4": "<|tool_call>call:{{ call.function.name }}{{ '{' }}"
     '{% for k, v in call.function.arguments | items %}{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}}<tool_call|>',
     "none": "<call:{{ call.function.name }}/>",

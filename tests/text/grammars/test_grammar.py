@@ -93,6 +93,16 @@ def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokeniz
         jsonschema.validate(json.loads(tokenizer.decode(said[:-1])), schema_of(seed))
 
 
+def test_a_proposal_beyond_the_vocabulary_of_the_tokenizer_keeps_to_no_grammar(tokenizer: Tokenizer) -> None:
+    """Vocabularies of models are padded, and a draft may propose any of their ids."""
+    (word,) = tokenizer.encode_now(["abc"])
+    matching = Grammars(tokenizer).match(Grammar("lark", 'start: "abc" "def"'))
+    assert matching.count_allowed((*word, tokenizer.size)) == len(word)
+    assert matching.count_allowed((tokenizer.size + 99, *word)) == 0
+    assert matching.count_allowed(word) == len(word)
+    assert isinstance(matching.mask(word), np.ndarray)
+
+
 def test_behind_a_complete_answer_only_the_end_may_follow(tokenizer: Tokenizer) -> None:
     matching = Grammars(tokenizer).match(Grammar("regex", "ab?"))
     (tokens,) = tokenizer.encode_now(["a"])

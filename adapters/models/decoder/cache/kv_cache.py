@@ -22,6 +22,14 @@ from effects.ids import PAGE, Span
 Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a page of rows in it
 
 
+def split_by_pages(start: int, stop: int, page: int) -> Iterator[Span]:
+    """Yield the parts of a span that lie in one page of this many rows each, in order."""
+    while start < stop:
+        end = min(stop, (start // page + 1) * page)
+        yield start, end
+        start = end
+
+
 class KvCache:
     """`[layers, parts, slots, KV, rows, width]`, zeroed, so that what is masked is always finite.
 
@@ -66,7 +74,7 @@ class KvCache:
         self._counts = [0] * self.slots  # pages of each
         self._make((len(names), len(self.layout.parts), *shape), dtype, device)
         # Keys and values of each layer, `[slots, KV, rows, hd]`: the same object where a row is both.
-        self.layers: list[tuple[Tensor, Tensor]] = [self.layout.open_parts(tuple(layer)) for layer in self._all]
+        self.layers: list[tuple[Tensor, Tensor]] = self._open_layers()
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
@@ -76,6 +84,9 @@ class KvCache:
             self._all = torch.frombuffer(self._memory, dtype=dtype).view(shape)
         else:
             self._all = torch.zeros(shape, dtype=dtype, device=device)
+
+    def _open_layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.layout.open_parts(tuple(layer)) for layer in self._all]
 
     @property
     def nbytes(self) -> int:
@@ -94,16 +105,29 @@ class KvCache:
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
+    def view_layer(self, layer: int, slot: int, start: int, stop: int) -> Tensor:
+        """Return rows of one layer where they are: a view `[parts, KV, stop - start, hd]`."""
+        return self.view(slot, start, stop)[layer]
+
+    def find_table(self, layer: int) -> Tensor | None:  # noqa: ARG002 - here, layers share one
+        """Return the table of the pages of a layer's rows, for kernels; None: rows are not paged."""
+        return self.table
+
+    def read(self, layer: int, slot: int, start: int, stop: int) -> Tensor:
+        """Return rows of one layer as `view_layer` does: where they are, or, if they are in several pages, a copy."""
+        parts = [self.view_layer(layer, slot, *span) for span in self.spans(start, stop)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Write rows of one layer from `start` on, each `[KV, rows, hd]`."""
         for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
             as_bytes(cache)[slot, :, start : start + rows.shape[1]] = as_bytes(rows)
 
     def put_bytes(self, layer: int, slot: int, start: int, rows: Tensor) -> None:
-        """Write rows of one layer from `start` on as `view` has them, `[parts, KV, rows, width]` in bytes."""
+        """Write rows of one layer from `start` on as `view_layer` has them, `[parts, KV, rows, width]` in bytes."""
         whole = rows.view(self._all.dtype)
         for begin, end in self.spans(start, start + whole.shape[2]):
-            self.view(slot, begin, end)[layer].copy_(whole[:, :, begin - start : end - start])
+            self.view_layer(layer, slot, begin, end).copy_(whole[:, :, begin - start : end - start])
 
     def make_rows(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of each layer for `count` rows of one slot, outside this memory."""
@@ -155,18 +179,19 @@ class KvCache:
         self._counts[slot] = first + len(pages)
         return lost
 
-    def _give_back(self, pieces: Iterable[Piece]) -> None:
-        """Return the memory of these pieces to the system: their rows are zeros then.
+    def _give_back(self, pieces: Iterable[Piece], layers: range | None = None) -> None:
+        """Return the memory of these pieces to the system: their rows are zeros then. layers: by index; None: all.
 
         Bytes at the ends of a piece that do not fill one of the system's own pages stay.
         """
         if self._memory is None:
             return
+        chosen = slice(None) if layers is None else slice(layers.start, layers.stop)
         for slot, number in pieces:
             rows = self._all[0, 0, slot, 0, number * self.page : (number + 1) * self.page]
             step = self._all.stride(3) * rows.itemsize
             size = rows.nbytes
-            for part in self._all[:, :, slot, 0, number * self.page].flatten(0, 1):
+            for part in self._all[chosen, :, slot, 0, number * self.page].flatten(0, 1):
                 begin = part.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
                     start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -184,7 +209,7 @@ class KvCache:
             self.view(target, first, last).copy_(self.view(source, first, last))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the parts of a span that `view` accepts, in order."""
+        """Yield the parts of a span that `view` and `view_layer` accept, in order."""
         yield start, stop
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
@@ -259,10 +284,7 @@ class PagedKvCache(KvCache):
                 target.copy_(as_bytes(rows)[:, begin - start : end - start])
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        while start < stop:
-            end = min(stop, (start // self.page + 1) * self.page)
-            yield start, end
-            start = end
+        return split_by_pages(start, stop, self.page)
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
         self._check_pages(slot, 0, pages)

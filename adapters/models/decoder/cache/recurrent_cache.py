@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from attrs import astuple, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.interfaces.delta_interface import CHUNK, TAPS, DeltaKernels, DeltaShape, DeltaState
+from adapters.models.kernels.interfaces.delta_interface import (
+    CHUNK,
+    TAPS,
+    DeltaKernels,
+    DeltaShape,
+    DeltaState,
+    LayerStates,
+)
 from adapters.models.kernels.step import UNSETTLED, Step
 from adapters.sequence_layout import TensorSpec, dtype_name, torch_dtype
 
@@ -22,7 +30,8 @@ class Standing:
     """The position of a slot's state.
 
     base: the number of rows that the state contains, a multiple of 64.
-    rows: settled rows behind it, at most 63. The layers hold what these rows will change in the state.
+    rows: rows behind it. Settled ones are at most 63, and a 64th may wait for `commit`. The layers hold what these rows
+    will change in the state.
     """
 
     base: int
@@ -36,6 +45,7 @@ class RecurrentCache:
     """
 
     block = CHUNK
+    survives_failure = True
 
     def __init__(
         self,
@@ -53,10 +63,12 @@ class RecurrentCache:
         self.slots = slots
         self.checkpoint_count = checkpoint_count if names else 0
         self._kernels = kernels
-        self.layers = list[DeltaState]()
+        self._states: LayerStates | None = None
         specs = list[TensorSpec]()
-        if shape is not None and kernels is not None:
-            self.layers += (kernels.make_state(shape, slots, checkpoint_count, dtype, device) for _ in names)
+        if names and shape is not None and kernels is not None:
+            count = len(names)
+            whole = kernels.make_state(shape, count * slots, count * checkpoint_count, dtype, device)
+            self._states = LayerStates.of_layers(whole, count)
             memory = (shape.value_heads, shape.key_size, shape.value_size)
             for name in names:
                 specs.append(TensorSpec(f"{name}.conv", dtype_name(dtype), (TAPS - 1, shape.channels)))
@@ -64,6 +76,11 @@ class RecurrentCache:
         self.specs = tuple(specs)
         self._standing = [Standing(0)] * slots
         self._kept = [Standing(0)] * checkpoint_count
+
+    @property
+    def layers(self) -> tuple[DeltaState, ...]:
+        """The states of each layer, in order."""
+        return () if self._states is None else self._states.layers
 
     @property
     def commits_per_segment(self) -> bool:
@@ -75,7 +92,7 @@ class RecurrentCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
+        return 0 if self._states is None else sum(one.nbytes for one in astuple(self._states.whole, recurse=False))
 
     # --- steps ---
 
@@ -95,9 +112,8 @@ class RecurrentCache:
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
         for segment, base in zip(step.segments, bases, strict=True):
             if not segment.start:
-                for layer in self.layers:
-                    layer.memory[segment.slot].zero_()
-                    layer.conv[segment.slot].zero_()
+                for tensor in self._view_states(segment.slot):
+                    tensor.zero_()
             self._standing[segment.slot] = Standing(base, segment.start - base)
         return bases
 
@@ -131,40 +147,39 @@ class RecurrentCache:
             yield
         for one in filter(step.settles, step.segments):
             stop = one.start + one.count
-            self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
+            # The last row of a step that decodes may be rolled back, so its state stands before that row.
+            last = stop if step.rows_only else stop - 1
+            self._standing[one.slot] = Standing(last - last % CHUNK, stop - last + last % CHUNK)
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
         segments = [*filter(step.settles, step.segments)]
         bases = [self._base(one.slot, one.start) for one in segments]
-        checkpoint_count = [
-            tensor[one.slot]
+        own = [
+            tensor
             for one, base in zip(segments, bases, strict=True)
             if one.start
-            for layer in self.layers
-            for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
-            if len(tensor)
+            for tensor in (self._view_slot(one.slot) if one.start > base else self._view_states(one.slot))
         ]
-        saved = [torch.empty_like(checkpoint) for checkpoint in checkpoint_count]
-        copy_together(saved, checkpoint_count)
+        saved = [tensor.clone() for tensor in own]
         try:
             yield
         except BaseException:
-            copy_together(checkpoint_count, saved)
+            copy_together(own, saved)
             for one, base in zip(segments, bases, strict=True):
                 self._standing[one.slot] = Standing(base, one.start - base)
             raise
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        if self._kernels is None or not self.layers:
+        if self._kernels is None or self._states is None or step.rows_only:
             return
         for segment, keep in zip(step.segments, kept, strict=True):
-            if step.settles(segment):
-                continue
-            base = self._base(segment.slot, segment.start)
+            base = self._standing[segment.slot].base
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
+            if rows < 0:
+                raise ValueError(f"slot {segment.slot} has its state at {base} already; {-rows} more rows are kept")
             if rows >= CHUNK:
-                self._kernels.advance_state(self.layers, segment.slot, base)
+                self._kernels.advance_state(self._states, segment.slot, base)
                 base = base + CHUNK
                 rows = rows - CHUNK
             self._standing[segment.slot] = Standing(base, rows)
@@ -173,8 +188,7 @@ class RecurrentCache:
 
     def copy(self, source: int, target: int) -> None:
         """Let slot `target` continue from wherever slot `source` may continue."""
-        tensors = [tensor for layer in self.layers for tensor in astuple(layer, recurse=False) if len(tensor)]
-        copy_together([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])
+        copy_together(self._view_slot(target), self._view_slot(source))
         self._standing[target] = self._standing[source]
 
     def keep(self, slot: int, checkpoint: int) -> None:
@@ -191,30 +205,39 @@ class RecurrentCache:
         return self.slots + checkpoint
 
     def _move(self, source: int, target: int) -> None:
-        copy_together(self._tensors(target), self._tensors(source))
+        copy_together(self._view_states(target), self._view_states(source))
 
-    def _tensors(self, slot: int) -> list[Tensor]:
-        """Return the tensors of a slot's state in the order of `specs`."""
-        return [tensor[slot] for layer in self.layers for tensor in (layer.conv, layer.memory)]
+    def _view_states(self, slot: int) -> list[Tensor]:
+        """Return the state of a slot or checkpoint, as two tensors `[layers, ...]`."""
+        return [] if self._states is None else [one[:, slot] for one in _exported(self._states.stacked)]
+
+    def _view_slot(self, slot: int) -> list[Tensor]:
+        """Return the state of a slot and the rows behind it, as tensors `[layers, ...]`."""
+        tensors = () if self._states is None else astuple(self._states.stacked, recurse=False)
+        return [tensor[:, slot] for tensor in tensors if tensor.numel()]
 
     def export(self, slot: int) -> NamedTensors:
         """Return copies of the slot's state on its device."""
-        own = self._tensors(slot)
-        copies = [torch.empty_like(tensor) for tensor in own]
-        copy_together(copies, own)
-        return {spec.name: tensor for spec, tensor in zip(self.specs, copies, strict=True)}
+        copies = [tensor.clone() for tensor in self._view_states(slot)]
+        of_layers = zip(*(one.unbind(0) for one in copies), strict=True)
+        return {spec.name: one for spec, one in zip(self.specs, chain.from_iterable(of_layers), strict=True)}
 
     def import_(self, slot: int, state: NamedTensors, at: int) -> None:
         """Write a state that `export` returned, of the first `at` rows. Raises ValueError for one that cannot be."""
         check_state(self.specs, state, at)
         given = [state[spec.name] for spec in self.specs]
-        copy_together(self._tensors(slot), given)
+        copy_together([tensor[slot] for layer in self.layers for tensor in _exported(layer)], given)
         hold_memory(given)
         self._standing[slot] = Standing(at)
 
     def close(self) -> None:
         """Give the memory back."""
-        self.layers.clear()
+        self._states = None
+
+
+def _exported(state: DeltaState) -> tuple[Tensor, Tensor]:
+    """Return the two tensors that are exported of a layer, in the order of `RecurrentCache.specs`."""
+    return state.conv, state.memory
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -15,46 +15,27 @@ state consists of rows 448 to 959. The slot may go on from any row from 960 to 1
 Rows have the same positions in a slot as in the sequence, so kernels read them as they read all rows. Where they are:
 
 * In host memory a slot has addresses for all of its rows, and rows before the window give their memory back.
-* On a GPU a slot's rows lie in pages of 64 rows, which a table lists. A page that is before the window becomes the
-  page of rows to come. A wide step takes pages that all slots share, and returns the same number (not the same pages)
-  when it is settled. Only wide steps take shared pages, and they run one after the other, so no two streams ever use
-  one page.
+* On a GPU a slot's rows lie in pages of 64 rows, which tables list (`window_pages.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.cache.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.cache.kv_cache import KvCache
 from adapters.models.decoder.cache.recurrent_cache import check_state, hold_memory
+from adapters.models.decoder.cache.window_pages import WindowPages, count_window_rows
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.interfaces.delta_interface import CHUNK
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.sequence_layout import TensorSpec
 
 _NOTHING = nullcontext()
-
-
-def count_window_rows(window: int) -> int:
-    """Return the rows that a slot has room for: its window in whole pages, settled rows behind it, and a narrow step.
-
-    The span begins `window` rows before a multiple of 64. Up to 63 settled rows and 64 new ones are behind that
-    multiple. A page has 64 rows, as few as a tile of keys, so little of it lies before the window.
-    """
-    return (-(-window // CHUNK) + 2) * CHUNK
-
-
-def count_shared_rows(bucket: int) -> int:
-    """Return the rows that all slots share, for steps of up to this many rows: those that a slot has no room for.
-
-    A slot has two pages behind its window. Several prompts in one step need no more than one that is as long.
-    """
-    return max(0, -(-(CHUNK - 1 + bucket) // CHUNK) - 2) * CHUNK
 
 
 def find_span(part: Sequence[Segment]) -> Segment:
@@ -67,21 +48,19 @@ def find_span(part: Sequence[Segment]) -> Segment:
 class WindowShape:
     """The rows of the layers with a window: key heads, numbers of a head, and the window, alike in all of them.
 
-    tree_obstacle: why steps cannot have trees, as in `PositionalStates`.
+    tree_obstacle: why steps cannot have trees, as in `PositionalStates`. lasting: indices of the layers whose rows are
+    read after their own attention, until a step ends.
     """
 
     heads: int
     width: int
     window: int
     tree_obstacle: str = ""
+    lasting: tuple[int, ...] = ()
 
 
-class WindowPages(PagedKvCache):
-    """Rows in pages that move along with the windows of their slots.
-
-    `_pages[slot][i]` is the page of rows 64 i to 64 i + 63; 0 if none. An entry whose page was taken away keeps its old
-    number. No kernel reads through either.
-    """
+class WindowMemory(KvCache):
+    """Rows in host memory. Rows before a slot's window give their memory back, in a chunk layer by layer."""
 
     page = CHUNK
 
@@ -90,55 +69,15 @@ class WindowPages(PagedKvCache):
         names: Sequence[str],
         shape: tuple[int, int, int, int],
         *,
-        own: int,
-        shared: int,
+        lasting: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """own, shared: pages of each slot, and of all slots together."""
-        slots = shape[0]
-        super().__init__(names, shape, dtype=dtype, device=device, pages=slots * own + shared)
-        self._own = own
-        self._pages = [[0] * len(pages) for pages in self._pages]
-        self.table.zero_()
-        self._unused_pages = [list(range(slot * own, (slot + 1) * own)) for slot in range(slots)]
-        self._shared = list(range(slots * own, self.pages))
-        self._placed: list[dict[int, int]] = [{} for _ in range(slots)]
-
-    def make_room(self, slot: int, start: int, stop: int) -> None:
-        """Take the pages of all rows before `start` away, then give the slot pages for rows `[start, stop)`."""
-        first = start // self.page
-        placed = self._placed[slot]
-        unused = self._unused_pages[slot]
-        for number in [number for number in placed if number < first]:
-            unused.append(placed.pop(number))
-        new = [number for number in range(first, -(-stop // self.page)) if number not in placed]
-        for number in new:
-            placed[number] = self._pages[slot][number] = unused.pop() if unused else self._shared.pop()
-        if new:
-            listed = self._pages[slot][new[0] : new[-1] + 1]
-            self.table[slot, new[0] : new[-1] + 1] = torch.tensor(listed, dtype=torch.int32)
-
-    def keep_only(self, slot: int, start: int, stop: int) -> None:
-        """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
-        placed = self._placed[slot]
-        unused = self._unused_pages[slot]
-        for number in [number for number in placed if not start // self.page <= number < -(-stop // self.page)]:
-            unused.append(placed.pop(number))
-        while len(placed) + len(unused) > self._own:
-            self._shared.append(unused.pop())
-
-
-class WindowMemory(KvCache):
-    """Rows in host memory. Rows before a slot's window give their memory back."""
-
-    page = CHUNK
-
-    def __init__(
-        self, names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+        """lasting: as in `WindowPages`."""
         super().__init__(names, shape, dtype=dtype, device=device)
         self._held = [range(0)] * shape[0]  # for each slot the pages that may have memory
+        self._leaving = dict[int, range]()  # for each slot in a chunk the pages that no layer needs once it has run
+        self._lasting = frozenset(lasting)
 
     def make_room(self, slot: int, start: int, stop: int) -> None:
         """Note that these rows will have memory. It comes as they are written. No row loses its memory here."""
@@ -146,22 +85,39 @@ class WindowMemory(KvCache):
         first = min(held.start, start // self.page) if held else start // self.page
         self._held[slot] = range(first, max(held.stop, -(-stop // self.page)))
 
+    def move_window(self, slot: int, start: int, stop: int, later: int) -> None:
+        """Make room for a chunk that ends at row `stop`. start, later: as in `WindowPages.move_window`."""
+        self.make_room(slot, start, stop)
+        self._leaving[slot] = range(self._held[slot].start, later // self.page)
+
+    def finish_layer(self, layer: int) -> None:
+        """Give the memory of rows back that a layer needs no more once it has run."""
+        if layer not in self._lasting:
+            for slot, gone in self._leaving.items():
+                self._give_back(((slot, number) for number in gone), range(layer, layer + 1))
+
+    def fill_pages(self, layer: int, slot: int, start: int, rows: Tensor) -> None:
+        """Write rows of one layer from `start` on, `[parts, KV, rows, hd]`."""
+        self.put_bytes(layer, slot, start, rows)
+
     def keep_only(self, slot: int, start: int, stop: int) -> None:
         """Give the memory of rows outside `[start, stop)` back."""
         held = self._held[slot]
         kept = range(max(held.start, start // self.page), min(held.stop, -(-stop // self.page)))
         self._give_back((slot, number) for number in held if number not in kept)
         self._held[slot] = kept or range(0)
+        self._leaving.pop(slot, None)
 
 
 class WindowRows:
     """The rows of layers with a window, of every slot, and `checkpoint_count` for more states.
 
-    layers: keys and values of each layer, as kernels read them; table: the pages of them, if there are any.
+    layers: keys and values of each layer, as kernels read them. A table of pages belongs to them on a GPU.
     """
 
     block = CHUNK
     commits_per_segment = False
+    survives_failure = False
 
     def __init__(
         self,
@@ -184,11 +140,17 @@ class WindowRows:
         size = (slots, shape.heads, capacity, shape.width)
         self._rows: WindowPages | WindowMemory
         if paged:
-            own = count_window_rows(shape.window) // CHUNK
-            shared = count_shared_rows(bucket) // CHUNK
-            self._rows = WindowPages(names, size, own=own, shared=shared, dtype=dtype, device=device)
+            self._rows = WindowPages(
+                names,
+                size,
+                window=shape.window,
+                bucket=bucket,
+                lasting=shape.lasting,
+                dtype=dtype,
+                device=device,
+            )
         else:
-            self._rows = WindowMemory(names, size, dtype, device)
+            self._rows = WindowMemory(names, size, lasting=shape.lasting, dtype=dtype, device=device)
         self.specs: tuple[TensorSpec, ...] = self._rows.spec.tensor_specs(shape.window)
         kept = (checkpoint_count, len(names), 2, shape.heads, shape.window, shape.width)
         self._kept = torch.zeros(kept, dtype=dtype, device=device)
@@ -198,10 +160,6 @@ class WindowRows:
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         return self._rows.layers
-
-    @property
-    def table(self) -> Tensor | None:
-        return self._rows.table
 
     @property
     def cache(self) -> KvCache:
@@ -236,15 +194,30 @@ class WindowRows:
                 raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
         for span in spans:
             self._settle(span.slot, span.start)
-            self._rows.make_room(span.slot, self._first_row(span.slot), span.start + span.count)
-        return tuple(self._settled[segment.slot][0] for segment in step.segments)
+        bases = tuple(self._settled[segment.slot][0] for segment in step.segments)
+        with self.restoring(step):
+            for span in spans:
+                self._make_room(step, span)
+        return bases
+
+    def _make_room(self, step: Step, span: Segment) -> None:
+        """Make room for new rows of a slot. During a chunk the slot has no state, since layers move their windows."""
+        first = self._first_row(span.slot)
+        stop = span.start + span.count
+        if step.settles(span):
+            self._settled[span.slot] = (0, 0)
+            self._rows.move_window(span.slot, first, stop, self._find_first(stop))
+        else:
+            self._rows.make_room(span.slot, first, stop)
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
         """Return a context for a forward. All rows of a step of rows only are settled when it ends."""
         return self._settling(step) if any(map(step.settles, step.segments)) else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
-        """Return a context that forgets the rows of a step of rows only if it fails, here or in a later shard."""
+        """Return a context in which a step of rows only takes the states of its slots with it if it fails, here or in
+        a later shard: the windows before it are gone.
+        """
         return self._restoring(step) if any(map(step.settles, step.segments)) else _NOTHING
 
     @contextmanager
@@ -256,13 +229,17 @@ class WindowRows:
 
     @contextmanager
     def _restoring(self, step: Step) -> Iterator[None]:
-        before = [self._settled[one.slot] for one in step.segments]
         try:
             yield
         except BaseException:
-            for one, settled in zip(step.segments, before, strict=True):
-                self._settled[one.slot] = settled
+            for one in filter(step.settles, step.segments):
+                self._settle(one.slot, 0)
             raise
+
+    def finish_layer(self, layer: int) -> None:
+        """Note that a layer's attention has run. layer: its index in `layers`."""
+        if isinstance(self._rows, WindowMemory):
+            self._rows.finish_layer(layer)
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         for (segment, *_), keep in zip(step.parts, kept, strict=True):
@@ -276,7 +253,12 @@ class WindowRows:
         self._rows.keep_only(slot, self._first_row(slot), rows)
 
     def _first_row(self, slot: int) -> int:
-        return max(0, self._settled[slot][0] - self._window)
+        """Return the first row that the slot keeps."""
+        return self._find_first(self._settled[slot][1])
+
+    def _find_first(self, settled: int) -> int:
+        """Return the first row that a slot keeps which has this many settled rows."""
+        return max(0, settled - settled % CHUNK - self._window)
 
     # --- states ---
 
@@ -307,19 +289,19 @@ class WindowRows:
         """Copy the rows before the slot's base to `[layers, 2, heads, window, width]`."""
         base = self._settled[slot][0]
         first = self._first_row(slot)
-        window[..., : self._window - (base - first), :] = 0
-        for start, stop in self._rows.spans(first, base):
-            at = self._window - (base - start)
-            window[..., at : at + stop - start, :].copy_(self._rows.view(slot, start, stop))
+        rows = base - first
+        window[..., : self._window - rows, :] = 0
+        for layer in range(len(window) if rows else 0):
+            window[layer, ..., self._window - rows :, :].copy_(self._rows.read(layer, slot, first, base))
 
     def _put(self, slot: int, window: Tensor, base: int) -> None:
         """Let the slot have `base` settled rows, with the window before them taken from `window`."""
         self._settle(slot, base)
         first = self._first_row(slot)
         self._rows.make_room(slot, first, base)
-        for start, stop in self._rows.spans(first, base):
-            at = self._window - (base - start)
-            self._rows.view(slot, start, stop).copy_(window[..., at : at + stop - start, :])
+        rows = base - first
+        for layer in range(len(window) if rows else 0):
+            self._rows.fill_pages(layer, slot, first, window[layer, ..., self._window - rows :, :])
 
     def export(self, slot: int) -> NamedTensors:
         """Return the window before the slot's base, on its device."""

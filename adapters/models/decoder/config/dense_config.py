@@ -14,7 +14,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
-from adapters.models.decoder.cache.window_rows import count_shared_rows, count_window_rows
+from adapters.models.decoder.cache.window_pages import count_shared_rows, count_window_rows
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.layers.attention_layer import (
     list_attention_matrices,
@@ -164,19 +164,30 @@ class DenseConfig:
         own = range(self.num_layers) if layers is None else layers
         count = self.recurrent_layers(own)
         held, checkpoint = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1))) if count else (0, 0)
-        windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in self._window_shapes(own)]
+        shapes = [self.shape_of(layer) for layer in self.list_windowed(own)]
+        windows = [(shape.row_bytes(dtype), shape.traits.window) for shape in shapes]
         rows = sum(size * count_window_rows(window) for size, window in windows)
         return count * held + rows, count * checkpoint + sum(size * window for size, window in windows)
 
     def shared_bytes(self, dtype: torch.dtype, bucket: int, layers: range | None = None) -> int:
         """Return the bytes of rows that all slots share: those of a step of this many rows in layers with a window."""
         own = range(self.num_layers) if layers is None else layers
-        return count_shared_rows(bucket) * sum(shape.row_bytes(dtype) for shape in self._window_shapes(own))
+        windowed = self.list_windowed(own)
+        if not windowed:
+            return 0
+        rows = count_shared_rows(bucket, len(windowed), len(self.list_lasting(own)))
+        return rows * self.shape_of(windowed[0]).row_bytes(dtype)
 
-    def _window_shapes(self, layers: range) -> list[DenseConfig]:
-        """Return the shapes of the layers that keep the rows of their windows alone."""
-        attending = [self.shape_of(layer) for layer in self._list_kept(layers) if not self.recurrent(layer)]
-        return [shape for shape in attending if shape.traits.keeps_window]
+    def list_windowed(self, layers: range) -> tuple[int, ...]:
+        """Return the layers that keep the rows of their windows alone in a shard of these layers."""
+        attending = [layer for layer in self._list_kept(layers) if not self.recurrent(layer)]
+        return tuple(layer for layer in attending if self.shape_of(layer).traits.keeps_window)
+
+    def list_lasting(self, layers: range) -> tuple[int, ...]:
+        """Return those of `list_windowed` whose rows are read after their own attention, here or in the next shard."""
+        sources = {self.shape_of(layer).traits.source for layer in layers if not self.recurrent(layer)}
+        read = {*self.list_borrowed(layers.start), *self.list_borrowed(layers.stop), *sources}
+        return tuple(layer for layer in self.list_windowed(layers) if layer in read)
 
     def _layer_state(self, slots: int, checkpoints: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None

@@ -96,7 +96,7 @@ class TreeAttention:
     def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
         count = sum(piece.segment.count for piece in pieces)
         if number == len(self._batches):
-            self._batches.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
+            self._batches.append(Batch(self.bucket, self.flat.device))
         batch = self._batches[number]
         batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
         self.kernels.prepare_step(batch)
@@ -119,11 +119,13 @@ class TreeAttention:
         else:
             q = self.kernels.rotate_store(heads, prep, self.rope, self.flat, k, v)
         q = scale_queries(q, self.rope, self.flat)
+        pages = self.cache.find_table(number)
         for wave in self.waves:
             for piece in wave.pieces:
                 rows = slice(piece.row, piece.row + piece.segment.count)
                 self.cache.put(number, piece.segment.slot, piece.segment.start, k[0, :, rows], v[0, :, rows])
-            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch, rule)
+            batch = wave.batch.with_pages(pages)
+            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, batch, rule)
             out = torch.zeros_like(found) if out is None else out
             out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
         assert out is not None

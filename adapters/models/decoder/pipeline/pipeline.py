@@ -42,7 +42,7 @@ class Pipeline:
         )
         stateful = [part.states for part in parts if part.states.specs]
         self.rows = SplitRows(self._parts)
-        self.states = SplitStates(stateful, self._parts[0].states)
+        self.states = SplitStates(stateful, self._parts[0].states, is_split=len(self._parts) > 1)
         self._embedding: Tensor | None = None  # a copy on the device of the head, if the first shard has another device
         self._waves = Waves(self._parts, self.spec.device)
 

@@ -59,11 +59,12 @@ class SplitStates:
     """The positional states of slots over all parts that have any.
 
     Raises ValueError if parts keep their states at different multiples. Where no part has states, `default` says what
-    the block is.
+    the block is. is_split: there are several shards. A chunk may fail in one of them when another has settled it.
     """
 
     parts: Sequence[PositionalStates]
     default: PositionalStates
+    is_split: bool
     specs: tuple[TensorSpec, ...] = field(init=False)
     block: int = field(init=False)
     checkpoint_count: int = field(init=False)
@@ -82,6 +83,10 @@ class SplitStates:
     @property
     def tree_obstacle(self) -> str:
         return next(filter(None, (part.tree_obstacle for part in self.parts)), "")
+
+    @property
+    def survives_failure(self) -> bool:
+        return not self.is_split and all(part.survives_failure for part in self.parts)
 
     def copy(self, source: int, target: int) -> None:
         for part in self.parts:

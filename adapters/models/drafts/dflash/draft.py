@@ -108,10 +108,6 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     def config(self) -> DFlashConfig:
         return self._config
 
-    @property
-    def can_branch(self) -> bool:
-        return self._config.parts.selector is None and self._config.parts.markov is None
-
     # --- forwards ---
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:  # noqa: ARG002
@@ -245,7 +241,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         It reads the hidden states that `target` leaves. None if the library cannot run all of it. The same pass is
         returned until the weights are offloaded.
         """
-        if not self.can_branch or not self._config.parts.scale.is_plain:
+        if self._config.parts.is_corrected or not self._config.parts.scale.is_plain:
             return None
         rows = self._sizes.count_rows(count)
         if (rows, target) not in self._draft_passes:

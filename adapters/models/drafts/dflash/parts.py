@@ -133,6 +133,11 @@ class DraftParts:
     def name(self) -> str:
         return "DFlash 2" if self.selector is not None else "DSpark" if self.markov is not None else "DFlash"
 
+    @property
+    def is_corrected(self) -> bool:
+        """Does a proposal depend on the one before it?"""
+        return self.selector is not None or self.markov is not None
+
     def list_tensors(self, hidden: int) -> Sizes:
         """Return the names and shapes of the tensors that are outside of layers."""
         part = self.selector or self.markov

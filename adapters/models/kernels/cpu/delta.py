@@ -12,7 +12,6 @@ functions that run on whole vectors (`apply_in_vectors`). Decays are added up on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -31,6 +30,7 @@ from adapters.models.kernels.interfaces.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    LayerStates,
     make_row_state,
 )
 from adapters.models.kernels.interfaces.product_list import BATCHED, NATIVE, ProductPlan, UnprovenProductError
@@ -229,8 +229,8 @@ class CpuDelta:
         keys = (repeat_for_values(frame.keys, shape.group) * kept[:, :CHUNK].unsqueeze(2)).transpose(1, 2).contiguous()
         return memory * kept[:, CHUNK:].unsqueeze(2) + self._multiply(shape, keys, frame.deltas)
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        for state in states:
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
+        for state in states.layers:
             memory = state.memory[slot]
             shape = DeltaShape(state.keys.shape[1], len(memory), memory.shape[1], memory.shape[2])
             memory.copy_(self._next_state(shape, memory, ChunkRows.in_rings(state, slot, base // CHUNK)))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.experts import NativeExperts, collect_experts, run_experts
+from adapters.models.kernels.cpu.native.experts import (
+    NativeExperts,
+    choose_experts,
+    collect_experts,
+    run_experts,
+)
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.packed import list_native
 from adapters.models.kernels.expert_sums import route_rows, sum_experts
@@ -16,6 +22,14 @@ from adapters.models.kernels.interfaces.experts_interface import (
     GatedWeights,
     PackedProducts,
 )
+
+EXPECTED_NS = 1_000_000  # that threads spin which expect experts: longer than a GPU takes for the layer before
+
+
+def expect_experts(native: NativeProducts | None) -> None:
+    """Wake the library's threads, because experts are computed soon."""
+    if native is not None:
+        native.compiled.code.rekindle_expect_loop(EXPECTED_NS)
 
 
 def stack_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
@@ -40,5 +54,6 @@ def sum_cpu_experts(
     each = experts.each
     if native is None or native.to is None or not isinstance(each, NativeExperts):
         return sum_experts(kernels, x, experts, rows, padded, deciding=deciding)
-    chosen, weights, gates = route_rows(kernels, x if deciding is None else deciding, experts, rows)
+    decided = x if deciding is None else deciding
+    chosen, weights, gates = route_rows(kernels, decided, experts, rows, partial(choose_experts, native))
     return run_experts(native, x, each, chosen, weights), gates

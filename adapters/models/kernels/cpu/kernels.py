@@ -27,7 +27,7 @@ from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention
 from adapters.models.kernels.cpu.delta import CpuDelta
-from adapters.models.kernels.cpu.experts import stack_experts, sum_cpu_experts
+from adapters.models.kernels.cpu.experts import expect_experts, stack_experts, sum_cpu_experts
 from adapters.models.kernels.cpu.heads import CpuHeads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
@@ -168,8 +168,6 @@ class CpuKernels:
     def make_batched_rule(self) -> CpuDelta:
         return CpuDelta(None)
 
-    # --- what is proven of them ---
-
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
         return prove(self, products, known)
 
@@ -234,11 +232,13 @@ class CpuKernels:
         rows = sum(segment.count for segment in batch.segments)
         return finish_experts(self, x, experts, *self.sum_experts(x, experts, rows, deciding))
 
+    def expect_experts(self) -> None:
+        expect_experts(self._native)
+
     def sum_experts(
         self, x: Tensor, experts: Experts, rows: int, deciding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        padded = self._pad_row_count
-        return sum_cpu_experts(self, self._native, x, experts, rows, padded, deciding=deciding)
+        return sum_cpu_experts(self, self._native, x, experts, rows, self._pad_row_count, deciding=deciding)
 
     def _pad_row_count(self, rows: int) -> int:
         """Return the smallest row count of a step that holds this many rows: products of such steps are proven."""
@@ -336,8 +336,7 @@ class CpuKernels:
         if self._plan is None:
             return body()
         narrow, wide = self._plan.threads
-        threads = torch.get_num_threads()
-        if threads != wide:
+        if (threads := torch.get_num_threads()) != wide:
             raise UnprovenProductError(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()

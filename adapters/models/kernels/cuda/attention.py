@@ -20,20 +20,19 @@ from adapters.models.kernels.cuda.descriptors import (
     page_size,
 )
 from adapters.models.kernels.cuda.packed_rows import row_kind, turn_back
+from adapters.models.kernels.cuda.step_tiles import TileKind, TilePlanner
 from adapters.models.kernels.cuda.tiles import (
     KV_TILE,
-    StepTiles,
     choose_tiles,
     count_parts,
     count_shares,
     round_up_to_power,
-    rows_to_plan,
 )
 from adapters.models.kernels.formats.row_format import format_of
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import ALONE, NARROW
 from adapters.models.kernels.step_batch import Batch, BlockBatch
-from adapters.models.kernels.triton import attention, rows
+from adapters.models.kernels.triton import attention
 from adapters.models.kernels.triton import block_attention as block
 from adapters.models.kernels.triton.hopper import hopper_attention, hopper_chain
 from adapters.models.kernels.triton_launch import launch
@@ -57,8 +56,7 @@ class CudaAttention:
     """Attention of one shard. Scratch memory is kept for good, because recorded graphs hold its address.
 
     processors: of the device. shared: bytes of shared memory that a program may have. hopper: the kernels for Hopper
-    may run, which load keys and values ahead. planned_bodies: names of the bodies that have read the step's tiles.
-    running: the body that runs now.
+    may run, which load keys and values ahead.
     """
 
     device: torch.device
@@ -66,13 +64,13 @@ class CudaAttention:
     shared: int
     pdl: bool | None
     hopper: bool = False
-    running: str = ""
-    planned_bodies: set[str] = field(init=False, factory=set)
+    planner: TilePlanner = field(init=False)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
     _counts: dict[int, Tensor] = field(init=False, factory=dict)
     _usual: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.planner = TilePlanner(self.device, self.pdl, SPLIT)
         self._usual = torch.zeros(1, device=self.device)
 
     def _options(self, warps: int) -> dict[str, Any]:
@@ -107,7 +105,10 @@ class CudaAttention:
         if chained and share == 1 and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
-        tiles = self._step_tiles(batch, query_tile // padded, slots)
+        ahead = not chained and share == 1 and self._can_run_ahead(q, k_cache, rule, (64, 128))
+        of_tile = query_tile // padded
+        shares = ahead and batch.bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
+        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares), slots)
         limit = len(tiles)
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
         shape |= {"PAGE": page_size(k_cache, batch)}
@@ -126,7 +127,6 @@ class CudaAttention:
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if size <= 128 else 8
-        ahead = share == 1 and self._can_run_ahead(q, k_cache, rule, (64, 128))
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
@@ -170,7 +170,7 @@ class CudaAttention:
         group = heads // kv
         options = CHAIN_AHEAD[head]
         consumers = options["CONSUMERS"]
-        tiles = self._step_tiles(batch, consumers * (64 // group), slots)
+        tiles = self.planner.find_tiles(batch, TileKind(consumers * (64 // group)), slots)
         launch(
             hopper_chain.attend_chain_ahead,
             (len(tiles) * kv,),
@@ -308,43 +308,3 @@ class CudaAttention:
         if kv not in self._counts:
             self._counts[kv] = torch.zeros(ALONE, kv, dtype=torch.int32, device=self.device)
         return self._counts[kv]
-
-    def _step_tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
-        """Return the step's tiles. Kernels read them without waiting for the kernel before, so they must exist long
-        before.
-        """
-        plan: StepTiles = batch.plan
-        if tile not in plan.tiles:
-            limit = min(batch.bucket, count_parts(batch.bucket, tile) + slots + 1)
-            plan.tiles[tile] = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
-        if tile not in plan.fresh:
-            self._plan_tiles(batch, tile)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        self.planned_bodies.add(self.running)
-        return plan.tiles[tile]
-
-    def plan_tiles(self, batch: Batch) -> None:
-        """Compute the step's tiles on the device, of every size that was asked for so far."""
-        for tile in batch.plan.tiles:
-            self._plan_tiles(batch, tile)
-
-    def _plan_tiles(self, batch: Batch, tile: int) -> None:
-        plan: StepTiles = batch.plan
-        limit = len(plan.tiles[tile])
-        launch(
-            rows.plan_tiles,
-            (1,),
-            batch.slots,
-            batch.positions,
-            plan.tiles[tile],
-            batch.bucket,
-            limit,
-            TILE=tile,
-            SPLIT=SPLIT,
-            ROWS=rows_to_plan(batch.bucket),
-            num_warps=4,
-        )
-        if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
-            self._usual.abs_()
-        plan.fresh.add(tile)

@@ -7,7 +7,6 @@ in every step, and computing costs less than reading would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ import triton
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.cuda.delta_plan import ChunkPlan, FactorScratch
+from adapters.models.kernels.cuda import delta_launches
+from adapters.models.kernels.cuda.delta_launches import AT_ONCE, describe_heads
+from adapters.models.kernels.cuda.delta_plan import FIELDS, ChunkPlan, FactorScratch, plan_advance
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.interfaces.delta_interface import (
     BLOCK,
@@ -25,20 +26,20 @@ from adapters.models.kernels.interfaces.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    LayerStates,
     make_raw_state,
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.triton import delta, delta_rows
+from adapters.models.kernels.triton import delta, delta_factor, delta_rows
 from adapters.models.kernels.triton.hopper import hopper_delta
 from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
-FIELDS = 8  # numbers of a chunk in the plan
 TILE = 64  # values of a head in one program
-AT_ONCE = 8  # heads of a program that works on single rows
 NONE, ALL, SOME = range(3)  # segments of a step that settle
 WALK_STAGES = 2  # chunks that Hopper's kernel has in shared memory or on their way there
+ADVANCED_LAYERS = 16  # whose states one launch moves: their factors take as much memory as those of 16 decode rows
 CONVOLVED_ROWS = 8  # rows that a program of a wide step convolves: it reads the taps, the larger part, once
 # Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
 PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
@@ -92,7 +93,7 @@ class CudaDelta:
             AT_ONCE=AT_ONCE,
             ROWS=rows,
             ROLLS=not batch.settles,
-            **_head_constants(shape),
+            **describe_heads(shape),
             **self._options(4),
         )
         if batch.settles or batch.mixed:
@@ -102,9 +103,12 @@ class CudaDelta:
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
+        if batch.single and self._can_read_single(convolved, weights.shape):
+            wide = {"TILE": min(TILE, weights.shape.value_size), **self._wide_options(convolved)}
+            return delta_launches.read_single_rows(convolved, gates, weights, state, batch, wide)
         plan = self._step_chunks(batch, len(state.inputs))
         settles = SOME if batch.mixed else ALL if batch.settles else NONE
-        out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles)
+        out = self._run(convolved, gates, weights, state, (plan, batch.settled), settles, holds=batch.holds)
         if batch.settles or batch.mixed:
             self._keep_rows(convolved[:, weights.shape.keys :], state.keys, None, batch)
         return out
@@ -117,20 +121,22 @@ class CudaDelta:
         state: DeltaState,
         planned: tuple[ChunkPlan, Tensor],
         settles: int,
+        *,
+        holds: bool = False,
     ) -> Tensor:
-        """Launch the kernels. planned: the chunks, and by row of the step whether its segment settles."""
+        """Launch the kernels. planned: the chunks, and by row of the step whether its segment settles. holds: as in
+        `StateBatch`.
+        """
         plan, settled = planned
         shape = weights.shape
         limit = len(plan.chunks)
         segments = len(plan.runs) - 1
-        inputs, parts = PIECES[convolved.dtype]
-        scratch = self._scratch(limit, shape, parts)
-        read = CHUNK if settles == ALL else BLOCK
-        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts, "READ": read}
+        wide = self._wide_options(convolved)
+        scratch = self._scratch(limit, shape, wide["PARTS"])
+        sizes = describe_heads(shape) | {"READ": CHUNK if settles == ALL else BLOCK}
         scale = shape.key_size**-0.5
-        wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
         launch(
-            delta.factor,
+            delta_factor.factor,
             (limit, shape.value_heads),
             plan.chunks,
             convolved,
@@ -170,6 +176,7 @@ class CudaDelta:
             scale,
             TILE=tile,
             SETTLES=settles,
+            HOLDS=holds,
             WALKED=walks,
             **sizes,
             **wide,
@@ -190,6 +197,7 @@ class CudaDelta:
                 segments,
                 scale,
                 STAGES=WALK_STAGES,
+                HOLDS=int(holds),
                 enable_fp_fusion=False,
                 **{key: sizes[key] for key in ("KEY_HEADS", "HEADS", "DV")},
                 **self._options(4),
@@ -200,6 +208,14 @@ class CudaDelta:
         """Return whether Hopper's kernel serves: a wide step in bfloat16, and heads that fill the tensor cores."""
         fills = shape.key_size in (64, 128) and shape.value_size in (64, 128)
         return self.hopper and len(convolved) > NARROW and convolved.dtype == torch.bfloat16 and fills
+
+    def _can_read_single(self, convolved: Tensor, shape: DeltaShape) -> bool:
+        """Return whether the kernel for single rows serves. It is proven for these heads, on Hopper.
+
+        Compiled for keys of 64 by Triton 3.6, it returned other numbers.
+        """
+        fills = shape.key_size == 128 and shape.value_size in (64, 128)
+        return self.hopper and convolved.dtype == torch.bfloat16 and fills
 
     def _keep_rows(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
         plan = self._step_chunks(batch, len(ring))
@@ -217,66 +233,40 @@ class CudaDelta:
             rows.stride(0),
             WIDTH=width,
             EDGE=edge is not None,
+            HOLDS=batch.holds,
             BLOCK=block,
             **self._options(4),
         )
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        """Run a settled step of no rows over a whole chunk that is in the rings."""
-        # In pinned memory, so that the host does not wait for earlier steps. Nothing is new, so no row settles.
-        numbers = torch.tensor([0, 0, slot, base, CHUNK, 0, 0, 0, 0, 1, 0, 0], dtype=torch.int32)
-        if self.device.type == "cuda":
-            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        plan = ChunkPlan(numbers[:FIELDS].view(1, FIELDS), numbers[FIELDS:].view(2, 2), numbers)  # no walks
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
+        """Run settled steps of no rows over a whole chunk that is in the rings, for some layers in each launch.
+
+        The slot of a layer is one of the slots of all layers to the kernels.
+        """
+        whole = states.whole
+        heads, key_size, value_size = whole.memory.shape[1:]
+        shape = DeltaShape((whole.keys.shape[2] - heads * value_size) // key_size, heads, key_size, value_size)
+        nothing = whole.keys.new_empty(0, shape.channels)
+        unread = DeltaWeights(shape, whole.decays, whole.decays, whole.decays)  # by rows that are not new
         unsettled = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for plan in plan_advance(states, slot, base, ADVANCED_LAYERS):
+            self._run(nothing, nothing, unread, whole, (plan, unsettled), ALL)
         last = base % RING + CHUNK
-        for state in states:
-            _, heads, key_size, value_size = state.memory.shape
-            keys = (state.keys.shape[2] - heads * value_size) // key_size
-            shape = DeltaShape(keys, heads, key_size, value_size)
-            nothing = state.keys.new_empty(0, shape.channels)
-            unread = DeltaWeights(shape, state.decays, state.decays, state.decays)  # by rows that are not new
-            self._run(nothing, nothing, unread, state, (plan, unsettled), ALL)
-            state.conv[slot] = state.inputs[slot, last - TAPS + 1 : last]
+        states.stacked.conv[:, slot] = states.stacked.inputs[:, slot, last - TAPS + 1 : last]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, heads, size = x.shape
-        out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
-        launch(
-            delta_rows.gated_norm,
-            (rows, triton.cdiv(heads, AT_ONCE)),
-            x,
-            gate,
-            weight,
-            out,
-            gate.stride(0),
-            eps,
-            HEADS=heads,
-            DV=size,
-            AT_ONCE=AT_ONCE,
-            **self._options(4),
-        )
-        return out
+        return delta_launches.normalize_and_gate(x, gate, weight, eps, self._options(4))
 
     def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        rows, width = x.shape
-        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        launch(
-            delta_rows.gate,
-            (rows, triton.cdiv(width, 1024)),
-            x,
-            gate,
-            out,
-            x.stride(0),
-            gate.stride(0),
-            width,
-            BLOCK=1024,
-            **self._options(4),
-        )
-        return out
+        return delta_launches.apply_gate(x, gate, self._options(4))
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
+
+    def _wide_options(self, convolved: Tensor) -> dict[str, Any]:
+        """Return the options of kernels that multiply whole chunks. Nothing may change the order of their sums."""
+        inputs, parts = PIECES[convolved.dtype]
+        return {"INPUTS": inputs, "PARTS": parts, "enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
 
     def _scratch(self, limit: int, shape: DeltaShape, parts: int) -> FactorScratch:
         key = (triton.next_power_of_2(limit), shape.value_heads, parts, shape.key_size)
@@ -335,7 +325,3 @@ class CudaDelta:
             num_warps=4,
         )
         self._stale = False
-
-
-def _head_constants(shape: DeltaShape) -> dict[str, int]:
-    return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}

@@ -25,7 +25,8 @@ from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
-from adapters.models.kernels.cuda.tiles import KV_TILE, StepTiles, count_parts, round_up_to_power
+from adapters.models.kernels.cuda.step_tiles import StepTiles
+from adapters.models.kernels.cuda.tiles import KV_TILE, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
 from adapters.models.kernels.expert_sums import run_experts
 from adapters.models.kernels.formats.row_format import LIMITS, as_bytes, format_of
@@ -310,15 +311,18 @@ class TritonKernels:
     def launch(self, name: str, batch: Batch, body: Callable[[], T], *, piece: str = "") -> T:
         def run_planned() -> T:
             batch.plan.fresh.clear()
-            self._attention.running = name
+            self._attention.planner.running = name
             if isinstance(batch, StateBatch):
                 self.delta.begin_body(name, batch)
-            if name in self._attention.planned_bodies:
-                self._attention.plan_tiles(batch)
+            if name in self._attention.planner.planned_bodies:
+                self._attention.planner.plan_step(batch)
             return body()
 
-        merges = batch.plan.merges = batch.plan.merges and name in self._attention.planned_bodies
-        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=bool(piece))
+        if batch.plan is None:  # logits of rows that another bucket has computed
+            batch.plan = StepTiles()
+        merges = batch.plan.merges = batch.plan.merges and name in self._attention.planner.planned_bodies
+        shares_memory = bool(piece) or name in ("held", "mixed")  # these run on one thread only, one after the other
+        return self.graphs.run((name, piece, batch.bucket, merges), run_planned, shares_memory=shares_memory)
 
     def stop_recording(self) -> None:
         self.graphs.enabled = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.models.kernels.interfaces.layer_interface import NARROW
@@ -18,18 +18,6 @@ H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
 KV_TILE = 64  # keys of a tile of attention
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
-
-
-@define
-class StepTiles:
-    """The step's tiles of rows on the device, by the rows of a tile.
-
-    fresh: the sizes that the running body has computed already. merges: see `CudaAttention.merges_in_kernel`.
-    """
-
-    tiles: dict[int, Tensor] = field(factory=dict)
-    fresh: set[int] = field(factory=set)
-    merges: bool = False
 
 
 def choose_tiles(q: Tensor) -> tuple[int, int]:

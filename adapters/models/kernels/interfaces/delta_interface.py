@@ -18,11 +18,10 @@ rows back means forgetting them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
-from attrs import frozen
+from attrs import astuple, frozen
 from torch import Tensor
 
 from adapters.models.kernels.step import UNSETTLED
@@ -111,6 +110,26 @@ class DeltaState:
     factors: Tensor
 
 
+@frozen(eq=False)
+class LayerStates:
+    """The states of several layers, in tensors that they share: one launch copies a slot of all layers.
+
+    whole: one state with the slots of all layers, layer by layer. stacked: the same memory as `[layers, slots, ...]`.
+    layers: one state for each layer, which are views.
+    """
+
+    whole: DeltaState
+    stacked: DeltaState
+    layers: tuple[DeltaState, ...]
+
+    @classmethod
+    def of_layers(cls, whole: DeltaState, count: int) -> Self:
+        """Divide a state that was made with `count` times the slots and checkpoints of one layer."""
+        tensors = [one.view(count, len(one) // count, *one.shape[1:]) for one in astuple(whole, recurse=False)]
+        layers = zip(*(one.unbind(0) for one in tensors), strict=True)
+        return cls(whole, DeltaState(*tensors), tuple(DeltaState(*own) for own in layers))
+
+
 def make_row_state(
     shape: DeltaShape,
     slots: int,
@@ -171,7 +190,8 @@ class DeltaKernels(Protocol):
     rings. A segment that may be rolled back has at most 64 rows. It writes them into the rings and leaves memory and
     conv as they are. A segment that settles may have any number of rows. It moves memory and conv to the last multiple
     of 64 at or below its end, and writes at least the rows from there on. All segments settle if `batch.settles`.
-    Kernels that commit per segment also take batches in which some do (`batch.mixed`). Padded rows write nothing.
+    Kernels that commit per segment also take batches in which some do (`batch.mixed`), and batches in which those that
+    settle stop at the last multiple of 64 below their end (`batch.holds`). Padded rows write nothing.
     Rows of inputs may be columns of a wider tensor, so their stride is not their width.
     """
 
@@ -206,7 +226,7 @@ class DeltaKernels(Protocol):
         """
         ...
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
         """Move the slot's state in all layers from `base` to `base + 64`. Those rows are in the rings and settled.
 
         The result has the same bits as a settled step over these rows.

@@ -52,6 +52,10 @@ class ExpertKernels(PackingKernels, Protocol):
 
     def with_plan(self, plan: ProductPlan | None) -> ExpertKernels: ...
 
+    def expect_experts(self) -> None:
+        """Get ready for `sum_experts`, which will be called soon: wake the threads that compute experts."""
+        ...
+
     def sum_experts(
         self, x: Tensor, experts: Experts, rows: int, deciding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

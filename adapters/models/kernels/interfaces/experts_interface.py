@@ -193,12 +193,19 @@ def choose_experts(logits: Tensor, shape: ExpertsShape, correction: Tensor | Non
         logits = logits + correction
     grouped = shape if isinstance(shape, GroupedExpertsShape) else None
     chosen = _find_greatest(logits if grouped is None else _hide_groups(logits, grouped, 1), shape.chosen)
-    # Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
-    whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
-    weights = whole.softmax(1).gather(1, chosen)
+    weights = compute_softmax(logits).gather(1, chosen)
     if shape.is_normalized:
         weights = weights / add_in_order(weights).unsqueeze(1)
     return chosen, weights if grouped is None else weights * grouped.factor
+
+
+def compute_softmax(logits: Tensor) -> Tensor:
+    """Return the softmax of each row, perhaps with columns of zeros behind it.
+
+    Rows are padded to whole vectors of any processor. A logit of -inf adds nothing to the sum of a softmax.
+    """
+    padding = -logits.shape[1] % _VECTOR
+    return (torch.nn.functional.pad(logits, (0, padding), value=-torch.inf) if padding else logits).softmax(1)
 
 
 def _choose_by_sigmoid(logits: Tensor, shape: SigmoidExpertsShape, correction: Tensor | None) -> tuple[Tensor, Tensor]:

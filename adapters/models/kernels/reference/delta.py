@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -15,6 +13,7 @@ from adapters.models.kernels.interfaces.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    LayerStates,
     make_row_state,
 )
 from adapters.models.kernels.step_batch import StateBatch
@@ -100,8 +99,8 @@ class ReferenceDelta:
                     state.memory[slot] = memory
         return found
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        for state in states:
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
+        for state in states.layers:
             rows = slice(base % RING, base % RING + CHUNK)
             total = state.decays[slot, :, rows]
             weights = (total[:, -1:] - total).exp().unsqueeze(-1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.delta import CHUNK, FIELDS, RING, _load_chunk, _rows
+from adapters.models.kernels.triton.delta_factor import CHUNK, FIELDS, RING, _load_chunk, _rows
 
 
 @triton.jit
@@ -39,8 +39,9 @@ def plan_chunks(
 ):
     """Cut the step's segments at multiples of 64. One program, once a forward.
 
-    chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps. runs[s] =
-    the segment's first chunk and how many it has. The entry after the last possible run holds the number of real rows.
+    chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps, slot of the
+    state. runs[s] = the segment's first chunk and how many it has. The entry after the last possible run holds the
+    number of real rows.
     walks[w], for the segments that settle: its first chunk without rows in earlier steps, how many chunks follow from
     there on, their first row, slot, position of that row, and number of rows. The entry after the last possible walk
     holds the number of walks.
@@ -62,6 +63,7 @@ def plan_chunks(
     tl.store(chunks_ptr + chunk * FIELDS + 2, slot, opens)
     tl.store(chunks_ptr + chunk * FIELDS + 3, position // CHUNK * CHUNK, opens)
     tl.store(chunks_ptr + chunk * FIELDS + 4, position % CHUNK, opens)
+    tl.store(chunks_ptr + chunk * FIELDS + 5, slot, opens)
     c = tl.arange(0, LIMIT)
     unused = (c >= tl.sum(opens.to(tl.int32), 0)) & (c < chunk_limit)
     tl.store(chunks_ptr + c * FIELDS + 1, tl.zeros((LIMIT,), tl.int32), unused)
@@ -226,13 +228,15 @@ def store_settled_rows(
     stride,
     WIDTH: tl.constexpr,
     EDGE: tl.constexpr,
+    HOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Store the settled rows of each segment. One program handles one segment and BLOCK columns.
 
     Rows `[bucket, WIDTH]` after a segment's last multiple of 64 go into the ring `[slots, 128, WIDTH]`. If EDGE, the
-    three rows before that multiple go into edge `[slots, 3, WIDTH]`, from the step or else from the ring.
+    three rows before that multiple go into edge `[slots, 3, WIDTH]`, from the step or else from the ring. HOLDS: the
+    multiple is below the segment's end and not at it.
     """
     if PDL:
         gdc_launch_dependents()
@@ -246,7 +250,7 @@ def store_settled_rows(
     if tl.load(settled_ptr + row, number > 0, 0) != 0:
         row0, count, slot, base, old = _load_chunk(chunks_ptr + (first + number - 1) * FIELDS)
         ring, _came, step, is_new = _rows(rows_ptr, stride, ring_ptr, WIDTH, row0, count, slot, base, old)
-        complete = old + count == CHUNK
+        complete = (old + count == CHUNK) & (not HOLDS)
         if EDGE and (complete or number > 1):
             begin, _count, _slot, before, came = _load_chunk(chunks_ptr + first * FIELDS)
             at = base + tl.where(complete, CHUNK, 0) - 4 + tl.arange(0, 4)[:, None]

@@ -1,4 +1,4 @@
-"""Row-wise kernels in Triton: residual and norm, q/k norm with rotary and the cache write, and the attention plan.
+"""Row-wise kernels in Triton: residual and norm, q/k norm with rotary and the cache write.
 
 One program owns whole rows and reduces each along one axis with a fixed layout, so its bits depend on that row only.
 """
@@ -263,52 +263,3 @@ def rotate_store(
     at = (slot * KV + head - HEADS) * capacity + position
     _keep(k_ptr, k_scales, new_lo, new_hi, new_rest, at, kept & ~is_v, HALF, REST, PADDED, LIMIT)
     _keep(v_ptr, v_scales, raw_lo, raw_hi, raw_rest, at - KV * capacity, kept & is_v, HALF, REST, PADDED, LIMIT)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=["bucket", "tile_limit"])
-def plan_tiles(
-    slots_ptr,
-    positions_ptr,
-    tiles_ptr,
-    bucket,
-    tile_limit,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows).
-
-    tiles[t] = first row, rows, slot, first position (-1: padded rows), and the number of (tile, key split) pairs up to
-    and with t. Unused tiles have no rows. One program does it all, once a forward, so the host need not.
-    """
-    i = tl.arange(0, ROWS)
-    inside = i < bucket
-    position = tl.load(positions_ptr + i, inside, -1).to(tl.int32)
-    slot = tl.load(slots_ptr + i, inside, 0).to(tl.int32)
-    before = tl.load(positions_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
-    slot_before = tl.load(slots_ptr + i - 1, inside & (i > 0), -1).to(tl.int32)
-    follows = ((position >= 0) & (position == before + 1) & (slot == slot_before)) | ((position < 0) & (before < 0))
-    segment = tl.associative_scan(tl.where(follows & (i > 0), 0, i), 0, _larger)
-    opens = inside & ((i - segment) % TILE == 0)
-    tile = tl.cumsum(opens.to(tl.int32), 0) - 1
-    first = tl.associative_scan(tl.where(opens, i, 0), 0, _larger)
-    # A row is its tile's last when the row after it opens a tile; that row's facts are worked out the same way.
-    after = tl.load(positions_ptr + i + 1, i + 1 < bucket, -2).to(tl.int32)
-    slot_after = tl.load(slots_ptr + i + 1, i + 1 < bucket, -2).to(tl.int32)
-    goes_on = ((after >= 0) & (after == position + 1) & (slot == slot_after)) | ((after == -1) & (position < 0))
-    closes = inside & ~(goes_on & ((i + 1 - segment) % TILE != 0))
-    splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT, 0), 0)
-    used = tl.sum(opens.to(tl.int32), 0)
-    unused = (i >= used) & (i < tile_limit)
-    tl.store(tiles_ptr + i * 8 + 1, tl.zeros((ROWS,), tl.int32), unused)
-    tl.store(tiles_ptr + i * 8 + 4, tl.zeros((ROWS,), tl.int32) + tl.max(splits, 0), unused)
-    tl.store(tiles_ptr + tile * 8, i, opens)
-    tl.store(tiles_ptr + tile * 8 + 2, slot, opens)
-    tl.store(tiles_ptr + tile * 8 + 3, position, opens)
-    tl.store(tiles_ptr + tile * 8 + 1, i - first + 1, closes)
-    tl.store(tiles_ptr + tile * 8 + 4, splits, closes)

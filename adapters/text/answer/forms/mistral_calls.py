@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import define, evolve, field
 
@@ -23,9 +23,9 @@ class MistralCalls(JsonCalls):
     """Parses calls of which each has an opener of its own, or a list of calls behind one opener."""
 
     openers = (OPENER,)
-    controls = (OPENER, "[CALL_ID]", "[ARGS]")
+    controls: ClassVar[tuple[str, ...]] = (OPENER, "[CALL_ID]", "[ARGS]")
     marks = (OPENER,)
-    closers = (OPENER,)
+    closers: ClassVar[tuple[str, ...]] = (OPENER,)
     _is_listed: bool = field(default=False, init=False)  # the current call is an object with a name and arguments
 
     def parse_call(self) -> Parsing[None]:

@@ -3,81 +3,196 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from adapters.models.decoder.cache.kv_cache import KvCache
-from adapters.models.decoder.cache.window_rows import WindowRows, WindowShape, count_shared_rows, count_window_rows
+from adapters.models.decoder.cache.window_rows import WindowRows, WindowShape
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.decoder.layer_index import LayerIndex, build_rows, build_states
+from adapters.models.decoder.shard import ShardPlacement, ShardSpec
 from adapters.models.kernels.interfaces.delta_interface import CHUNK
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
+from effects.ids import PAGE
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import CHUNKS, LENGTH, computed, last_layer, same_sequence
-from tests.models.windowed import read_config
+from tests.models.windowed import FULL, GEMMA4, KEYS_AS_VALUES, SLIDING, parse_config, read_config
 
 # The 31B model has 50 layers with a window of 1024 rows, with 16 key heads of 256, and 10 full ones with 4 of 512.
-TOKENS, WINDOW, CHUNK_ROWS = 20_000, 1024, 1024
-SLIDING_ROW, FULL_ROW = 50 * 2 * 16 * 256, 10 * 2 * 4 * 512
+TOKENS, WINDOW = 20_000, 1024
+SHAPE_31B = {
+    "hidden_size": 5376,
+    "num_hidden_layers": 60,
+    "layer_types": [*[SLIDING] * 5, FULL] * 10,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "num_global_key_value_heads": 4,
+    "global_head_dim": 512,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 32768,
+}
+TABLE_ENTRY = 4  # bytes
 
 
-def test_rows_of_the_31b_layout_take_less_than_a_twentieth_more_than_the_arithmetic():
-    needed = WINDOW * SLIDING_ROW + TOKENS * FULL_ROW
-    in_pages = -(-TOKENS // KvCache.page) * KvCache.page
-    assert count_window_rows(WINDOW) * SLIDING_ROW + in_pages * FULL_ROW <= 1.05 * needed
-    assert count_shared_rows(CHUNK_ROWS) < CHUNK_ROWS
+class OnPages:
+    """What memory for rows needs to know of kernels of a GPU."""
+
+    is_paged = True
 
 
 @pytest.mark.parametrize(
-    ("slots", "chunk", "excess"), [(1, 1024, 36.7), (1, 256, 11.3), (4, 1024, 12.9), (8, 1024, 8.9), (16, 1024, 7.0)]
+    ("slots", "chunk", "excess"), [(1, 256, 5.0), (1, 1024, 5.0), (1, 2048, 5.0), (1, 4096, 5.6), (16, 1024, 5.0)]
 )
-def test_what_slots_share_is_most_of_what_they_take_more(slots, chunk, excess):
-    """The figures of docs/internals/cache-and-restore.md."""
-    needed = slots * (WINDOW * SLIDING_ROW + TOKENS * FULL_ROW)
-    in_pages = -(-TOKENS // KvCache.page) * KvCache.page
-    own = slots * (count_window_rows(WINDOW) * SLIDING_ROW + in_pages * FULL_ROW)
-    taken = own + count_shared_rows(chunk) * SLIDING_ROW
+def test_rows_of_the_31b_layout_take_a_twentieth_more_than_the_arithmetic(slots, chunk, excess):
+    """What is allocated on a GPU, what is estimated, and the figures of docs/internals/cache-and-restore.md."""
+    config = parse_config("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **SHAPE_31B})
+    dtype = torch.bfloat16
+    layers = range(config.num_layers)
+    index = LayerIndex(config, layers)
+    pages = slots * -(-TOKENS // PAGE)
+    how = {"slots": slots, "capacity": TOKENS, "buckets": (chunk,), "dtype": dtype, "device": torch.device("meta")}
+    spec = ShardSpec(layers=layers, vocab_size=config.vocab_size, **how)
+    placement = ShardPlacement(pages=pages, **how)
+    rows = build_rows(config, index, spec, placement, paged=True)
+    states = build_states(config, index, spec, placement, OnPages())
+    tables = TABLE_ENTRY * slots * (-(-TOKENS // PAGE) + len(index.windowed) * -(-TOKENS // CHUNK))
+    taken = rows.nbytes + states.nbytes
+    held, checkpoint = config.state_bytes(dtype, "cuda")
+    full_row = config.kv_bytes_per_token(dtype)
+    estimated = pages * PAGE * full_row + slots * held + config.shared_bytes(dtype, chunk)
+    assert estimated + tables <= taken <= estimated + 1.01 * tables
+    needed = slots * (checkpoint + TOKENS * full_row)
     assert round(100 * (taken / needed - 1), 1) == excess
-    assert f"{excess} %" in (Path(__file__).parents[4] / "docs/internals/cache-and-restore.md").read_text()
+    assert (taken <= 1.05 * needed) == (excess == 5.0)
+    row = f"| {slots} | {chunk} | {excess} % |"
+    assert row in (Path(__file__).parents[4] / "docs/internals/cache-and-restore.md").read_text()
 
 
-@pytest.mark.parametrize("window", [1, 48, 64, 65, 1000, 1024])
-@pytest.mark.parametrize("bucket", [64, 256, 1024])
-def test_a_slot_has_room_for_every_step(window, bucket):
-    """Whole chunks, steps that are rolled back, and several prompts in one step never want a page that is not there."""
-    draw = random.Random(window * bucket)
-    shape = WindowShape(1, 1, window)
-    slots = 3
-    how = {"checkpoint_count": 0, "dtype": torch.float32, "device": torch.device("cpu"), "paged": True}
-    rows = WindowRows(["layers.0"], shape, slots=slots, rows=(1 << 14, bucket), **how)
+def find_codes(rows: WindowRows, layer: int, slot: int, start: int, stop: int) -> torch.Tensor:
+    """Return the numbers that these rows have in the test below: of a key, and of its value."""
+    keys = torch.arange(start, stop) + ((slot * len(rows.layers) + layer) << 14)
+    return torch.stack((keys, keys + (1 << 22))).float()[:, None, :, None]
+
+
+def check_rows(rows: WindowRows, layer: int, slot: int, start: int, stop: int) -> None:
+    if start < stop:
+        assert torch.equal(rows.cache.read(layer, slot, start, stop), find_codes(rows, layer, slot, start, stop))
+
+
+@pytest.mark.parametrize(
+    ("window", "layers", "lasting"),
+    [(1, 1, ()), (48, 3, (0, 1)), (65, 3, (2,)), (1024, 1, ()), (1024, 12, ()), (290, 20, (7,))],
+)
+@pytest.mark.parametrize("bucket", [64, 1024])
+@pytest.mark.parametrize("paged", [False, True])
+def test_every_layer_reads_its_window_in_every_step(window, layers, lasting, bucket, paged):
+    """Whole chunks, steps that are rolled back, several prompts in one step, and steps that fail.
+
+    Rows are numbers that say whose they are. Layers write and read them in the order in which they run.
+    """
+    draw = random.Random(window * bucket + layers)
+    slots, capacity = 3, 1 << 12
+    how = {"checkpoint_count": 1, "dtype": torch.float32, "device": torch.device("cpu"), "paged": paged}
+    names = [f"layers.{layer}" for layer in range(layers)]
+    rows = WindowRows(names, WindowShape(1, 1, window, "", lasting), slots=slots, rows=(capacity, bucket), **how)
     at = [0] * slots
-    for _ in range(300):
-        chosen = draw.sample(range(slots), draw.randint(1, slots))
-        left = bucket
-        segments = []
-        rows_only = draw.random() < 0.5
-        for slot in chosen:
-            most = left if rows_only else min(left, UNSETTLED)
-            if most < 1 or at[slot] + most > 1 << 14:
-                continue
-            count = most if draw.random() < 0.3 else draw.randint(1, most)
-            segments.append(Segment(slot, at[slot], count))
-            left -= count
-        if not segments:
-            break
-        step = Step(tuple(segments), bucket, rows_only=rows_only)
+    furthest = 0
+    for _ in range(30):
+        step = draw_step(draw, at, bucket, capacity)
         rows.start(step)
+        if draw.random() < 0.1:
+            with pytest.raises(MemoryError), rows.settling(step):
+                run_layers(rows, step, window, lasting, stop=layers // 2 + 1)
+            forget_slots(rows, step, at)
+            continue
         with rows.settling(step):
-            pass
-        kept = [one.count if rows_only else draw.randint(0, one.count) for one in segments]
-        if not rows_only:
+            run_layers(rows, step, window, lasting)
+        kept = [one.count if step.rows_only else draw.randint(0, one.count) for one in step.segments]
+        if not step.rows_only:
             rows.commit(step, kept)
-        for one, keep in zip(segments, kept, strict=True):
+        for one, keep in zip(step.segments, kept, strict=True):
             at[one.slot] = one.start + keep
-    assert max(at) > bucket
+        if draw.random() < 0.2:
+            move_states(rows, draw, at)
+        furthest = max(furthest, *at)
+        for slot, settled in enumerate(at):
+            for layer in range(layers):
+                check_rows(rows, layer, slot, max(0, settled - settled % CHUNK - window), settled)
+    assert furthest > bucket
+
+
+def draw_step(draw: random.Random, at: list[int], bucket: int, capacity: int) -> Step:
+    """Return a step of some slots. A slot that is nearly full begins anew."""
+    rows_only = draw.random() < 0.5
+    segments = list[Segment]()
+    left = bucket
+    for slot in draw.sample(range(len(at)), draw.randint(1, len(at))):
+        most = left if rows_only else min(left, UNSETTLED)
+        if most < 1:
+            break
+        if at[slot] + most > capacity:
+            at[slot] = 0
+        count = most if draw.random() < 0.3 else draw.randint(1, most)
+        segments.append(Segment(slot, at[slot], count))
+        left -= count
+    return Step(tuple(segments), bucket, rows_only=rows_only)
+
+
+def run_layers(rows: WindowRows, step: Step, window: int, lasting: Sequence[int], stop: int | None = None) -> None:
+    """Write the step's rows of each layer, read what its attention reads, and finish it. stop: fail at this layer."""
+    for layer in range(len(rows.layers)):
+        if layer == stop:
+            break
+        for one in step.segments:
+            codes = find_codes(rows, layer, one.slot, one.start, one.start + one.count)
+            rows.cache.put(layer, one.slot, one.start, *codes)
+        for one in step.segments:
+            check_rows(rows, layer, one.slot, max(0, one.start - window + 1), one.start + one.count)
+        rows.finish_layer(layer)
+    if stop is not None:
+        raise MemoryError
+    for layer in lasting:
+        for one in step.segments:
+            check_rows(rows, layer, one.slot, max(0, one.start - window + 1), one.start + one.count)
+
+
+def forget_slots(rows: WindowRows, step: Step, at: list[int]) -> None:
+    """Note that a step failed: slots whose rows were to be settled have no state, and others are as they were."""
+    for one in step.segments:
+        if step.settles(one):
+            with pytest.raises(ValueError, match="nothing continues"):
+                rows.start(Step((Segment(one.slot, max(1, one.start), 1),), step.bucket))
+            at[one.slot] = 0
+
+
+def move_states(rows: WindowRows, draw: random.Random, at: list[int]) -> None:
+    """Copy a slot's rows to another one, or let it go on from a checkpoint of its state."""
+    source, target = draw.sample(range(len(at)), 2)
+    if draw.random() < 0.5:
+        rows.copy(source, target)
+        at[target] = at[source]
+        for layer in range(len(rows.layers)):
+            rename_rows(rows, layer, source, target, at[source])
+    else:
+        rows.keep(source, 0)
+        rows.load(0, source)
+        at[source] -= at[source] % CHUNK
+
+
+def rename_rows(rows: WindowRows, layer: int, source: int, target: int, settled: int) -> None:
+    """Give rows that a slot got from another one the numbers of its own. They must have those of the other one."""
+    window = rows.specs[0].shape[1]
+    start = max(0, settled - settled % CHUNK - window)
+    if start < settled:
+        assert torch.equal(
+            rows.cache.read(layer, target, start, settled), find_codes(rows, layer, source, start, settled)
+        )
+        rows.cache.put(layer, target, start, *find_codes(rows, layer, target, start, settled))
 
 
 def count_resident_bytes(cache: KvCache) -> int:
@@ -95,23 +210,35 @@ def count_resident_bytes(cache: KvCache) -> int:
 
 
 @pytest.mark.long
-def test_memory_of_a_long_sequence_is_within_a_twentieth_of_the_arithmetic():
-    """Measured: what the system has given to the rows of a model in the 31B's layout, after 20,000 tokens."""
+def test_memory_of_a_long_sequence_is_within_a_twentieth_of_the_arithmetic(monkeypatch):
+    """Measured: what the system has given to the rows of a model in the 31B's layout, up to 20,000 tokens.
+
+    It is measured in each layer of the last chunks as well, before the layer gives old rows back.
+    """
     config = read_config("gemma4, 31b layout")
     placement = ShardPlacement(slots=1, capacity=TOKENS, dtype=torch.float32)
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shard = DenseShard(config, weights, proven(config, torch.float32, TOKENS).copy_for_shard(), placement)
     tokens = tokens_of(TOKENS)
+    assert isinstance(shard.states, WindowRows)
+    windows = shard.states.cache
+    taken = list[int]()
+    finish_layer = WindowRows.finish_layer
+
+    def measure(states: WindowRows, layer: int) -> None:
+        if computed_rows > TOKENS - 2 * 256:
+            taken.append(count_resident_bytes(windows) + count_resident_bytes(shard.rows))
+        finish_layer(states, layer)
+
+    monkeypatch.setattr(WindowRows, "finish_layer", measure)
     computed_rows = 0
     while computed_rows < TOKENS:
         part = tokens[computed_rows : computed_rows + 256]
         shard.forward(Step((Segment(0, computed_rows, len(part)),), 256, rows_only=True), part)
         computed_rows += len(part)
-    assert isinstance(shard.states, WindowRows)
-    windows = shard.states._rows  # noqa: SLF001
     needed = WINDOW * windows.spec.token_bytes + TOKENS * shard.rows.spec.token_bytes
-    taken = count_resident_bytes(windows) + count_resident_bytes(shard.rows)
-    assert needed <= taken <= 1.05 * needed
+    taken.append(count_resident_bytes(windows) + count_resident_bytes(shard.rows))
+    assert needed <= taken[-1] <= max(taken) <= 1.05 * needed
     assert shard.memory()["kv"] <= 1.05 * (needed + CHUNK * shard.rows.spec.token_bytes)
 
 

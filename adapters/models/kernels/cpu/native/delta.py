@@ -7,7 +7,6 @@ state is one chain over its sequence, and rows that were taken back have never b
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -23,6 +22,7 @@ from adapters.models.kernels.interfaces.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    LayerStates,
     make_row_state,
 )
 from adapters.models.kernels.step import UNSETTLED
@@ -130,8 +130,8 @@ class NativeDelta:
         )
         return out
 
-    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        for state in states:
+    def advance_state(self, states: LayerStates, slot: int, base: int) -> None:
+        for state in states.layers:
             _, heads, size, width = state.memory.shape
             shape = DeltaShape(state.keys.shape[1], heads, size, width)
             _check_state(state, shape)

@@ -10,16 +10,24 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, overload
 
-import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
-from adapters.models.kernels.interfaces.experts_interface import GatedWeights
+from adapters.models.kernels.interfaces import experts_interface
+from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, GatedWeights, compute_softmax
 
-MOST_ROWS = 256  # of an expert in one job (ROWS of products.c)
+
+class TableForm(ctypes.Structure):
+    """One weight of every expert of a layer, in the library's structure (`table_t` of experts.h)."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "ups", "form")),
+        ("weight_form", ctypes.c_int),
+        *((name, ctypes.c_long) for name in ("outputs", "terms")),
+    ]
 
 
 @frozen(eq=False)
@@ -32,6 +40,20 @@ class ExpertTable:
     one: NativeWeight | NativePacked
     weights: Any
     gated: Any
+    form: TableForm = field(init=False)
+
+    @form.default
+    def _describe(self) -> TableForm:
+        one = self.one
+        packed = one if isinstance(one, NativePacked) else None
+        return TableForm(
+            ctypes.addressof(self.weights),
+            None if self.gated is None else ctypes.addressof(self.gated),
+            None if packed is None else ctypes.addressof(packed.form),
+            DTYPE_CODES.get(one.panels.dtype, 0),
+            one.outputs,
+            one.terms if packed is None else packed.panels.shape[1],
+        )
 
     @classmethod
     def of(cls, weights: Sequence[tuple[NativeWeight | NativePacked, ...]]) -> ExpertTable | None:
@@ -70,41 +92,6 @@ class NativeExperts(Sequence[GatedWeights]):
         return len(self.each)
 
 
-@frozen(eq=False)
-class ExpertJobs:
-    """The pairs of a row and one of its experts, sorted by expert, in runs of at most MOST_ROWS.
-
-    sources: of each place the row that stands there. experts, firsts, counts: of each run its expert, its first place
-    and its places. places: of each pair its place; None: the places are in the order of the pairs. All are int64.
-    """
-
-    sources: np.ndarray
-    experts: np.ndarray
-    firsts: np.ndarray
-    counts: np.ndarray
-    places: np.ndarray | None
-
-    @classmethod
-    def sort(cls, chosen: Tensor) -> ExpertJobs:
-        """Return the jobs of rows with their experts, int64 `[n, k]`."""
-        rows, each = chosen.shape
-        flat = chosen.numpy().ravel()
-        if rows == 1:  # all experts of a row differ
-            return cls(np.zeros(each, np.int64), flat, np.arange(each), np.ones(each, np.int64), None)
-        order = flat.argsort(kind="stable")
-        experts, firsts, counts = np.unique(flat[order], return_index=True, return_counts=True)
-        if counts.max() > MOST_ROWS:
-            parts = [
-                (expert, first + at, min(MOST_ROWS, count - at))
-                for expert, first, count in zip(experts, firsts, counts, strict=True)
-                for at in range(0, count, MOST_ROWS)
-            ]
-            experts, firsts, counts = np.array(parts, np.int64).T.copy()
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        return cls(order // each, experts, firsts, counts, places)
-
-
 def collect_experts(each: tuple[GatedWeights, ...], parts: Sequence[Sequence[Any]]) -> Sequence[GatedWeights]:
     """Return the experts of a layer, with tables where the library can multiply with all of them in one call.
 
@@ -116,6 +103,8 @@ def collect_experts(each: tuple[GatedWeights, ...], parts: Sequence[Sequence[Any
     gates, downs = (ExpertTable.of(column) for column in zip(*parts, strict=True))
     if gates is None or downs is None or gates.gated is None or downs.gated is not None:
         return each
+    if gates.one.outputs != downs.one.terms:
+        raise ValueError(f"experts of {gates.one.outputs} columns, and {downs.one.terms} terms in what follows")
     return NativeExperts(each, gates, downs)
 
 
@@ -125,58 +114,54 @@ def run_experts(products: NativeProducts, x: Tensor, experts: NativeExperts, cho
     chosen: int64 `[n, k]`, the experts of each row. weights: float32 `[n, k]`.
     """
     rows, each = chosen.shape
-    jobs = ExpertJobs.sort(chosen)
-    inner = multiply(products, x, experts.gates, jobs, jobs.sources)
-    made = multiply(products, inner, experts.downs, jobs, None)
+    x = products.read_rows(x, experts.gates.one)
+    chosen = chosen.contiguous()
     weights = weights.contiguous()
-    out = torch.empty(rows, made.shape[1])
-    products.compiled.code.rekindle_add_experts(
-        made.data_ptr(),
-        DTYPE_CODES[made.dtype],
-        None if jobs.places is None else jobs.places.ctypes.data,
-        weights.data_ptr(),
-        rows,
-        each,
-        made.shape[1],
-        out.data_ptr(),
-        torch.get_num_threads(),
-        products.level,
-    )
-    return out
-
-
-def multiply(
-    products: NativeProducts, x: Tensor, table: ExpertTable, jobs: ExpertJobs, sources: np.ndarray | None
-) -> Tensor:
-    """Multiply the row of each place with the weight of its expert, gated if the table gates.
-
-    sources: of each place its row of x; None: the rows are in the order of the places.
-    """
-    one = table.one
-    x = products.read_rows(x, one)
-    form = ctypes.byref(one.form) if isinstance(one, NativePacked) else None
-    places = len(jobs.sources)
-    out = torch.empty(places, one.outputs, dtype=products.to or torch.float32)
-    addresses = (each.ctypes.data for each in (jobs.experts, jobs.firsts, jobs.counts))
+    out = torch.empty(rows, experts.downs.one.outputs)
     failed = products.compiled.code.rekindle_experts(
+        ctypes.byref(experts.gates.form),
+        ctypes.byref(experts.downs.form),
+        len(experts.each),
         x.data_ptr(),
         DTYPE_CODES[x.dtype],
         x.stride(0),
-        None if sources is None else sources.ctypes.data,
-        places,
-        *addresses,
-        len(jobs.experts),
-        table.weights,
-        table.gated,
-        form,
-        DTYPE_CODES.get(one.panels.dtype, 0),
-        one.outputs,
-        one.panels.shape[1] if isinstance(one, NativePacked) else one.terms,
+        chosen.data_ptr(),
+        weights.data_ptr(),
+        rows,
+        each,
+        DTYPE_CODES[products.to or torch.float32],
         out.data_ptr(),
-        DTYPE_CODES[out.dtype],
         torch.get_num_threads(),
         products.level,
     )
     if failed:
-        raise MemoryError(f"no memory for {places} rows of {one.terms} with experts")
+        raise MemoryError(f"no memory for {rows} rows with {each} experts each")
     return out
+
+
+def choose_experts(
+    products: NativeProducts, logits: Tensor, shape: ExpertsShape, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what `experts_interface.choose_experts` does, with the same bits.
+
+    The plain choice takes one call. One operation after the other takes as long as a layer's weights take to read.
+    """
+    if type(shape) is not ExpertsShape or correction is not None:
+        return experts_interface.choose_experts(logits, shape, correction)
+    rows, count = logits.shape
+    scores = compute_softmax(logits)
+    chosen = torch.empty(rows, shape.chosen, dtype=torch.int64)
+    weights = torch.empty(rows, shape.chosen)
+    products.compiled.code.rekindle_choose(
+        logits.data_ptr(),
+        logits.stride(0),
+        scores.data_ptr(),
+        scores.stride(0),
+        rows,
+        count,
+        shape.chosen,
+        shape.is_normalized,
+        chosen.data_ptr(),
+        weights.data_ptr(),
+    )
+    return chosen, weights

@@ -88,13 +88,15 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
         *(pointer, size, number, number, number),
     ]
     code.rekindle_experts.argtypes = [
-        *(pointer, number, size, pointer, size, pointer, pointer, pointer, size, pointer, pointer),
-        *(pointer, number, size, size, pointer, number, number, number),
+        *(pointer, pointer, size, pointer, number, size, pointer, pointer, size, size, number, pointer),
+        *(number, number),
     ]
-    code.rekindle_add_experts.argtypes = [
-        *(pointer, number, pointer, pointer, size, size, size, pointer, number, number),
+    code.rekindle_choose.argtypes = [
+        *(pointer, size, pointer, size, size, size, size, number, pointer, pointer),
     ]
-    code.rekindle_add_experts.restype = None
+    code.rekindle_choose.restype = None
+    code.rekindle_expect_loop.argtypes = [size]
+    code.rekindle_expect_loop.restype = None
     real = ctypes.c_float
     code.rekindle_norm.argtypes = [*[pointer] * 4, size, size, number, number, real, number, number]
     code.rekindle_norm.restype = None

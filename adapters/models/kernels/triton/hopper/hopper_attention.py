@@ -99,18 +99,20 @@ def _forget(values, most, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr, SPLIT: gl.constexpr):
-    """The tile of rows that item is of: its first row, rows, slot, first position; the key head; how many splits they
-    have, and which of these it is.
+def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr):
+    """Return the tile of rows that an item is of: its first row, rows, slot, first position; the key head; how many
+    splits the tile has, the number of its first one, and which of these splits the item is.
     """
     tile = gl.sum((ends <= item // KV).to(gl.int32), 0)
-    item -= gl.max(gl.where(t < tile, ends, 0), 0) * KV
+    before = gl.max(gl.where(t < tile, ends, 0), 0)
+    splits = gl.sum(gl.where(t == tile, ends, 0), 0) - before
+    item -= before * KV
     row0 = gl.load(tiles_ptr + tile * 8)
     count = gl.load(tiles_ptr + tile * 8 + 1)
     slot = gl.load(tiles_ptr + tile * 8 + 2)
     first = gl.load(tiles_ptr + tile * 8 + 3)
-    splits = (first + count - 1) // SPLIT + 1
-    return row0, count, slot, first, item // splits, splits, item % splits
+    low = gl.load(tiles_ptr + tile * 8 + 5)
+    return row0, count, slot, first, item // splits, splits, low, item % splits
 
 
 @gluon.jit
@@ -233,7 +235,8 @@ def attend_splits_ahead(
     """Do the same as `attention.attend_splits`, for rows that are not coded, in tiles of 64 rows. PAGE: SPLIT, or 0.
 
     A slot's rows of this step are consecutive in the batch. So the keys up to `row0` positions before a tile's first
-    row were written by earlier steps.
+    row were written by earlier steps. A tile of several slots (`step_tiles.plan_shared_tiles`) has only splits that all
+    of its rows see whole, so none of its keys is masked.
     AT_ONCE: how many partials are merged together. The program that writes the last partial of a tile and key head
     merges them; 0: no program does.
     left: int32, KV numbers for each row of the bucket: how many partials have been written. It is zero before and
@@ -263,9 +266,10 @@ def attend_splits_ahead(
     stop_item = gl.minimum(item + run, items)
     read = 0  # tiles, so far
     while item < stop_item:
-        row0, count, slot, first, kv_head, splits, split = _whose(tiles_ptr, ends, t, item, KV, SPLIT)
+        row0, count, slot, first, kv_head, splits, low, offset = _whose(tiles_ptr, ends, t, item, KV)
         last = first + count - 1
-        here = gl.minimum(splits - split, stop_item - item)
+        here = gl.minimum(splits - offset, stop_item - item)
+        split = low + offset
         item += here
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
@@ -332,8 +336,8 @@ def attend_splits_ahead(
     if AT_ONCE > 0:
         item = gl.program_id(0) * run
         while item < stop_item:
-            row0, count, slot, first, kv_head, splits, split = _whose(tiles_ptr, ends, t, item, KV, SPLIT)
-            here = gl.minimum(splits - split, stop_item - item)
+            row0, count, slot, first, kv_head, splits, _, offset = _whose(tiles_ptr, ends, t, item, KV)
+            here = gl.minimum(splits - offset, stop_item - item)
             item += here
             due = gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
             for row in range(due):  # a name: Triton would carry out twice what a range is made of

@@ -125,8 +125,9 @@ def _move(
     HEADS: gl.constexpr,
     DV: gl.constexpr,
     STAGES: gl.constexpr,
+    HOLDS: gl.constexpr,
 ):
-    """Move the states through all chunks. keeps: this program keeps the gates of a chunk that is not complete."""
+    """Move the states through all chunks. keeps: this program keeps the gates of a chunk that moves no state."""
     k_ring, v_ring, fold_ring, _q_ring, _mix_ring = rings
     moved, moved_free, _read, _read_free = bars
     states, us = shared
@@ -163,7 +164,7 @@ def _move(
             mbarrier.wait(u_free, (number & 1) ^ 1)
             _write_parts(u, us)
             mbarrier.arrive(u_ready, count=1)
-            if rows >= CHUNK:
+            if rows >= CHUNK + HOLDS:
                 state = _add_product(fold_ring, at, us, state * gl.exp(last))
             elif keeps:
                 gates = kept_gates_ptr + (slot * HEADS + head) * 2 * RING + (base + chunk * CHUNK + i) % RING
@@ -241,12 +242,14 @@ def walk(
     HEADS: gl.constexpr,
     DV: gl.constexpr,
     STAGES: gl.constexpr,
+    HOLDS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Process the step's chunks of new rows that settle, one segment after the other, for a tile of one head's values.
 
-    walks: of the plan, `limit` possible ones. Other pointers are those of `delta.scan`. Descriptors bring 64 rows of a
-    key head from `convolved`, 64 rows of the tile's values from there, and one part of mix and of fold.
+    HOLDS: 1 if the last chunk of a segment does not move its state. walks: of the plan, `limit` possible ones.
+    Other pointers are those of `delta.scan`. Descriptors bring 64 rows of a key head from `convolved`, 64 rows of the
+    tile's values from there, and one part of mix and of fold.
     """
     TILE: gl.constexpr = values_desc.block_type.shape[1]
     DK: gl.constexpr = rows_desc.block_type.shape[1]
@@ -293,6 +296,7 @@ def walk(
                     HEADS,
                     DV,
                     STAGES,
+                    HOLDS,
                 ),
             ),
             (

@@ -1,4 +1,4 @@
-"""Checkpoints on the device: who gets a place, who has to make room, and what becomes of them with their slot."""
+"""Checkpoints on the device: which states get one, which have to make room, and what a slot does with them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""The row of a prompt's last token, computed with the rows before it, so that the first token takes no forward.
+
+A prefill ends before the prompt's last token, because a decode step feeds that one and needs its logits. Such a step
+reads all weights for one row. So the last chunk of a prompt has one row more where that is possible, and the hidden
+state of this row waits in the slot's state (`SlotState.last_row`). The first decode step makes its logits of it. If the
+step has other requests as well, the row is computed again, since a row more costs nothing there. The engine knows
+nothing of this: to it, rows behind the valid ones are garbage.
+
+The bits are the same, because a row does not depend on the rows that share its forward. Recurrent layers leave the
+last rows of such a step in their rings (`StateBatch.holds`), so that the last one can be committed later, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from adapters.device.lane.buckets import bucket_of
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.pipeline.pipeline import Pipeline
+from adapters.models.kernels.step import Forward, Step
+from effects.ids import PAGE
+from effects.prefill import RunPrefill
+
+
+def can_take_last_row(shard: Pipeline, chunk: int, state: SlotState, effect: RunPrefill) -> bool:
+    """Say whether the last chunk of this prefill may have the row of the prompt's last token as well.
+
+    There must be room for it in the chunk, and memory for it in the page of the row before it. Only hybrids whose
+    kernels commit per segment do this.
+    """
+    stop = effect.stop
+    has_room = (stop - effect.start) % chunk > 0 and stop % PAGE > 0
+    commits = bool(shard.states.specs) and shard.states.commits_per_segment
+    return shard.launches_ahead and commits and has_room and stop == len(state.tokens) - 1
+
+
+def keep_last_row(shard: Pipeline, buckets: Sequence[int], state: SlotState, step: Step, forward: Forward) -> None:
+    """Commit all rows of the step but the last one, and keep what the forward left of that one."""
+    shard.commit(step, [step.rows - 1])
+    hidden = forward.hidden.new_zeros(bucket_of(buckets, 1), forward.hidden.shape[1])
+    hidden[0] = forward.hidden[step.rows - 1]
+    state.last_row = (step.segments[0].start + step.rows - 1, hidden)
+
+
+def forward_unless_kept(shard: Pipeline, step: Step, tokens: Tensor, states: Sequence[SlotState]) -> Forward:
+    """Run the forward of a step that decodes, unless its only row is there already. states: of its members; none if
+    their last tokens are not known yet.
+    """
+    if step.rows == len(states) == 1 and states[0].last_row is not None:
+        position, hidden = states[0].last_row
+        if position == step.segments[0].start and len(hidden) == step.bucket:
+            return Forward(hidden, {})
+    return shard.forward(step, tokens)

@@ -1,0 +1,94 @@
+"""Launches of recurrent layers' kernels that work on single rows, and need no plan of chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.kernels.triton import delta_rows, delta_single
+from adapters.models.kernels.triton_launch import launch
+
+AT_ONCE = 8  # heads of a program that works on single rows
+
+
+def describe_heads(shape: DeltaShape) -> dict[str, int]:
+    """Return the constants of kernels that say which heads there are."""
+    return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}
+
+
+def read_single_rows(
+    convolved: Tensor,
+    gates: Tensor,
+    weights: DeltaWeights,
+    state: DeltaState,
+    batch: StateBatch,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return what the rows of a step read that has one row of each slot (`StateBatch.single`)."""
+    shape = weights.shape
+    rows = len(convolved)
+    out = torch.empty(rows, shape.value_heads, shape.value_size, device=convolved.device)
+    launch(
+        delta_single.read_single_rows,
+        (rows, shape.value_heads),
+        batch.slots,
+        batch.positions,
+        convolved,
+        gates,
+        state.keys,
+        state.decays,
+        weights.rate,
+        weights.dt_bias,
+        state.memory,
+        out,
+        gates.stride(0),
+        shape.key_size**-0.5,
+        **describe_heads(shape),
+        **options,
+    )
+    return out
+
+
+def normalize_and_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float, options: dict[str, Any]) -> Tensor:
+    """Return `DeltaKernels.gated_norm`."""
+    rows, heads, size = x.shape
+    out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
+    launch(
+        delta_rows.gated_norm,
+        (rows, triton.cdiv(heads, AT_ONCE)),
+        x,
+        gate,
+        weight,
+        out,
+        gate.stride(0),
+        eps,
+        HEADS=heads,
+        DV=size,
+        AT_ONCE=AT_ONCE,
+        **options,
+    )
+    return out
+
+
+def apply_gate(x: Tensor, gate: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return `DeltaKernels.apply_gate`."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    launch(
+        delta_rows.gate,
+        (rows, triton.cdiv(width, 1024)),
+        x,
+        gate,
+        out,
+        x.stride(0),
+        gate.stride(0),
+        width,
+        BLOCK=1024,
+        **options,
+    )
+    return out

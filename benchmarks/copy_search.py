@@ -1,0 +1,121 @@
+"""What copies of earlier text cost the host: searching and copying for all members of a decode step.
+
+`python -m benchmarks.copy_search [--members 1,32] [--rounds 40] [--record]`; no model and no device are involved.
+
+Every member has a prompt of code and repeats it in its answer, one token in each step. So each step finds matches of up
+to 64 tokens, and copies 15 tokens for every member. Times are those of the processor, on the thread that searches: the
+median of all steps of a round, and of the quickest round, because other programs take from the processor's caches.
+Index: the first step, which reads the prompts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from attrs import frozen
+
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposer import DecodingSlot
+from adapters.device.speculation.step_copies import StepCopies
+from adapters.device.speculation.suffix_proposer import SuffixProposer
+from adapters.models.kernels.factory import build_text_matcher
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.subjects import prompts
+from benchmarks.tables import median, print_table
+from effects.decode import MATCH_CLASSES, Copying, RunDecode
+from effects.ids import RequestId, SlotId, Tokens
+
+LONGEST = 2048  # tokens of a prompt
+WIDTH = 15  # tokens that are copied for a member
+GOALS_US = {32: 100}  # by the number of members
+
+
+@frozen
+class StepCost:
+    """Nanoseconds of one step: of finding the matches of all members, and of copying for them."""
+
+    search: int
+    copy: int
+
+
+def make_members(texts: Sequence[Tokens]) -> list[DecodingSlot]:
+    """Return one member for each prompt, of a launch that copies after every match."""
+    rule = Copying((WIDTH,) * len(MATCH_CLASSES), len(texts) * (1 + WIDTH), 1 << 30)
+    members = list[DecodingSlot]()
+    for index, text in enumerate(texts):
+        # Nothing is picked, so there is no sampler.
+        state = SlotState(RequestId(index), list(text), len(text) - 1, cast("Sampler", None))
+        effect = RunDecode(SlotId(index), len(text) - 1, text[-1], steps=1 << 30, copying=rule)
+        members.append(DecodingSlot(effect, state))
+    return members
+
+
+def run_steps(texts: Sequence[Tokens], steps: int) -> list[StepCost]:
+    """Take steps in which every member gives the next token of its own prompt, and then copies."""
+    matcher = build_text_matcher()
+    assert matcher is not None, "there is no compiled library"
+    copies = StepCopies(SuffixProposer(matcher), 1 << 20)
+    members = make_members(texts)
+    slots = [(effect.slot, state) for effect, state in members]
+    costs = list[StepCost]()
+    for step in range(steps):
+        for text, (_, state) in zip(texts, slots, strict=True):
+            state.tokens.append(text[step])
+        started = time.thread_time_ns()
+        copies.find_matches(slots)
+        searched = time.thread_time_ns()
+        chosen = copies.choose(members)
+        costs.append(StepCost(searched - started, time.thread_time_ns() - searched))
+        assert step < MATCH_CLASSES[-1] or sum(map(len, chosen.values())) == WIDTH * len(texts), "something else"
+    return costs
+
+
+def run_round(texts: Sequence[Tokens]) -> StepCost:
+    """Return the median cost of a step. Every member repeats as much as the shortest prompt has."""
+    _, *costs = run_steps(texts, min(map(len, texts)))
+    return StepCost(round(median(one.search for one in costs)), round(median(one.copy for one in costs)))
+
+
+def measure(counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    [texts] = prompts(["code"], max(counts), LONGEST).values()
+    rows = list[dict[str, Any]]()
+    for count in counts:
+        asked = texts[:count]
+        best = min((run_round(asked) for _ in range(rounds)), key=lambda one: one.search + one.copy)
+        index = min(run_steps(asked, 1)[0].search for _ in range(rounds))
+        told = {"members": count, "prompt tokens": sum(map(len, asked)), "index us": index / 1e3}
+        spent = {"search us": best.search / 1e3, "copy us": best.copy / 1e3}
+        rows.append(told | spent | {"step us": (best.search + best.copy) / 1e3})
+    return rows
+
+
+def make_figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+    return [
+        Figure(
+            "speculation",
+            "host cost of copies, a step",
+            f"{row['members']} members",
+            "us",
+            row["step us"],
+            goal=Goal(at_most=GOALS_US[row["members"]]) if row["members"] in GOALS_US else None,
+        )
+        for row in rows
+    ]
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--members", default="1,32")
+    parser.add_argument("--rounds", type=int, default=40)
+    given = parser.parse_args()
+    rows = measure([int(count) for count in given.members.split(",")], given.rounds)
+    print_table("Host cost of copies", rows)
+    publish(given, "copy_search", {"rows": rows}, make_figures(rows), "cpu")
+
+
+if __name__ == "__main__":
+    main()

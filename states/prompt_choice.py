@@ -1,0 +1,92 @@
+"""The choice among prompts that wait for a lane: which one goes first, and which go together in one launch.
+
+Prompts do not take equal turns, or all of them would end late. The one goes first that will soonest be finished, or
+soonest have the rows that a follower waits for. After MAX_OVERTAKES such turns the prompt that has waited longest goes
+first, so that long prompts make progress, too.
+
+While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most: so many chunks of one prompt, or
+the next rows of several prompts, a chunk of each at most. Rows that fit into one forward together share it
+(`effects.prefill.group_prefills`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve
+
+from effects.all import EffectRequest
+from effects.ids import RequestId
+from effects.prefill import RunPrefill, group_prefills
+from states.lane import Lane
+from states.request_states import Prefilling, Restoring, State
+from states.settings import Settings
+
+MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
+# Forwards of one launch. The device has the second one while the host hears of the first, which takes 1 to 10 ms where
+# 64 requests are served. A prompt that comes waits for all of them, so there are no more.
+FORWARDS = 2
+
+
+def choose_other_effect(
+    lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
+) -> tuple[Lane, EffectRequest]:
+    """Choose among waiting effects that are no decode steps, and count overtaken turns."""
+    first = others[0]
+    if not isinstance(first.effect, RunPrefill):
+        return lane, first
+    prompts = [one for one in others if isinstance(one.effect, RunPrefill)]
+    if lane.overtakes >= MAX_OVERTAKES:
+        chosen = first
+    else:
+        chosen = min(prompts, key=lambda one: count_missing_rows(requests, one))
+    return evolve(lane, overtakes=0 if chosen is first else lane.overtakes + 1), chosen
+
+
+def choose_prompts(
+    lane: Lane, prompts: Sequence[EffectRequest], requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Lane, tuple[EffectRequest, ...]]:
+    """Choose the prompts whose next rows go in one launch, in order, where several wait for the prompt lane."""
+    rest = list(prompts)
+    chosen = list[EffectRequest]()
+    effects = list[RunPrefill]()
+    while rest:
+        after, one = choose_other_effect(lane, rest, requests)
+        launched = one if chosen else shorten_prefill(one, FORWARDS * settings.chunk)
+        effect = launched.effect
+        assert isinstance(effect, RunPrefill), "only prompts are on the prompt lane"
+        is_long = effect.stop - effect.start > settings.chunk
+        if is_long and not chosen:
+            return after, (launched,)
+        effects.append(effect)
+        if is_long or len(group_prefills(effects, settings.chunk)) > FORWARDS:
+            break
+        lane = after
+        chosen.append(launched)
+        rest.remove(one)
+    return lane, tuple(chosen)
+
+
+def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
+    """Count the rows that are missing until the request can go on, or until one that follows it can."""
+    state = requests.get(effect_request.request)
+    if not isinstance(state, Prefilling | Restoring):
+        return 0
+    valid_rows = state.slot_lease.valid_rows
+    ends = (*state.prompt.awaited_rows, state.prompt.prefill_rows)
+    return min((at for at in ends if valid_rows < at), default=valid_rows) - valid_rows
+
+
+def count_chunks(effect_request: EffectRequest, settings: Settings) -> int:
+    """Count the forwards that an effect takes: one for each chunk of a prefill."""
+    effect = effect_request.effect
+    return -(-(effect.stop - effect.start) // settings.chunk) if isinstance(effect, RunPrefill) else 1
+
+
+def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequest:
+    """Limit a prefill to this many rows, because decode steps or other prompts wait. Other effects stay as they are."""
+    effect = effect_request.effect
+    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= row_limit:
+        return effect_request
+    shorter = evolve(effect, stop=effect.start + row_limit, checkpoint=False)
+    return EffectRequest(effect_request.request, shorter)
