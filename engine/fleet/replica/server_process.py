@@ -89,6 +89,7 @@ def start_server(task: ServerTask, kept_open: Sequence[int] = ()) -> ServerProce
         text=True,
         env=environment,
         pass_fds=kept_open,
+        start_new_session=True,  # Ray kills the whole process group of an actor that dies
     )
     assert process.stdin is not None
     assert process.stdout is not None
