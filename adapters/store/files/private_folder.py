@@ -72,7 +72,7 @@ class PrivateFolder:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What a child process has to keep open so that the folder stays locked until both processes have ended."""
+        """The descriptors that a child process keeps open so that the folder stays locked until both have ended."""
         return () if self._lock is None else (self._lock,)
 
     def close(self) -> None:

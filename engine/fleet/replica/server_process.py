@@ -27,7 +27,7 @@ RAY_THREADS = "OMP_NUM_THREADS"  # Ray sets it to the CPUs of the actor, and a s
 
 @frozen
 class ServerTask:
-    """What a server is started with. words: `serve` and its options. drain_s: its limit once its actor is gone."""
+    """The input of a server. words: `serve` and its options. drain_s: its limit once its actor is gone."""
 
     words: list[str]
     drain_s: float

@@ -99,6 +99,7 @@ def test_a_key_never_stands_in_the_file() -> None:
         (["--replicas", "0"], "replicas"),
         (["--replicas", "4..1"], "accepted: 1 to 512, or a range such as 1..4"),
         (["--replicas", "1.5"], "'1.5'; accepted: 1 to 512"),
+        (["--yaml", "--host", "10.0.0.7"], "--host 10.0.0.7 has no effect with --yaml"),
         (["--yaml", "--kv-shared-tier", "ftp://x"], "'ftp://x' is no store; accepted: s3://bucket/prefix"),
     ],
 )
