@@ -269,8 +269,8 @@ def over_http(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ["--kv-dtype", given.kv_dtype, "--state-checkpoints", "4", "--chunk", str(given.chunk)] if given.gib else []
     )
     words += ["--slots", "1" if given.gib else "2", "--max-ctx", str(longest)]
-    if given.draft:
-        words += ["--draft", str(holes(folder / "draft", DRAFT, list_draft_tensors(draft_of(given.layers))))]
+    weights = holes(folder / "draft", DRAFT, list_draft_tensors(draft_of(given.layers))) if given.draft else None
+    words += ["--draft", "none" if weights is None else str(weights)]
     prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *given.contexts)]
     found: dict[str, Any] = {"bandwidth": speed, "prefill": {}}
     with server(given, words, home) as (client, process, ready):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import Any, Literal, TypeAlias
 
@@ -217,16 +217,18 @@ def build_template_variables(
     return variables
 
 
-def complete_variables(variables: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the variables of a template, completed for one that fails where something is left out.
+def iterate_completed(variables: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the variables of a template, completed step by step for one that fails where something is left out.
 
     Some templates iterate over the members of arguments, and fail where arguments are a text. Others read the
-    description of every tool. None: nothing is left out.
+    description of every tool. Nothing is yielded where nothing is left out.
     """
-    completed = {**variables, "messages": [with_object_arguments(message) for message in variables["messages"]]}
-    if "tools" in variables:
-        completed["tools"] = [with_description(tool) for tool in variables["tools"]]
-    return None if completed == variables else completed
+    objects = {**variables, "messages": [with_object_arguments(message) for message in variables["messages"]]}
+    if objects != variables:
+        yield objects
+    described = {**objects, "tools": [with_description(tool) for tool in variables.get("tools", ())]}
+    if described["tools"] and described != objects:
+        yield described
 
 
 def with_object_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,8 +246,10 @@ def with_object_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a tool that has a description and names its parameters, which may be empty."""
     function = tool["function"]
-    parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
-    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
+    given = function.get("parameters", {})
+    parameters = {**given, "type": given.get("type", "object"), "properties": given.get("properties", {})}
+    description = function.get("description", "")
+    return {**tool, "function": {**function, "description": description, "parameters": parameters}}
 
 
 def build_message_variables(

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.confined_worker import ConfinedWorker, WorkFailed, WorkTimedOut
-from adapters.text.conversation import complete_variables
+from adapters.text.conversation import iterate_completed
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # that a template adds to one word; a built-in system prompt takes a few thousand
@@ -93,11 +93,16 @@ class ChatTemplate:
         asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
         try:
             return await self._render_once(asked)
-        except (TemplateFailed, TemplateRefused):
-            completed = complete_variables(asked)
-            if completed is None:
-                raise
-        return await self._render_once(completed)
+        except TemplateTimedOut:
+            raise
+        except (TemplateFailed, TemplateRefused) as failure:
+            said: TemplateFailed | TemplateRefused = failure
+        for completed in iterate_completed(asked):
+            try:
+                return await self._render_once(completed)
+            except (TemplateFailed, TemplateRefused) as failure:
+                said = failure
+        raise said
 
     async def _render_once(self, asked: Mapping[str, Any]) -> Rendered:
         try:

@@ -36,6 +36,7 @@ from engine.loading.shard_peers import (
 )
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
+from engine.settings.paths import AUTO
 from states.residency import resolve_residency
 from states.settings import Settings
 from states.speculation_control import list_bucket_widths
@@ -78,7 +79,9 @@ def choose_settings(
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
-    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), list_bucket_widths(max_copied))
+    # By default copies do not make a start longer: what they cost is learned from the first ones that are made.
+    timed = () if options.speculation.draft == AUTO else list_bucket_widths(max_copied)
+    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), timed)
     locations = describe_locations(options, shard, draft)
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
     found = Settings(

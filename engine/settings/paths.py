@@ -14,6 +14,8 @@ from engine.settings.options import Options
 OWN = "mtp"
 # The value of `--draft` for copies of earlier text, alone or joined to another value by a plus sign.
 SUFFIX = "suffix"
+# The value of `--draft` that leaves the choice to the server.
+AUTO = "auto"
 SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
 """What `auto` takes for models that come with a draft."""
 
@@ -35,12 +37,15 @@ def find_model_folder(model: ModelOptions) -> Path:
 def choose_draft_name(asked: str, model: str) -> str:
     """Return the draft's folder, OWN or `none`. asked: the value of `--draft`."""
     name = "none" if asked == SUFFIX else asked.removesuffix(f"+{SUFFIX}")
-    return SHIPPED.get(model, "none") if name == "auto" else name
+    return SHIPPED.get(model, "none") if name == AUTO else name
 
 
-def copies_text(asked: str) -> bool:
-    """Return whether earlier text is copied, alone or together with a draft. asked: the value of `--draft`."""
-    return asked == SUFFIX or asked.endswith(f"+{SUFFIX}")
+def copies_text(asked: str, model: str) -> bool:
+    """Return whether earlier text is copied, alone or together with a draft. asked: the value of `--draft`.
+
+    `auto` copies for a model that comes without a draft.
+    """
+    return asked == SUFFIX or asked.endswith(f"+{SUFFIX}") or (asked == AUTO and model not in SHIPPED)
 
 
 def list_weight_folders(options: Options) -> tuple[Path, ...]:

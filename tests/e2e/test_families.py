@@ -96,7 +96,9 @@ def test_a_killed_server_of_any_family_starts_warm_and_says_the_same_with_a_draf
     with serving(*words) as server:
         cold, how = answers(server)
         assert how[0]["restored_tokens"] == 0
-        assert server.client.get("/props").json()["numerics"]["shapes"] == "buckets"
+        props = server.client.get("/props").json()
+        assert props["numerics"]["shapes"] == "buckets"
+        assert props["settings"]["max_copied"], "earlier text is copied where no draft is given"
         written(server)
         kill(server)
     with serving(*words, "--draft", str(draft), "--ddtree", trusting=True) as server:

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from adapters.text.conversation import MAX_ARGUMENT_DEPTH, ChatMessage, Conversation, ToolCall, merge_system_messages
+from adapters.text.conversation import (
+    MAX_ARGUMENT_DEPTH,
+    ChatMessage,
+    Conversation,
+    ToolCall,
+    iterate_completed,
+    merge_system_messages,
+)
 from adapters.text.model_text import Text, cut_after
 from adapters.text.template import TemplateRefused, join_rendered
 from tests.text import small
@@ -100,3 +107,16 @@ async def test_arguments_that_nobody_could_write_are_told_as_they_came(tmp_path:
     assert "f key=\u00e9;" in written
     assert 'g: {"key": "\\ud800"}' in written
     assert (f"h a={'[' * depth}" if depth < MAX_ARGUMENT_DEPTH else f"h: {nested}") in written
+
+
+def test_what_was_left_out_is_completed_step_by_step_and_members_keep_their_order() -> None:
+    """A description that a template does not need would change every prompt behind it."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    tool = {"type": "function", "function": {"name": "look"}}
+    variables = {"messages": [{"role": "assistant", "tool_calls": [call]}], "tools": [tool]}
+    objects, described = iterate_completed(variables)
+    assert objects["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
+    assert objects["tools"] == [tool]
+    assert described["messages"] == objects["messages"]
+    assert [*described["tools"][0]["function"]] == ["name", "description", "parameters"]
+    assert [*iterate_completed(described)] == []

@@ -6,6 +6,7 @@ Templates of our own, which do what published ones do, are always tried.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -23,7 +24,7 @@ from adapters.text.conversation import (
     FunctionTool,
     ToolCall,
     build_template_variables,
-    complete_variables,
+    iterate_completed,
 )
 from adapters.text.template import ChatTemplate, ControlToken, TemplateFailed, TemplateRefused, join_rendered
 from tests.text import small
@@ -185,17 +186,18 @@ def rendered_by_transformers(source: str, variables: Mapping[str, Any], generate
     def apply(messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         return str(make_tokenizer().apply_chat_template(messages, **how, **more))
 
-    completed = complete_variables(variables)
     try:
         return apply(**variables)
     except TypeError:
         if variables.get("tools"):
             raise
         return apply(**variables, tools=[])  # it iterates over tools, which are None unless they are given
-    except TemplateError:
-        if completed is None:
-            raise
-        return apply(**completed)  # it takes no text, or reads every description
+    except TemplateError as error:
+        refused = error
+    for completed in iterate_completed(variables):
+        with contextlib.suppress(TemplateError):
+            return apply(**completed)  # it takes no text, or reads every description
+    raise refused
 
 
 @pytest.mark.parametrize("name", EVERY)

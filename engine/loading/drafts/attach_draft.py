@@ -23,7 +23,7 @@ from engine.loading.drafts.find_draft import FoundDraft
 from engine.loading.drafts.load_draft import DraftNeighbours, load_draft
 from engine.settings.options import Options
 from engine.settings.output import start_progress
-from engine.settings.paths import copies_text
+from engine.settings.paths import AUTO, copies_text
 from states.residency import make_unload
 from states.settings import Settings
 
@@ -65,20 +65,27 @@ def add_draft(
         drafting: DraftProposer[Any] = RemoteDrafting(draft, buckets)
         draft.set_presence_listener(lambda is_there: events.report(DraftProcessChanged(is_there)))
     else:
-        drafting = Drafting(draft, buckets, options.speculation.ddtree_budget)
+        drafting = Drafting(draft, buckets, neighbours.limit_nodes(options.speculation.ddtree_budget))
     return drafting
 
 
 def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer | None:
-    """Return what copies earlier text, if that was asked for and copies can be verified exactly."""
-    if not copies_text(options.speculation.draft):
+    """Return what copies earlier text, if the options want it and copies can be verified exactly.
+
+    Only where copies were asked for, a warning says why there are none.
+    """
+    asked = options.speculation.draft
+    if not copies_text(asked, options.model.model):
         return None
+    level = logging.INFO if asked == AUTO else logging.WARNING
     if numerics.mode != "buckets":
-        log.warning("nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here")
+        log.log(
+            level, "nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here"
+        )
         return None
     matcher = build_text_matcher()
     if matcher is None:
-        log.warning("--draft %s: nothing is copied, because there is no compiled library", options.speculation.draft)
+        log.log(level, "--draft %s: nothing is copied, because there is no compiled library", asked)
         return None
     return SuffixProposer(matcher)
 

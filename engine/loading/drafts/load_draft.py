@@ -93,6 +93,10 @@ class DraftNeighbours:
         """The device of the target's last layers."""
         return self.shard.spec.device
 
+    def limit_nodes(self, nodes: int) -> int:
+        """Return the most nodes of a tree that the target can verify: this number, or 0 if it verifies chains only."""
+        return 0 if self.shard.states.tree_obstacle else nodes
+
     def place_draft(self, device: torch.device) -> DraftPlacement:
         """Return the room of a draft on this device: it has the slots of its target."""
         spec = self.shard.spec
@@ -162,7 +166,7 @@ def load_remote_draft(
         found.shape,
         placement,
         bits=options.weights.quantized_bits,
-        nodes=options.speculation.ddtree_budget,
+        nodes=neighbours.limit_nodes(options.speculation.ddtree_budget),
         rows=BATCH_ROWS,
         fast=options.runtime.numerics == "fast",
     )

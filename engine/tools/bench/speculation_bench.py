@@ -24,7 +24,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.background_load import load_target
 from engine.settings.options import build_options
 from engine.settings.output.progress import count_progress
-from engine.settings.paths import SUFFIX, find_model_folder
+from engine.settings.paths import find_model_folder
 from engine.settings.user_error import UserError
 from engine.tools.bench.forced_answer import force_answers
 from engine.tools.bench.speculation_options import SpeculationBenchOptions
@@ -97,7 +97,7 @@ async def measure_draft(
     target = await load_target(build_options(model=wanted.model, draft=name, slots=1, **kept))
     try:
         settings = target.settings
-        copies = name == SUFFIX
+        copies = not settings.max_proposals
         width = min(wanted.width, settings.max_copied if copies else settings.max_proposals)
         if not width:
             raise UserError(f"--draft {name}: {wanted.model} has no such draft, so nothing is proposed")

@@ -147,6 +147,7 @@ def test_queries_without_keys_of_their_own_are_rotated_alike(own):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("check", ["check_rules", "check_latents", "check_blocks", "check_packed_rows"])
 def test_the_triton_kernels_attend_alike_in_the_interpreter(check):
     pytest.importorskip("triton")

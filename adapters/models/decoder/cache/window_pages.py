@@ -17,9 +17,9 @@ new window, and the second layer takes those.
 * Kernels of a step run in order, so a layer has read its old window before another layer writes to these pages.
 * Rows that are read after their own layer's attention keep their pages until the step ends. Later layers may read them,
   and they may cross to the next shard. Such layers are called lasting.
-* A slot has pages of its own, so steps of other slots may run beside it. Only where layers are few, a chunk needs more
-  pages than a slot has. All slots share these (`count_shared_rows`). Only wide steps take them, and these run one after
-  the other.
+* A slot has pages of its own, so steps of other slots may run at the same time. Only where layers are few, a chunk
+  needs more pages than a slot has. All slots share these (`count_shared_rows`). Only wide steps take them, and these
+  run one after the other.
 * A step that fails has lost the windows of its chunks, because other layers may have written to their pages.
 """
 
@@ -53,9 +53,8 @@ def count_shared_rows(bucket: int, layers: int, lasting: int) -> int:
 
     layers: those with a window. lasting: how many of them keep their rows until the step ends.
 
-    In a chunk, the layer that runs and the lasting ones each use up to `new - 1` pages more than a layer does between
-    two steps, and each layer has one page that it does not use then. Several prompts in one step need no more than one
-    that is as long.
+    Between two steps each layer has a page that it does not use. In a chunk, the layer that runs and the lasting ones
+    each take up to `new - 1` pages more. Several prompts in one step need no more than one that is as long.
     """
     new = -(-(CHUNK - 1 + bucket) // CHUNK)  # pages behind the window, with up to 63 settled rows
     at_once = min(lasting + 1, layers)
