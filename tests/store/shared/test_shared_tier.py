@@ -436,7 +436,9 @@ def test_a_store_without_an_answer_is_named_with_its_endpoint(monkeypatch: pytes
         async with limit_time(client, 0.0):
             await asyncio.Event().wait()
 
-    with pytest.raises(StoreUnreachable, match=r"no answer within 0\.0 s from s3://bucket/x at http://10\.0\.0\.7:9000"):
+    with pytest.raises(
+        StoreUnreachable, match=r"no answer within 0\.0 s from s3://bucket/x at http://10\.0\.0\.7:9000"
+    ):
         asyncio.run(wait_in_vain())
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     assert client.place == "s3://bucket/x"
