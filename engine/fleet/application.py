@@ -33,6 +33,9 @@ INGRESS_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 
+# Ray would kill the server of an actor that dies, with its streams. The server drains instead, and ends by itself.
+REPLICA_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
 
 def choose_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a deployment that decide how many replicas there are. Raises ValueError."""
@@ -68,8 +71,12 @@ def build_fleet(arguments: Mapping[str, Any]) -> serve.Application:
         name=REPLICAS,
         **choose_scaling(arguments),
         max_ongoing_requests=MOST_REQUESTS,
-        # On one machine Ray must not refuse a replica because the cores are counted already.
-        ray_actor_options={"num_cpus": 0 if is_local or gpus else max(1, options.runtime.threads), "num_gpus": gpus},
+        ray_actor_options={
+            # On one machine Ray must not refuse a replica because the cores are counted already.
+            "num_cpus": 0 if is_local or gpus else max(1, options.runtime.threads),
+            "num_gpus": gpus,
+            "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
+        },
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -19,6 +20,8 @@ from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
 NAMESPACE = "serve"
+REFUSAL = "UserError:"  # in the line of a traceback that has the sentence for the user
+FAILURE = "Error:"  # precedes the traceback in what Ray Serve says about a deployment
 
 
 def run_local_fleet(options: Options, fleet: FleetOptions) -> int:
@@ -60,9 +63,24 @@ def deploy(arguments: dict[str, Any]) -> None:
     try:
         serve.run(build_fleet(arguments), name=NAME, route_prefix="/")
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()
-        cause = next((line for line in reversed(reason) if "UserError" in line), reason[-1])
-        raise UserError(f"the replicas do not start: {cause.rpartition('UserError:')[2].strip()}") from error
+        raise UserError(f"the replicas do not start: {find_cause([str(error), *list_messages()])}") from error
+
+
+def list_messages() -> list[str]:
+    """Return what Ray Serve says about each deployment of the fleet. The error of `serve.run` has only their names."""
+    application = serve.status().applications.get(NAME)
+    return [] if application is None else [one.message for one in application.deployments.values()]
+
+
+def find_cause(messages: Sequence[str]) -> str:
+    """Return the sentence that says why a fleet does not start, from messages that may hold tracebacks.
+
+    That is the last UserError, or else the last line of the last message with an error, or else of the first message.
+    """
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    refusals = [line.rpartition(REFUSAL)[2].strip() for line in lines if REFUSAL in line]
+    failures = [message for message in messages if FAILURE in message]
+    return refusals[-1] if refusals else (failures or messages)[-1 if failures else 0].strip().splitlines()[-1].strip()
 
 
 def announce(options: Options, replicas: str, seconds: float) -> None:
@@ -74,5 +92,5 @@ def announce(options: Options, replicas: str, seconds: float) -> None:
         f"ready  {url}  model={options.model.model}  replicas={replicas}  ray={address}  in {seconds:.1f} s", flush=True
     )
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
-    key = " -H 'Authorization: Bearer KEY'" if options.http.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if options.http.api_key or options.http.api_key_file else ""
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

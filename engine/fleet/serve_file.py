@@ -9,6 +9,7 @@ import msgspec
 
 from engine.fleet.fleet_options import FleetOptions, list_arguments
 from engine.settings.options import Options
+from engine.settings.server_options import HttpOptions
 from engine.settings.user_error import UserError
 
 IMPORT_PATH = "engine.fleet.application:build_fleet"
@@ -17,9 +18,11 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104 - the proxies of a cluster are reached from
 
 
 def write_serve_file(options: Options, fleet: FleetOptions) -> str:
-    """Return the file as YAML. Raises UserError for keys, which would stand in it."""
+    """Return the file as YAML. Raises UserError for keys, which would stand in it, and for --host."""
     if options.http.api_key:
         raise UserError("--api-key would stand in the file that --yaml prints: use --api-key-file, on every machine")
+    if options.http.host not in {HttpOptions().host, EVERYWHERE}:
+        raise UserError(f"--host {options.http.host} has no effect with --yaml: proxies listen on every address")
     file = {
         "proxy_location": "EveryNode",
         "http_options": {"host": EVERYWHERE, "port": options.http.port},

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from adapters.models.kernels.formats.row_names import read_pair
+from adapters.store.shared.object_client import StoreUnusable, check_url
 from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 
@@ -68,6 +69,15 @@ def parse_residency(_: Any, tokens: Sequence[Token]) -> Residency:
             return "request-scoped"
         case _:
             raise ValueError("Choose from: auto, persistent, request-scoped.")
+
+
+def check_store(_: Any, url: str) -> None:
+    """Raise ValueError if a URL cannot name a store; "" names none."""
+    try:
+        if url:
+            check_url(url)
+    except StoreUnusable as error:
+        raise ValueError(str(error)) from error
 
 
 def check_device(_: Any, value: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.util
 import logging
 import os
 import stat
@@ -22,6 +23,7 @@ from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.explain_refusal import explain_refused_architecture, explain_refused_type
 from adapters.store.files.private_folder import LOCK, FolderUnusable, PrivateFolder, check_private
+from adapters.store.shared.object_client import INSTALL
 from engine.settings.model_catalog import locate_model
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
@@ -53,9 +55,14 @@ def prepare_options(options: Options) -> Options:
         check_trace(options.diagnostics.trace)
     if options.cache.kv_cache_dir is not None and options.cache.uses_disk:
         check_cache(options.cache.kv_cache_dir)
-    if options.http.api_key_file is None:
-        return options
-    return evolve_options(options, api_key=(*options.http.api_key, *read_keys(options.http.api_key_file)))
+    if (url := options.shared_tier.kv_shared_tier) and importlib.util.find_spec("obstore") is None:
+        raise UserError(f"--kv-shared-tier {url}: {INSTALL}")
+    return evolve_options(options, api_key=collect_keys(options.http))
+
+
+def collect_keys(http: HttpOptions) -> tuple[str, ...]:
+    """Return the API keys of --api-key and of the file. Raises UserError."""
+    return http.api_key if http.api_key_file is None else (*http.api_key, *read_keys(http.api_key_file))
 
 
 def check_address(http: HttpOptions) -> None:

@@ -22,6 +22,7 @@ from engine.settings.option_types import (
     check_names,
     check_origins,
     check_scope,
+    check_store,
     flag,
     parse_integer,
 )
@@ -122,7 +123,7 @@ class CacheOptions:
 class SharedTierOptions:
     """The store of objects behind the prefix cache that several servers share."""
 
-    kv_shared_tier: Annotated[str, flag(CACHE)] = ""
+    kv_shared_tier: Annotated[str, flag(CACHE, validator=check_store)] = ""
     """Store of objects that several servers share: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
     file:///folder. Servers of one model restore there what others have read. Credentials come from the environment, as
     the clients of these stores expect them. Needs the extra rekindle[shared]."""

@@ -15,6 +15,10 @@ because it also delays the requests that come to that replica later. These rules
 3. A conversation without a home counts what it will meet there later: each conversation that lives at a replica adds
    `Policy.neighbour_ns`. So new conversations are spread, and a hot system prompt with them.
 4. Otherwise the cheapest replica wins, then the one with fewer open requests, then the one with the smaller number.
+5. A prompt without a name and without a whole block will never be found again, so it counts no conversations. Of the
+   replicas that are nearly as cheap as the cheapest one (NEAR_SHARE and NEAR_NS), it goes to the one with the fewest
+   open requests. Costs know nothing of the answers that a replica is giving, and the rates of equal machines differ a
+   little: without this rule, short prompts that come together would all go to the replica with the best rates.
 
 Example. Of 16 replicas, all but replica 3 are idle. A prompt of 80,000 tokens is on the disk of replica 3: it takes 5 s
 to load there, and 12 s to compute elsewhere. A request with this prompt and no home goes to replica 3 while the queue
@@ -39,6 +43,9 @@ Reason: TypeAlias = Literal["prefix", "least_wait", "home", "home_overloaded", "
 # A home is left if another replica is cheaper by this share of the home's cost (in percent), and by this much.
 STAY_SHARE = 50
 STAY_NS = 50_000_000
+# A replica is nearly as cheap if it costs no more than this share of its own cost more (in percent), or than this much.
+NEAR_SHARE = 20
+NEAR_NS = 50_000_000
 RANK_UNIT = 1 << 16  # open requests of a replica are fewer
 EXCLUDED = 1 << 100  # ranks last
 
@@ -187,22 +194,20 @@ def choose_replica(fleet: Fleet, query: RouteQuery, home: SessionHome | None) ->
     unwanted = sum(1 << view.replicas[name].number for name in query.avoid & view.replicas.keys())
     if unwanted and unwanted != view.everyone:
         groups = [ReplicaGroup(group.mask & ~unwanted, group.blocks) for group in groups]
-    placing = fleet.policy.neighbour_ns if at_home is None else 0
+    can_return = bool(query.keys or query.session)
+    placing = fleet.policy.neighbour_ns if at_home is None and can_return else 0
     ranks = rank_replicas(fleet, placing)
-    best: Candidate | None = None
-    stay: Candidate | None = None
-    for group in groups:
-        for candidate in rank_group(fleet, query, group, ranks, placing):
-            if best is None or candidate_order(candidate) < candidate_order(best):
-                best = candidate
-            if at_home is not None and candidate.number == at_home.number:
-                stay = candidate
+    candidates = [found for group in groups for found in rank_group(fleet, query, group, ranks, placing)]
+    best = min(candidates, key=candidate_order, default=None)
+    stay = next((one for one in candidates if at_home is not None and one.number == at_home.number), None)
     if best is None:
         # All that are left after those to be avoided are at the limit.
         return choose_replica(evolve(fleet, policy=evolve(fleet.policy, extra_requests=1 << 30)), query, home)
+    if not can_return:
+        best = find_least_busy(best, candidates)
     chosen = best
     reason = explain_choice(best, at_home, stay, count)
-    if stay is not None and reason == "home_slower" and not is_worth_moving(stay, best):
+    if stay is not None and reason == "home_slower" and not is_much_cheaper(best, stay, STAY_SHARE, STAY_NS):
         chosen = stay
         reason = "home"
     return describe_choice(fleet, chosen, reason, query, "" if home is None else home.replica)
@@ -293,6 +298,14 @@ def candidate_order(candidate: Candidate) -> tuple[int, int, int]:
     return candidate.cost_ns, candidate.requests, candidate.number
 
 
+def find_least_busy(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the fewest open requests among those that are nearly as cheap as the best one."""
+    return min(
+        (one for one in candidates if not is_much_cheaper(best, one, NEAR_SHARE, NEAR_NS)),
+        key=lambda one: (one.requests, candidate_order(one)),
+    )
+
+
 def explain_choice(best: Candidate, home: KnownReplica | None, stay: Candidate | None, count: int) -> Reason:
     """Return why the best candidate is chosen, before a conversation's wish to stay is considered."""
     if count == 1:
@@ -304,10 +317,10 @@ def explain_choice(best: Candidate, home: KnownReplica | None, stay: Candidate |
     return "home_overloaded" if stay is None else "home_slower"
 
 
-def is_worth_moving(stay: Candidate, best: Candidate) -> bool:
-    """Is another replica cheaper than the home by the margin?"""
-    gain = stay.cost_ns - best.cost_ns
-    return gain > STAY_NS and 100 * gain > STAY_SHARE * stay.cost_ns
+def is_much_cheaper(cheap: Candidate, dear: Candidate, share: int, margin_ns: int) -> bool:
+    """Is a replica cheaper than another one by both margins? share: of the other one's cost, in percent."""
+    gain = dear.cost_ns - cheap.cost_ns
+    return gain > margin_ns and 100 * gain > share * dear.cost_ns
 
 
 def describe_choice(fleet: Fleet, chosen: Candidate, reason: Reason, query: RouteQuery, home: str) -> RouteDecision:

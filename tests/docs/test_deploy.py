@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,8 +123,48 @@ def test_the_image_is_built_of_what_a_wheel_is_made_of() -> None:
 def test_the_example_for_kubernetes_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
     words = ["/models/Qwen3-4B", "--device", "cuda", "--slots", "8", "--replicas", "4", "--allow-host", "*"]
-    words += ["--api-key-file", "/keys/rekindle", "--kv-cache-dir", "/cache", "--yaml"]
+    words += ["--api-key-file", "/keys/rekindle", "--kv-cache-dir", "/cache/rekindle"]
+    words += ["--kv-shared-tier", "s3://rekindle/prompts", "--yaml"]
     assert main(["fleet", *words]) == 0
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == yaml.safe_load(capsys.readouterr().out)
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert sum(group["replicas"] for group in groups) == 4
+
+
+def test_pods_on_kubernetes_may_use_what_their_options_name() -> None:
+    """The image's user reads the key by its group, makes the cache folder itself, and gets the store's key."""
+    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
+    options = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]["options"]
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert len(groups) == 2
+    for pod in (group["template"]["spec"] for group in groups):
+        assert pod["securityContext"]["fsGroup"]
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert options["kv_cache_dir"] not in mounts, "everybody may write to the top of an emptyDir"
+        for name in ("model", "api_key_file", "kv_cache_dir"):
+            assert any(options[name].startswith(f"{mount}/") for mount in mounts), name
+        assert [one["secretRef"]["name"] for one in container["envFrom"]] == ["rekindle-store"]
+    assert options["kv_shared_tier"].startswith("s3://")
+    assert parse_values(options).shared_tier.kv_shared_tier == options["kv_shared_tier"]
+
+
+def test_the_image_of_a_fleet_has_what_kubernetes_probes_call(tmp_path: Path) -> None:
+    """The command that installs packages is carried out with an `apt-get` that only prints its words."""
+    final = (DEPLOY.parent / "Containerfile").read_text().rpartition("FROM ")[2]
+    command = re.search(r"^RUN (packages=(?:.*\\\n)*.*)$", final, re.MULTILINE)
+    assert command is not None
+    fake = tmp_path / "apt-get"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o700)
+    script = command[1].replace("rm -rf /var/lib/apt/lists/*", "true")
+
+    def install(**arguments: str) -> set[str]:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **arguments}
+        printed = subprocess.run(["/bin/sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        return set(printed.stdout.split()) - {"update", "install", "--yes", "--no-install-recommends"}
+
+    assert install(TORCH_INDEX="x", EXTRAS="") == set()
+    assert install(TORCH_INDEX="x", EXTRAS="fleet,shared") == {"wget"}
+    assert install(TORCH_INDEX="", EXTRAS="fleet") == {"gcc", "libc6-dev", "wget"}

@@ -102,5 +102,7 @@ def test_an_outage_of_the_store_costs_time_only_and_ends(tmp_path: Path, server:
 )
 def test_a_store_that_cannot_be_used_ends_the_start_in_one_line(tmp_path: Path, url: str, why: str) -> None:
     line = refused("serve", "--port", "0", *place(tmp_path, url))
-    assert line.startswith(f"rekindle: --kv-shared-tier {url}: ")
+    assert line.startswith("rekindle: ")
+    assert "--kv-shared-tier" in line
+    assert url in line
     assert why in line

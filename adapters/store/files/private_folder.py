@@ -70,6 +70,11 @@ class PrivateFolder:
             raise FolderUnusable(f"{path}: {error.strerror}") from error
         return cls(path, descriptor, None)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors that a child process keeps open so that the folder stays locked until both have ended."""
+        return () if self._lock is None else (self._lock,)
+
     def close(self) -> None:
         """Close the folder. Calling it again does nothing."""
         open_ones = [one for one in (self._lock, self._descriptor) if one is not None and one >= 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az", "file")
 ACCEPTED = "accepted: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder"
 INSTALL = "needs the package obstore: pip install 'rekindle[shared]'"
+# The variables that name the endpoint of a store, for stores that may be anywhere.
+ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_STORAGE_ENDPOINT",)}
+CAUSE = re.compile(r'^ +(?:message|error): "(.+)",$', re.MULTILINE)  # in the library's structures, the innermost last
 RANGE_BYTES = 4 << 20  # what one request reads; a larger object is read by several at once
 RETRIES = 2
 # Seconds of one attempt's own limits. An operation is cut off by `compute_limit` in any case.
@@ -65,6 +69,13 @@ class ObjectClient:
     url: str
     _store: ObjectStore
 
+    @property
+    def place(self) -> str:
+        """The URL of the store, with its endpoint if the environment names one."""
+        variables = ENDPOINTS.get(urlsplit(self.url).scheme, ())
+        endpoint = next((os.environ[name] for name in variables if os.environ.get(name)), "")
+        return f"{self.url} at {endpoint}" if endpoint else self.url
+
     async def list_objects(self, folder: str) -> list[ObjectFacts]:
         """Return all objects in a folder and below it."""
         from obstore import list as list_all  # noqa: PLC0415
@@ -72,7 +83,7 @@ class ObjectClient:
         found = list[ObjectFacts]()
         stream = list_all(self._store, folder, chunk_size=PAGE)
         while True:  # each page has a limit of its own
-            async with limit_time(compute_patient_limit(0)), expect_store():
+            async with limit_time(self, compute_patient_limit(0)), expect_store():
                 page = await anext(stream, None)
             if page is None or len(found) > MAX_LISTED:
                 return found
@@ -85,14 +96,14 @@ class ObjectClient:
         """Return the names of the folders at the top."""
         from obstore import list_with_delimiter_async  # noqa: PLC0415
 
-        async with limit_time(compute_patient_limit(0)), expect_store():
+        async with limit_time(self, compute_patient_limit(0)), expect_store():
             return [*(await list_with_delimiter_async(self._store))["common_prefixes"]]
 
     async def read_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return the bytes `[start, stop)`, or as many of them as there are."""
         from obstore import get_range_async  # noqa: PLC0415
 
-        async with limit_time(compute_limit(stop - start)):
+        async with limit_time(self, compute_limit(stop - start)):
             return memoryview(await get_range_async(self._store, name, start=start, end=stop))
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
@@ -109,7 +120,7 @@ class ObjectClient:
         """Read a small object without naming a range, which servers answer more quickly."""
         from obstore import get_async  # noqa: PLC0415
 
-        async with limit_time(compute_limit(size)):
+        async with limit_time(self, compute_limit(size)):
             found = await get_async(self._store, name)
             return memoryview(await found.bytes_async() if found.meta["size"] == size else b"")
 
@@ -117,7 +128,7 @@ class ObjectClient:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         from obstore import put_async  # noqa: PLC0415
 
-        async with limit_time(compute_patient_limit(sum(map(len, parts)))), expect_store():
+        async with limit_time(self, compute_patient_limit(sum(map(len, parts)))), expect_store():
             await put_async(
                 self._store, name, b"".join(parts), mode="overwrite" if replace else "create", use_multipart=False
             )
@@ -127,14 +138,14 @@ class ObjectClient:
         from obstore import delete_async  # noqa: PLC0415
 
         try:
-            async with limit_time(compute_patient_limit(0)):
+            async with limit_time(self, compute_patient_limit(0)):
                 await delete_async(self._store, name)
         except FileNotFoundError:
             return
 
 
 @asynccontextmanager
-async def limit_time(limit_s: float) -> AsyncIterator[None]:
+async def limit_time(client: ObjectClient, limit_s: float) -> AsyncIterator[None]:
     """Give an operation its time, and turn the library's errors into ours."""
     from obstore.exceptions import AlreadyExistsError, BaseError  # noqa: PLC0415
 
@@ -146,7 +157,7 @@ async def limit_time(limit_s: float) -> AsyncIterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(shorten_error(error)) from error
     except TimeoutError as error:
-        raise StoreUnreachable(f"no answer within {limit_s:.1f} s") from error
+        raise StoreUnreachable(f"no answer within {limit_s:.1f} s from {client.place}") from error
     except (BaseError, OSError) as error:
         raise StoreUnreachable(shorten_error(error)) from error
 
@@ -161,8 +172,11 @@ async def expect_store() -> AsyncIterator[None]:
 
 
 def shorten_error(error: Exception) -> str:
-    """Return the first line of an error: the library puts its own structures behind it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """Return the first line of an error, and the innermost cause that the library's own structures behind it name."""
+    text = str(error).strip() or type(error).__name__
+    line = text.splitlines()[0][:300]
+    causes = CAUSE.findall(text)
+    return f"{line}: {causes[-1][:100]}" if causes else line
 
 
 def split_ranges(size: int) -> list[tuple[int, int]]:
@@ -196,7 +210,7 @@ def open_client(url: str) -> ObjectClient:
 
 def allows_http(environment: Mapping[str, str]) -> bool:
     """Return whether a store may be asked without encryption: its endpoint says so, or a variable for it does."""
-    endpoints = (environment.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT"))
+    endpoints = (environment.get(name, "") for names in ENDPOINTS.values() for name in names)
     allowed = (environment.get(f"{store}_ALLOW_HTTP", "").lower() for store in ("AWS", "GOOGLE", "AZURE"))
     return "true" in allowed or any(endpoint.startswith("http://") for endpoint in endpoints)
 

@@ -15,7 +15,9 @@ is busy, the client gets its refusal. Otherwise the request waits and tries agai
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 import anyio
 from attrs import define, evolve, field
@@ -23,19 +25,20 @@ from prometheus_client import Counter
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from adapters.http.answer.access_log import CALLER, NOTE
 from adapters.http.answer.answer_shape import encode_event
 from adapters.http.apis.registry import find_error_format
 from adapters.http.edge_options import EdgeOptions
+from adapters.http.page import files
 from adapters.http.wire.body_budget import BodyBudget
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import SHUTTING_DOWN, ApiError, unavailable, unknown_path
 from adapters.http.wire.read_body import read_bytes
 from adapters.http.wire.until_disconnect import run_until_disconnect
 from adapters.metrics import Metrics
-from engine.core.fleet_paths import FLEET_PREFIX
 from engine.fleet.ingress.fleet_status import FleetStatus
 from engine.fleet.ingress.held_answer import HeldAnswer, ReplicaLost
 from engine.fleet.ingress.key_finder import KeyFinder
@@ -53,6 +56,16 @@ KEPT_BODIES = 32  # bodies of the largest size that an ingress keeps: 1 GiB at t
 FLEET = "/fleet"
 EVENTS = "/events"  # a stream without an end
 READ_ONLY = frozenset({"GET", "HEAD"})
+
+
+@lru_cache(4)
+def compile_routes(routes: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(compile_path(route)[0] for route in routes)
+
+
+def is_served(path: str, routes: tuple[str, ...]) -> bool:
+    """Return whether a path is one of these routes, which may have parameters (`/v1/responses/{response_id}`)."""
+    return path in routes or any(pattern.match(path) for pattern in compile_routes(routes))
 
 
 @define(eq=False)
@@ -80,11 +93,12 @@ class IngressApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path = scope["path"]
-        if path.startswith(FLEET_PREFIX):
-            raise unknown_path(path, (await self.picker.find_any()).facts.paths)
         if (work := self._find_own_answer(path, request)) is not None:
             await (await work())(scope, receive, send)
             return
+        newest = self.picker.newest or await self.picker.find_any()
+        if not is_served(path, (*newest.facts.paths, *files.load_files(), FLEET)):
+            raise unknown_path(path, sorted({*newest.facts.paths, FLEET}))
         # The body is kept until the request is answered, since it may have to be sent again.
         with self.budget.open_body(self.options.times.body_timeout_s) as incoming:
             body = await read_bytes(request, self.options, self.budget, incoming)

@@ -41,7 +41,8 @@ class IngressReplica:
     """
 
     def __init__(self, values: Mapping[str, Any], replicas: Any) -> None:
-        options = prepare_options(evolve_options(parse_values(values), trace=None))  # replicas write traces
+        # Only replicas write traces and use the cache folder. An ingress may run on a machine without these folders.
+        options = prepare_options(evolve_options(parse_values(values), trace=None, kv_cache_dir=None))
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
         self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
 

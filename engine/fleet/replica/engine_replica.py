@@ -7,14 +7,15 @@ it to the server itself. What Serve does with the actor reaches the server so:
 * It checks the health: the check fails if the server does not answer.
 * It stops a replica: no ingress chooses it any more. Then the server drains as it does at SIGTERM. Requests that arrive
   late are refused, and the ingress sends them to another replica.
-* The actor dies: the server ends with it. The server dies: the actor ends with it. Serve starts a new replica.
+* The actor dies: the server drains and ends. The server dies: the actor ends with it. Serve starts a new replica.
+  While the old server drains, it keeps its cache folder, and the new replica takes another one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -26,11 +27,11 @@ from adapters.store.files.private_folder import PrivateFolder
 from engine.fleet.digests import fetch_routing_stats
 from engine.fleet.fleet_options import build_replica_words
 from engine.fleet.replica.replica_folder import claim_folder
-from engine.fleet.replica.server_process import ServerProcess, start_server
+from engine.fleet.replica.server_process import ServerProcess, ServerTask, start_server
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.scaling_policy import LOAD, compute_load
 from engine.settings.config_file import parse_values
-from engine.settings.options import Options
+from engine.settings.preflight import collect_keys
 
 log = logging.getLogger("rekindle.fleet")
 LOOPBACK = "127.0.0.1"
@@ -51,11 +52,11 @@ class EngineReplica:
         folder = None if self.claim is None else self.claim.path
         host = LOOPBACK if is_local else get_node_ip_address()
         self.name: str = serve.get_replica_context().replica_id.unique_id
-        self.server: ServerProcess = start_server(build_replica_words(options, host, folder, self.name))
+        task = ServerTask(build_replica_words(options, host, folder, self.name), self.grace_s + LATE_S)
+        self.server: ServerProcess = start_server(task, () if self.claim is None else self.claim.descriptors)
         self.server.watch(end_actor)
-        self.client = httpx2.Client(
-            base_url=self.server.url, headers=build_headers(options), timeout=ASK_S, trust_env=False
-        )
+        headers = build_headers(collect_keys(options.http))
+        self.client = httpx2.Client(base_url=self.server.url, headers=headers, timeout=ASK_S, trust_env=False)
         self.facts = evolve(
             read_facts(self.client, self.server.url),
             folder="" if folder is None else str(folder),
@@ -96,9 +97,9 @@ def end_actor(status: int) -> None:
     os._exit(1)
 
 
-def build_headers(options: Options) -> dict[str, str]:
-    """Return the headers with which the actor may ask its own server."""
-    return {"authorization": f"Bearer {options.http.api_key[0]}"} if options.http.api_key else {}
+def build_headers(keys: Sequence[str]) -> dict[str, str]:
+    """Return the headers with which the actor may ask its own server. keys: that the server accepts."""
+    return {"authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def read_facts(client: httpx2.Client, url: str) -> ReplicaFacts:

@@ -16,13 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 
 import msgspec
-from attrs import define, field
+from attrs import define, field, frozen
 
 from engine.settings.user_error import UserError
 
 READY = re.compile(r"ready  (http://\S+)  ")
 LOG_LINES = 40  # last lines of the log, which are shown if the server does not start
 RAY_THREADS = "OMP_NUM_THREADS"  # Ray sets it to the CPUs of the actor, and a server has its own option
+
+
+@frozen
+class ServerTask:
+    """The input of a server. words: `serve` and its options. drain_s: its limit once its actor is gone."""
+
+    words: list[str]
+    drain_s: float
 
 
 @define(eq=False)
@@ -65,19 +73,27 @@ def build_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def start_server(words: Sequence[str]) -> ServerProcess:
-    """Start a server, and wait until it is ready. words: `serve` and its options. Raises UserError if it ends instead.
+def start_server(task: ServerTask, kept_open: Sequence[int] = ()) -> ServerProcess:
+    """Start a server, and wait until it is ready. Raises UserError if it ends instead.
 
-    The lines of its log go to this process's own standard error.
+    The lines of its log go to this process's own standard error. kept_open: descriptors that stay open as long as the
+    server lives, also where this process dies before it.
     """
     command = [sys.executable, "-P", "-m", "engine.replica_server"]
     environment = build_environment(os.environ)
     process = subprocess.Popen(  # noqa: S603 - this program, and a list
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        pass_fds=kept_open,
+        start_new_session=True,  # Ray kills the whole process group of an actor that dies
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(msgspec.json.encode(list(words)).decode() + "\n")
+    process.stdin.write(msgspec.json.encode(task).decode() + "\n")
     process.stdin.flush()
     last_lines = deque[str](maxlen=LOG_LINES)
     reader = Thread(target=copy_log, args=(process, last_lines), name="server-log", daemon=True)

@@ -17,6 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from adapters.http.edge_options import EdgeModel, EdgeOptions
 from adapters.http.guard import Guard
+from adapters.http.page import files
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
@@ -139,7 +140,7 @@ async def run_ingress(servers: Servers, **options: Any) -> AsyncIterator[FakeFle
         finder = KeyFinder(PromptReader(servers.text, edge), edge.limits.max_body, servers.thread)
         app = IngressApp(ReplicaPicker(handle), finder, edge, metrics)
         stack.push_async_callback(app.relay.close)
-        guard = Guard(app, edge.access, metrics, frozenset({*about["endpoints"], FLEET}), None)
+        guard = Guard(app, edge.access, metrics, frozenset({*about["endpoints"], *files.load_files(), FLEET}), None)
         url = await stack.enter_async_context(run_application(guard))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
         yield FakeFleet(client, servers.sites, handle, app)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import anyio
 import pytest
 import yaml
 from ray.serve.config import AutoscalingConfig
@@ -18,6 +20,7 @@ from engine.fleet.fleet_options import (
     list_arguments,
     read_gpus,
 )
+from engine.fleet.ingress.ingress_replica import IngressReplica
 from engine.fleet.replica.replica_folder import claim_folder
 from engine.fleet.replica.server_process import build_environment
 from engine.fleet.serve_file import write_serve_file
@@ -96,6 +99,8 @@ def test_a_key_never_stands_in_the_file() -> None:
         (["--replicas", "0"], "replicas"),
         (["--replicas", "4..1"], "accepted: 1 to 512, or a range such as 1..4"),
         (["--replicas", "1.5"], "'1.5'; accepted: 1 to 512"),
+        (["--yaml", "--host", "10.0.0.7"], "--host 10.0.0.7 has no effect with --yaml"),
+        (["--yaml", "--kv-shared-tier", "ftp://x"], "'ftp://x' is no store; accepted: s3://bucket/prefix"),
     ],
 )
 def test_wrong_options_get_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +125,32 @@ def test_each_replica_claims_a_folder_of_its_own_and_a_new_one_takes_the_place_o
     assert again is not None
     assert again.path.name == "replica-0"
     assert claim_folder(CacheOptions(kv_cache_budget=0)) is None
+
+
+def test_replicas_use_no_folder_that_others_may_write_to(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"  # an emptyDir of Kubernetes looks so
+    mount.mkdir()
+    mount.chmod(0o777)
+    with pytest.raises(UserError, match=f"{mount}: others may write there"):
+        claim_folder(CacheOptions(kv_cache_dir=mount))
+    before = os.umask(0o002)
+    try:
+        claim = claim_folder(CacheOptions(kv_cache_dir=mount / "rekindle"))
+    finally:
+        os.umask(before)
+    assert claim is not None
+    claim.close()
+    assert (mount / "rekindle").stat().st_mode & 0o777 == 0o700
+    assert claim_folder(CacheOptions(kv_cache_dir=mount / "rekindle")) is not None
+
+
+async def test_an_ingress_needs_neither_the_cache_folder_nor_the_trace_of_its_replicas(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    values = {"kv_cache_dir": str(shared), "trace": str(tmp_path / "nowhere" / "day.jsonl")}
+    ingress = await anyio.to_thread.run_sync(lambda: IngressReplica(values, None))
+    assert ingress.gate.options.cache.kv_cache_dir is None
 
 
 def test_a_server_gets_its_options_as_words_and_not_from_the_environment() -> None:

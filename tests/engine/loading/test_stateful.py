@@ -70,7 +70,7 @@ SAMPLED = Sampling(temperature=0.9, seed=5)
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch takes as long as any other, and every restore: so restoring pays, as proposing does."""
-    for module in ("adapters.device.executor", "adapters.transfer.restorer"):
+    for module in ("adapters.device.decode.prefill_runner", "adapters.transfer.restorer"):
         ticks = count(0, 1000)
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter_ns=partial(next, ticks)))
 

@@ -220,3 +220,10 @@ def test_a_cache_folder_is_tried_before_anything_is_loaded(path: str, tmp_path: 
     where = str(tmp_path / ("x" * 300)) if path == "LONG" else path
     assert said(kv_cache_dir=Path(where)).startswith(f"--kv-cache-dir {where}: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shared_tier_without_its_package_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    message = said(kv_shared_tier="s3://bucket/x")
+    assert message.startswith("--kv-shared-tier s3://bucket/x: ")
+    assert "rekindle[shared]" in message

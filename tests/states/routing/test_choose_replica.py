@@ -168,6 +168,36 @@ def test_a_hot_head_is_spread_over_replicas():
     assert min(places.count(name) for name in "abcd") >= 8
 
 
+@pytest.mark.parametrize(("name", "keys"), [("", ()), ("", KEYS), ("s", ())])
+def test_prompts_that_no_replica_holds_are_spread_although_rates_differ(name, keys):
+    """Four requests, each after the last one's prompt was read. The rates of equal machines differ by some percent."""
+    router = fleet(2)
+    for replica, prefill_ns in (("a", 100_000), ("b", 115_000)):
+        load = LoadReport(0, slots=4, answer_ns=1000 * MS, rates=Rates((prefill_ns,)))
+        router.advance(DigestArrived(replica, ReplicaDigest(1, 2, True, (), load), 0))
+    asked = [ask(one, name and f"{name}{one}", tuple(b"%d" % one + key for key in keys)) for one in range(1, 5)]
+    places = [route(router, query, query.number * 100 * MS)[0] for query in asked]
+    assert places.count("a") == 2
+
+
+def test_short_prompts_go_where_fewer_requests_are_open_wherever_conversations_live():
+    router = fleet(2)
+    for number in range(1, 4):
+        home, _ = route(router, ask(number, f"s{number}", tuple(b"%d" % number + key for key in KEYS)))
+        router.advance(RequestEnded(number))
+    fuller = home
+    places = [route(router, ask(number, keys=()), number * 10**12)[0] for number in (10, 11)]
+    assert places.count(fuller) == 1
+
+
+def test_a_replica_that_is_far_slower_gets_no_prompt_as_long_as_another_one_is_free():
+    router = fleet(2)
+    for replica, prefill_ns in (("a", 1 * MS), ("b", 4 * MS)):
+        load = LoadReport(0, slots=4, answer_ns=1000 * MS, rates=Rates((prefill_ns,)))
+        router.advance(DigestArrived(replica, ReplicaDigest(1, 2, True, (), load), 0))
+    assert [route(router, ask(number, keys=(b"%d" % number,) * 10))[0] for number in (1, 2)] == ["a", "a"]
+
+
 def test_replicas_to_be_avoided_are_chosen_only_if_there_is_no_other():
     router = fleet(2, a={"device": 10})
     assert route(router, ask(1, avoid=frozenset("a")))[0] == "b"

@@ -424,6 +424,24 @@ def test_a_store_that_cannot_be_reached_ends_the_start_soon(monkeypatch: pytest.
         open_store(LAYOUT, None, shared=SharedStoreSettings("s3://bucket/x"))
     assert time.monotonic() - began < 60, "a client of its own would try for minutes"
     assert "\n" not in str(found.value)
+    assert "http://127.0.0.1:9/" in str(found.value)
+    assert "Connection refused" in str(found.value)
+
+
+def test_a_store_without_an_answer_is_named_with_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://10.0.0.7:9000")
+    client = open_client("s3://bucket/x")
+
+    async def wait_in_vain() -> None:
+        async with limit_time(client, 0.0):
+            await asyncio.Event().wait()
+
+    with pytest.raises(
+        StoreUnreachable, match=r"no answer within 0\.0 s from s3://bucket/x at http://10\.0\.0\.7:9000"
+    ):
+        asyncio.run(wait_in_vain())
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert client.place == "s3://bucket/x"
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

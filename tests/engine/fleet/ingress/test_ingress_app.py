@@ -227,6 +227,15 @@ async def test_a_client_that_leaves_cancels_its_request(fleet: FakeFleet) -> Non
     assert not fleet.app.picker.in_flight
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/responses/a/b/c", "/kv/digests"])
+async def test_the_paths_that_a_404_lists_are_those_of_the_fleet(fleet: FakeFleet, path: str) -> None:
+    refused = await fleet.client.get(path)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_path")
+    listed = refused.json()["error"]["message"].partition(" It has ")[2].rstrip(".").split(", ")
+    assert {"/fleet", "/v1/chat/completions"} <= {*listed}
+    assert not any(one.startswith("/kv/") for one in listed)
+
+
 async def test_a_stored_response_is_found_where_it_is(fleet: FakeFleet) -> None:
     first = (await fleet.client.post("/v1/responses", json=REQUESTS["/v1/responses"])).json()["id"]
     other = (await fleet.second.client.post("/v1/responses", json=REQUESTS["/v1/responses"])).json()["id"]
