@@ -23,11 +23,12 @@ from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill, group_prefills
 from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
+from states.prompt_choice import FORWARDS
 from states.residency import IDLE_LOCATION, WeightsLocation, get_action_after_use
 from states.settings import Settings
 
@@ -175,18 +176,23 @@ class Device:
 
     @property
     def opened(self) -> bool:
-        """Of the next launch beside the lane: is its slot open? It may have been for the same request before."""
-        (effect_request,) = self.beside[0].effect_requests
-        assert isinstance(effect_request.effect, RunPrefill), "only prefills go beside the lane"
+        """Of the next launch beside the lane: are its slots open? They may have been for the same requests before."""
+        slots = {effect.slot for effect in self.list_prefills_beside()}
         waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
-        return not any(isinstance(one, OpenSlot) and one.slot == effect_request.effect.slot for one in waiting)
+        return not any(isinstance(one, OpenSlot) and one.slot in slots for one in waiting)
 
     def step_beside(self) -> list[Answer]:
-        effect, chunk = self.beside[0].effect_requests[0].effect, self.settings.chunk
-        assert isinstance(effect, RunPrefill)
-        last = (effect.stop - effect.start - 1) % chunk + 1
-        assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
+        for effect in self.list_prefills_beside():
+            last = (effect.stop - effect.start - 1) % self.settings.chunk + 1
+            assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
         return self.carry_out(self.beside.popleft(), self.beside)
+
+    def list_prefills_beside(self) -> list[RunPrefill]:
+        """List the effects of the next launch beside the lane."""
+        effects = [one.effect for one in self.beside[0].effect_requests]
+        prefills = [effect for effect in effects if isinstance(effect, RunPrefill)]
+        assert len(prefills) == len(effects), "only prefills go beside the lane"
+        return prefills
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
@@ -194,9 +200,8 @@ class Device:
         decode_steps = [
             effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
         ]
-        assert len(effect_requests) == 1 or len(decode_steps) == len(effect_requests) or self.mixes(effect_requests), (
-            "that is no batch"
-        )
+        is_batch = len(effect_requests) == 1 or len(decode_steps) == len(effect_requests)
+        assert is_batch or self.mixes(effect_requests) or self.holds_prompts(effect_requests), "that is no batch"
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
         outcomes = [self.perform(effect_request) for effect_request in effect_requests]
         outcomes = count_rows(outcomes)
@@ -228,6 +233,13 @@ class Device:
         plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
         prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
         return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
+
+    def holds_prompts(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
+        """Are these the next rows of several prompts, a chunk of each at most, in as many forwards as there may be?"""
+        effects = [one.effect for one in effect_requests if isinstance(one.effect, RunPrefill)]
+        chunk = self.settings.chunk
+        fits = all(one.logprobs < 0 and one.stop - one.start <= chunk for one in effects)
+        return len(effects) == len(effect_requests) and fits and len(group_prefills(effects, chunk)) <= FORWARDS
 
     def onward(self, effect_request: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
