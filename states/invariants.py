@@ -12,7 +12,7 @@ from effects.decode import RunDecode
 from effects.ids import MAIN, PROMPTS, RequestId
 from states.followers import is_leading
 from states.lane import is_blocking
-from states.pacing import Demand, choose_step_interval, is_awaiting_first_token
+from states.pacing import Demand, choose_step_interval, has_several_prompts, is_awaiting_first_token
 from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
@@ -137,7 +137,7 @@ def check_pacing(world: World) -> None:
     pacing = world.pacing
     saving = {request for request, state in world.requests.items() if isinstance(state, Snapshotting)}
     assert set(pacing.demand.snapshots) == saving, "a snapshot is forgotten"
-    backlog = PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
+    backlog = PROMPTS in world.lanes and has_several_prompts(world.lanes[PROMPTS])
     first_tokens = sum(map(is_awaiting_first_token, world.requests.values()))
     main = world.lanes[MAIN].running
     interval = choose_step_interval(world.settings, world.rates, main) if backlog else 0
