@@ -23,7 +23,7 @@ from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
-from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill, group_prefills
 from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -175,18 +175,30 @@ class Device:
 
     @property
     def opened(self) -> bool:
-        """Of the next launch beside the lane: is its slot open? It may have been for the same request before."""
-        (effect_request,) = self.beside[0].effect_requests
-        assert isinstance(effect_request.effect, RunPrefill), "only prefills go beside the lane"
+        """Of the next launch beside the lane: are its slots open? They may have been for the same requests before."""
+        slots = {effect.slot for effect in self.prefills_beside()}
         waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
-        return not any(isinstance(one, OpenSlot) and one.slot == effect_request.effect.slot for one in waiting)
+        return not any(isinstance(one, OpenSlot) and one.slot in slots for one in waiting)
+
+    def prefills_beside(self) -> list[RunPrefill]:
+        """Those of the next launch beside the lane."""
+        effects = [one.effect for one in self.beside[0].effect_requests]
+        found = [effect for effect in effects if isinstance(effect, RunPrefill) and effect.logprobs < 0]
+        assert len(found) == len(effects), "only prefills go beside the lane"
+        return found
 
     def step_beside(self) -> list[Answer]:
-        effect, chunk = self.beside[0].effect_requests[0].effect, self.settings.chunk
-        assert isinstance(effect, RunPrefill)
-        last = (effect.stop - effect.start - 1) % chunk + 1
-        assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
-        return self.carry_out(self.beside.popleft(), self.beside)
+        """The next forward beside the lane. What is left of its launch waits for its turn."""
+        effects, chunk = self.prefills_beside(), self.settings.chunk
+        for effect in effects:
+            last = (effect.stop - effect.start - 1) % chunk + 1
+            assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
+            assert len(effects) == 1 or effect.stop - effect.start <= chunk, "a long prompt has a launch of its own"
+        launch = self.beside.popleft()
+        count = len(group_prefills(effects, chunk)[0])
+        if launch.effect_requests[count:]:
+            self.beside.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
+        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.beside)
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
@@ -194,9 +206,9 @@ class Device:
         decode_steps = [
             effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
         ]
-        assert len(effect_requests) == 1 or len(decode_steps) == len(effect_requests) or self.mixes(effect_requests), (
-            "that is no batch"
-        )
+        is_decode = len(decode_steps) == len(effect_requests)
+        is_forward = is_decode or self.mixes(effect_requests) or self.share_forward(effect_requests)
+        assert len(effect_requests) == 1 or is_forward, "that is no batch"
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
         outcomes = [self.perform(effect_request) for effect_request in effect_requests]
         outcomes = count_rows(outcomes)
@@ -228,6 +240,12 @@ class Device:
         plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
         prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
         return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
+
+    def share_forward(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
+        """Rows of several prompts, in a forward that there is."""
+        effects = [one.effect for one in effect_requests if isinstance(one.effect, RunPrefill)]
+        rows = sum(effect.stop - effect.start for effect in effects)
+        return len(effects) == len(effect_requests) and rows <= self.settings.chunk
 
     def onward(self, effect_request: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""

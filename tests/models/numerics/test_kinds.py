@@ -157,8 +157,8 @@ def test_graphs_that_a_start_records_have_all_layers(
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
-    narrow = "settled" if shard.states.specs else "layers"
-    assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
+    narrow, one_row = ("settled", "single") if shard.states.specs else ("layers", "layers")
+    assert {("rows", 256, False), (narrow, 4, hopper), (one_row, 8, False), (one_row, 1, hopper)} <= graphs.keys()
     assert {
         key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.spec.layers]
     } == {}
