@@ -32,6 +32,7 @@ each: 11,000 rows instead of 27,000.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
@@ -53,6 +54,9 @@ from states.sequences import count_continuable_rows
 from states.settings import DecisionContext, Settings
 from states.slots import Follow, Slots, can_share_rows
 
+# The states in which a request may lead: it has a slot, and its prompt's rows are not all there yet.
+MayLead: TypeAlias = Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring
+
 
 @frozen
 class Leader:
@@ -71,6 +75,9 @@ def choose_leader(
     context: DecisionContext,
 ) -> Follow | None:
     """Choose the request that a waiting one follows; None: it does not pay to wait, or there is no such request.
+
+    Only the leader with the most common rows is priced; of equal ones, the one that has computed most. If following it
+    does not pay, no other leader is considered.
 
     own_rows: rows of its prompt that the waiting request could go on from now.
     """
@@ -129,7 +136,7 @@ def measure_leader(
 
     None: the leader will not have more of them, does not compute its prompt, or may yet shorten it.
     """
-    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
+    if not isinstance(state, MayLead):
         return None
     settings = context.settings
     # Agents that have followed a head of 8,000 tokens are admitted at once, and computing stands still meanwhile. If
@@ -146,9 +153,7 @@ def measure_leader(
     return Leader(request, valid_rows, rows) if rows > own_rows else None
 
 
-def find_state_rows(
-    state: Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring, rows: int, settings: Settings
-) -> int:
+def find_state_rows(state: MayLead, rows: int, settings: Settings) -> int:
     """Return `rows` if the leader can still keep its positional state after them; 0 if it cannot.
 
     A running chunk cannot be shortened; a state can only be kept after a row where a later chunk ends.
@@ -171,7 +176,7 @@ def is_shortened(prompt: Prompt, rows: int, context: DecisionContext) -> bool:
 def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
     """Is the leader still computing the rows that its follower waits for?"""
     state = requests.get(follow.leader)
-    if not isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring):
+    if not isinstance(state, MayLead):
         return False
     return state.slot_lease.valid_rows < follow.awaited_rows
 
@@ -188,9 +193,7 @@ def mark_ended_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slo
 
 def note_awaited_rows(state: State, rows: int) -> State:
     """Return the state of a leader that knows that a request waits for its first `rows` rows."""
-    assert isinstance(state, Prefilling | UnparkingDraft | UnloadingScorer | LookingUp | Restoring), (
-        "such a state leads no follower"
-    )
+    assert isinstance(state, MayLead), "such a state leads no follower"
     if rows in state.prompt.awaited_rows:
         return state
     return evolve(state, prompt=evolve(state.prompt, awaited_rows=(*state.prompt.awaited_rows, rows)))

@@ -201,7 +201,9 @@ def check_pages(world: World) -> None:
 def check_cache(state: State, settings: Settings) -> None:
     """Check that loaded rows fit computed ones, and that nothing is kept that the scope does not allow."""
     if isinstance(state, Restoring):
-        inside = state.slot_lease.valid_rows <= state.front <= state.stop <= state.prompt.prefill_rows
+        # With positional state, the rows between `valid_rows` and `load_start` are in the slot (`rows_ahead`), and
+        # nothing is computed while the rest is loaded. Else they are the front, which is computed meanwhile.
+        inside = state.slot_lease.valid_rows <= state.load_start <= state.stop <= state.prompt.prefill_rows
         assert inside, "rows are loaded where they do not belong"
     if isinstance(state, Recovering | Yielding) or (isinstance(state, Draining) and state.rows_lost):
         assert state.remainder.slot_lease.valid_rows == 0, "a slot is trusted that was lost"

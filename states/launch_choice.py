@@ -231,12 +231,19 @@ def plan_proposals(
     A launch takes its steps without asking the core, so one plan holds for all of them. It may not hold too long: all
     prices are multiples of the time of a plain step, so that time is measured again and again.
 
-    * If a draft proposes, it does so in every step. The plan holds for the rest of PLAIN_STEP_INTERVAL steps.
-    * If there are only copies, steps without a match are plain ones. The plan holds until copies that do not pay now
-      are tried again, and at least for REVIEW_STEPS; without such copies it holds for good.
+    * If a draft proposes, it does so in every step. The plan holds for as many steps as the accounts can pay for even
+      if no proposal is right. That is 16 at most (`REQUEST_MEMORY`), and one for a trial or an uncertain price. It ends
+      before the next plain step, which comes after PLAIN_STEP_INTERVAL steps with proposals.
+    * If there is a draft whose proposals do not pay, the plan holds until a trial is due, or until the accounts can pay
+      for one more option.
+    * If no draft proposes but text may be copied, steps without a match are plain ones. `Copying.steps` limits the
+      others. The plan holds until copies that do not pay now are tried again, and at least for REVIEW_STEPS. If every
+      class of matches is copied now or could never pay, it holds for good. The rule before this one may end it earlier.
     * If a plain step is due, or was never timed, nothing is proposed, and the plan holds for one step.
 
-    proposing_steps: steps since the last plain one. One is enough if `StepPrices.plain_suspect` doubts the plain time.
+    row_limit: the most rows of a step, with its proposals. The functions that are called here get 0 instead if a plain
+    step is due. proposing_steps: steps since the last plain one. If `StepPrices.plain_suspect` doubts the plain time, a
+    plain step is due after a single one of them.
     """
     controls = [find_control(requests, one) for one in decode_steps]
     effects = get_decode_effects(decode_steps)

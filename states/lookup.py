@@ -116,12 +116,12 @@ def use_found_prefix(state: LookingUp, event: PrefixFound, context: DecisionCont
             prompt = evolve(prompt, miss_reason=miss_reason)
         onward = prepend_effect(opening, continue_request(context, slot_lease, prompt))
         return prepend_effect(ReleasePrefix(event.lease), onward)
-    front, stop = loaded_rows
-    restore = RestoreBlocks(event.lease, slot_lease.slot, front, stop)
-    if front <= slot_lease.rows:
-        return Transition(Restoring(slot_lease, prompt, front, stop, event.tier), opening, restore)
-    restoring = Restoring(slot_lease, prompt, front, stop, event.tier, computing=True)
-    return Transition(restoring, opening, restore, make_prefill_chunk(settings, slot_lease, prompt, front))
+    load_start, stop = loaded_rows
+    restore = RestoreBlocks(event.lease, slot_lease.slot, load_start, stop)
+    if load_start <= slot_lease.rows:
+        return Transition(Restoring(slot_lease, prompt, load_start, stop, event.tier), opening, restore)
+    restoring = Restoring(slot_lease, prompt, load_start, stop, event.tier, computing=True)
+    return Transition(restoring, opening, restore, make_prefill_chunk(settings, slot_lease, prompt, load_start))
 
 
 def continue_after_miss(state: LookingUp, event: PrefixMissed, context: DecisionContext) -> ContinueRequest:

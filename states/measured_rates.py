@@ -45,7 +45,7 @@ def learn_from_outcome(
             concurrent = isinstance(state, Restoring) and state.loading
             return rates.learn_prefill(known_rates, effect, answer.outcome, settings.chunk, concurrent=concurrent)
         case None, BlocksRestored() if isinstance(state, Restoring):
-            concurrent = not settings.stateful and state.front > state.slot_lease.reused_rows
+            concurrent = not settings.stateful and state.load_start > state.slot_lease.reused_rows
             return rates.learn_load(
                 known_rates, state.tier, answer.outcome, settings.chunk, settings.state_tokens, concurrent=concurrent
             )

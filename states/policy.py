@@ -261,8 +261,8 @@ def choose_rows_to_load(
     if not restore_ends:
         return None
     if not settings.stateful:
-        front = choose_front(settings, rates, slot_lease.valid_rows, restore_ends[-1], tier)
-        return (front, restore_ends[-1]) if front < restore_ends[-1] else None
+        load_start = choose_front(settings, rates, slot_lease.valid_rows, restore_ends[-1], tier)
+        return (load_start, restore_ends[-1]) if load_start < restore_ends[-1] else None
     at = restore_ends[-1]
     if get_load_time(rates, tier) and estimate_prefill_time(rates, slot_lease.valid_rows, prompt.prefill_rows):
         candidates = (*reversed(restore_ends), slot_lease.valid_rows)
@@ -279,17 +279,18 @@ def estimate_resume_time(context: DecisionContext, slot_lease: SlotLease, prompt
 
 
 def choose_front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
-    """Return the row `front` such that `[start, front)` is computed while `[front, stop)` is loaded.
+    """Return the row `load_start` such that `[start, load_start)` is computed while `[load_start, stop)` is loaded.
 
-    Both are to end at the same time. front = start loads everything, and front = stop computes everything. If a time
-    was never measured, everything is loaded. Doing both has to be a tenth quicker than the better single one, because
-    two sides cost more to set going than these times say. Whole chunks are computed: part of one takes nearly as long.
+    Both are to end at the same time. The computed rows are called the front: without one everything is loaded, and if
+    it reaches `stop` everything is computed. If a time was never measured, everything is loaded. Doing both has to be a
+    tenth quicker than the better single one, because two sides cost more to set going than these times say. Whole
+    chunks are computed: part of one takes nearly as long.
     """
     if start == stop or not get_load_time(rates, tier) or not estimate_prefill_time(rates, start, stop):
         return start
 
-    def ready_time(front: int) -> int:
-        return estimate_ready_time(rates, start, front, stop, tier)
+    def ready_time(load_start: int) -> int:
+        return estimate_ready_time(rates, start, load_start, stop, tier)
 
     single = min((start, stop), key=ready_time)
     chunks = range(-(-(stop - start) // settings.chunk))
@@ -301,21 +302,21 @@ def choose_front(settings: Settings, rates: Rates, start: int, stop: int, tier: 
     return best if ready_time(best) * 10 <= ready_time(single) * 9 else single
 
 
-def estimate_lead(rates: Rates, start: int, front: int, stop: int, tier: Tier) -> int:
+def estimate_lead(rates: Rates, start: int, load_start: int, stop: int, tier: Tier) -> int:
     """Return how much later the computed rows are there than the loaded ones, in thousandths of nanoseconds.
 
     Both sides slow each other down.
     """
-    computing = estimate_prefill_time(rates, start, front) * (rates.prefill_slowdown or ALONE)
-    return computing - (stop - front) * get_load_time(rates, tier) * (rates.load_slowdown or ALONE)
+    computing = estimate_prefill_time(rates, start, load_start) * (rates.prefill_slowdown or ALONE)
+    return computing - (stop - load_start) * get_load_time(rates, tier) * (rates.load_slowdown or ALONE)
 
 
-def estimate_ready_time(rates: Rates, start: int, front: int, stop: int, tier: Tier) -> int:
+def estimate_ready_time(rates: Rates, start: int, load_start: int, stop: int, tier: Tier) -> int:
     """Return when all rows are there, in thousandths of nanoseconds."""
-    loading = (stop - front) * get_load_time(rates, tier)
-    if front == start:
+    loading = (stop - load_start) * get_load_time(rates, tier)
+    if load_start == start:
         return loading * ALONE
-    computing = estimate_prefill_time(rates, start, front)
-    if front == stop:
+    computing = estimate_prefill_time(rates, start, load_start)
+    if load_start == stop:
         return computing * ALONE
     return max(computing * (rates.prefill_slowdown or ALONE), loading * (rates.load_slowdown or ALONE))

@@ -4,9 +4,16 @@ Prompts do not take equal turns, or all of them would end late. The one goes fir
 soonest have the rows that a follower waits for. After MAX_OVERTAKES such turns the prompt that has waited longest goes
 first, so that long prompts make progress, too.
 
-While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most: so many chunks of one prompt, or
-the next rows of several prompts, a chunk of each at most. Rows that fit into one forward together share it
-(`effects.prefill.group_prefills`).
+While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most. It has one of two forms:
+
+* The first prompt asks for more rows than a chunk. It has the launch to itself, and gets FORWARDS chunks at most.
+* The first prompt asks for a chunk or less. Then the prompts behind it go along while each asks for a chunk or less and
+  the forwards have room. A prompt that asks for more is not cut: it ends the list. Rows that fit into one forward
+  together share it (`effects.prefill.group_prefills`).
+
+Example. Chunks have 256 rows, and prompts of 100, 120, 200 and 300 rows wait, the shortest first. The launch has two
+forwards: the first one computes 100 and 120 rows, the second one 200 rows. The prompt of 300 rows goes in the next
+launch, alone.
 """
 
 from __future__ import annotations
@@ -31,7 +38,11 @@ FORWARDS = 2
 def choose_other_effect(
     lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
 ) -> tuple[Lane, EffectRequest]:
-    """Choose among waiting effects that are no decode steps, and count overtaken turns."""
+    """Choose among waiting effects that are no decode steps, and count overtaken turns.
+
+    An effect that is no prompt goes when it is first in line. It overtakes nothing, and from then on nothing overtakes
+    it. While a prompt is first in line, any waiting prompt may go, also one behind an effect that is no prompt.
+    """
     first = others[0]
     if not isinstance(first.effect, RunPrefill):
         return lane, first
@@ -46,7 +57,10 @@ def choose_other_effect(
 def choose_prompts(
     lane: Lane, prompts: Sequence[EffectRequest], requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Lane, tuple[EffectRequest, ...]]:
-    """Choose the prompts whose next rows go in one launch, in order, where several wait for the prompt lane."""
+    """Choose the prompts whose next rows go in one launch, in order, where several wait for the prompt lane.
+
+    The module's docstring has the rules.
+    """
     rest = list(prompts)
     chosen = list[EffectRequest]()
     effects = list[RunPrefill]()

@@ -163,14 +163,15 @@ class LookingUp:
 
 @frozen
 class Restoring:
-    """Rows `[front, stop)` are loaded while `[valid_rows, front)` is computed.
+    """Rows `[load_start, stop)` are loaded while `[valid_rows, load_start)`, the front, is computed.
 
-    Where the model has positional state, the state at `stop` is loaded, and nothing is computed meanwhile.
+    Where the model has positional state, the state at `stop` is loaded, and nothing is computed meanwhile. Loading
+    starts behind `rows_ahead` then.
     """
 
     slot_lease: SlotLease
     prompt: Prompt
-    front: int
+    load_start: int
     stop: int
     tier: Tier  # that they are loaded from
     loading: bool = True

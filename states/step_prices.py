@@ -7,8 +7,9 @@ decides with. All times here are those of one step (`Decoded.ns`), however many 
 The shape of a step is all that its time is taken to depend on: where its requests are in their contexts, how many
 there are, and how many rows go through the forward. Forwards come in buckets of 4, 8, 16 ... rows.
 
-Times are noisy in one direction only: other work on the machine makes steps slower, never quicker. So a quick time is
-believed at once and a slow one only when it stays slow (`record_step_time`).
+Times are noisy in one direction only: other work on the machine makes steps slower, never quicker. So a quicker time
+counts much (half), and a slower one counts little (a 32nd) until it has stayed slow for long. `record_step_time` has
+the rule, with two cases in which a time replaces what was known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ UNIT = 1000
 # Thousandths of a plain step, where nothing was measured: what a draft costs, and each row beyond the first bucket.
 GUESSED_DRAFT_COST = 200
 GUESSED_ROW_COST = 40
-# What a step costs beyond a plain one at most, for each time that its rows fill the plain step's forward.
+# What a step costs beyond a plain one at most, for each time that its rows fill the plain step's forward. So a price is
+# at most UNIT + MAX_EXTRA_COST * rows / (rows of the plain step's forward). For 8 rows of one request, whose plain
+# forward has 4 rows, these are 1,000 + 2,000 * 8 / 4 = 5,000.
 MAX_EXTRA_COST = 2 * UNIT
 SMALLEST_BUCKET = 4  # rows of the smallest forward: this many tokens are fed at the price of one
 
@@ -101,6 +104,9 @@ def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) ->
 
     Plain steps are timed more often than wide ones. Where plain steps have become slower or quicker since a wide one
     was last timed, the wide one is taken to have changed in the same proportion.
+
+    decode: sorted, as `Rates.decode` is. So the plain step of each (span, members), which has 0 rows, comes before the
+    wide ones that are scaled by it.
     """
     times: dict[ShapeKey, int] = {}
     for one in decode:
@@ -166,8 +172,9 @@ def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:
 def record_step_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
     """Return `Rates.decode` after one more step.
 
-    A time that is less than half of what is known replaces it. A quicker one counts half. A slower one counts a 32nd,
-    and no more than twice what is known, so what stays slow is believed in time.
+    A time that is less than half of what is known replaces it. So does any time, if what is known was recorded while
+    plain steps were much slower (`is_outdated`). Else a quicker time counts half. A slower one counts a 32nd, and no
+    more than twice what is known, so what stays slow is believed in time.
     """
     key = shape.key
     at = bisect_left(decode, key)  # the entry of this shape, if there is one: `key` is shorter, so it sorts before it

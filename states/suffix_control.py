@@ -20,7 +20,8 @@ launch goes on while copies are right, wrong or missing.
 * The accounts of `states/speculation_control.py` pay for copies as well. `Copying.steps` is the number of steps that
   they can pay for even if no copy is right. After these steps the core decides again.
 * Classes that are not expected to pay are tried now and then. One countdown serves all classes and requests: 1, 2, 4
-  ... up to 512 decode steps lie between two trials. A trial that pays halves this number, and another one doubles it.
+  ... up to 512 decode steps lie between two trials. A trial that fails doubles this number. A trial that pays halves
+  it, and the next trial may follow at once.
 
 With a draft, a request copies where that gives more tokens for the time than the draft's proposals would.
 
@@ -171,6 +172,8 @@ def plan_copies(
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
+    The result holds for as many steps as `plan` at most.
+
     prices: of steps with copies. row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
@@ -185,10 +188,11 @@ def plan_copies(
     ]
     widest = [max((one.width for one in choices), default=0) for choices in chosen]
     could_pay = any(one.could_pay for choices in chosen for one in choices)
+    # A trial of a draft may be due before the next trial of copies, so the plan of a draft never holds longer for them.
+    steps = min(plan.steps, max(REVIEW_STEPS, rates.copy_steps_until_trial)) if could_pay else plan.steps
     if not any(widest):
         if has_draft:
             return plan
-        steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay else plan.steps
         return evolve(plan, plain_ns=prices.plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
     rows = limit_rows(members + sum(widest), members + max(widest), terms)
     step_count = count_bearable_steps(max(plan.price, prices.price_of(rows)), balance)
@@ -201,7 +205,6 @@ def plan_copies(
         for choices in chosen
     )
     trials = frozenset(group for choices in chosen for group, one in enumerate(choices) if one.is_trial)
-    steps = max(REVIEW_STEPS, rates.copy_steps_until_trial) if could_pay and not has_draft else plan.steps
     return evolve(
         plan,
         copying=copying,
@@ -323,7 +326,7 @@ def copies_alone(plan: Plan) -> bool:
 def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded, members: int) -> Rates:
     """Return the rates after an outcome whose proposals were copied.
 
-    A trial that pays halves the steps until the next one, and another trial doubles them.
+    A trial that fails doubles the steps between trials. One that pays halves them, and the next may follow at once.
 
     control: the control of the request that copied, before the outcome. members: the number of requests in the launch.
     """

@@ -13,7 +13,7 @@ is one thread per device (`lane/lane.py`), and outcomes come back to the event l
   prompt. It may also be one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
 * A decode step feeds the last token of each request, and the proposals of the draft behind it. What the target picks
   after each of these tokens decides how many stay. So proposals change how many tokens a step gives, never which.
-* A launch may take many decode steps without asking the engine. `lane/running_batch.py` says how requests join such a
+* A launch may take many decode steps without asking the core. `lane/running_batch.py` says how requests join such a
   launch, and `decode/decode_step.py` how its steps follow each other.
 
 Invariants:

@@ -26,7 +26,8 @@ class LeasedPart:
 class Lease:
     """A kept prefix whose entries stay until it is released.
 
-    parts: the target's rows that the slot lacks, ascending and without a gap.
+    parts: the target's rows, ascending and without a gap, up to `length`. They begin at row 0, though the slot may have
+    the first ones; for a target with positional state, at the first block that the slot does not have in full.
     draft: the draft's rows. They end where the target's rows end, and may begin later.
     states: for a target that needs one, checkpoints from which it could continue, ascending, the last one at `length`.
     """

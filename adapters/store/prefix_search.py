@@ -7,7 +7,7 @@ it. A block is only taken if the tier also has exactly its tokens: a collision o
 A target with positional state cannot go on from rows alone. There a prefix ends at a checkpoint, so the search goes
 back from the last row until it finds one.
 
-Nothing here is leased or counted, and nothing is locked: the store does both, with its lock held.
+Nothing here is leased, counted or locked: the store does all three.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ MAX_CHECKPOINTS = 4  # of one lease: more of them lie too close together for the
 
 @frozen(eq=False)
 class PrefixSearch:
-    """The search over one store's tiers, the quickest first. Its methods are called with the store's lock."""
+    """The search over one store's tiers, the quickest first.
+
+    The store holds its lock when it calls a method that looks into the tiers. `hash_blocks` and `get_checkpoint_key`
+    only compute keys, and need no lock.
+    """
 
     layout: Layout
     tiers: tuple[StoreTier, ...]
@@ -45,8 +49,8 @@ class PrefixSearch:
     def find_continuable(self, path: SequenceBlocks, beyond: int, rows: int) -> Lease:
         """Return the longest kept prefix that the target can continue from. The entries are not leased yet.
 
-        Its length is 0 if there is none. For a target with positional state it ends at the last kept checkpoint, and
-        has up to MAX_CHECKPOINTS earlier ones to choose from.
+        Its length is 0 if there is none. For a target with positional state it ends at the last kept checkpoint. It
+        has the last MAX_CHECKPOINTS checkpoints to choose from, this one included.
 
         beyond: the slot itself can continue from so many tokens, so checkpoints at or before that position are left
         out. rows: only for a target with positional state: the slot has so many rows, so these need not be kept.

@@ -1,7 +1,7 @@
 """One restore in flight: the moves that it consists of, which of them are done, and why it ended early.
 
 The restorer (`restorer.py`, whose head tells the whole story) creates a `Restore` for each effect. Its threads and the
-lane change it at once; each move is only ever copied by one of them for one part.
+lane change it at the same time. For each part, a move is copied by one thread only.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ QueuedCopies: TypeAlias = "deque[tuple[RowMover, RunMove]]"
 class RunMove:
     """One move of a restore: some rows of one entry of the store, or its checkpoint, on their way into the slot.
 
-    part: the entry that they come from. span: the rows, as positions in the slot's sequence. missing_movers: the movers
-    that have not copied or sent them yet; there is a mover for each part of the target, or of the draft. buffer: the
-    host memory that has them, from the end of reading until all movers are done; a checkpoint keeps it until the end of
-    the restore. staged: a checkpoint that was brought to its device.
+    part: the entry that they come from. span: the rows, as positions in the slot's sequence; for a checkpoint, the rows
+    of the last block before it. missing_movers: the movers that have not copied or sent them yet; there is a mover for
+    each part of the target, or of the draft, and none for a checkpoint. buffer: the host memory that has them, from the
+    end of reading until all movers are done; a checkpoint keeps it until the end of the restore. staged: a checkpoint
+    that was brought to its device.
     """
 
     part: LeasedPart

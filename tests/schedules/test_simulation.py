@@ -276,7 +276,9 @@ def changed(pair: tuple[type, type], transition: Any) -> Table:
 
 def trusting(state: Restoring, event: BlocksRestored, known: DecisionContext) -> Any:
     """Believes that all rows came which were asked for."""
-    return TABLE[Restoring, BlocksRestored].transition(state, evolve(event, start=state.front, stop=state.stop), known)
+    return TABLE[Restoring, BlocksRestored].transition(
+        state, evolve(event, start=state.load_start, stop=state.stop), known
+    )
 
 
 def generous(state: Draining, event: Decoded, known: DecisionContext) -> Any:

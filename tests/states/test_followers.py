@@ -136,7 +136,7 @@ def test_positional_state_is_followed_only_where_the_leader_can_still_keep_it() 
     # The chunk of 8 rows that is being computed was launched without a place for the state behind it.
     assert follow(a(Prefilling, leader), prompt=(*HEAD[:8], 3, 3, 3), settings=STATEFUL) is None
     assert follow(a(Prefilling, leader), settings=evolve(STATEFUL, state_checkpoints=0)) is None
-    restoring = a_restoring(leader, front=0, stop=12)
+    restoring = a_restoring(leader, load_start=0, stop=12)
     assert isinstance(restoring, Restoring)
     assert rows_of(follow(restoring, settings=STATEFUL)) == 16
     assert follow(evolve(restoring, stop=16), settings=STATEFUL) is None

@@ -34,7 +34,7 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
 
 
 @pytest.mark.parametrize(
-    ("known", "start", "front", "stop"),
+    ("known", "start", "load_start", "stop"),
     [
         (Rates(), 8, 8, 40),  # nothing measured: restoring is trusted
         (disk(0, 10), 8, 8, 40),
@@ -55,8 +55,8 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
         (disk(10, 10, 30), 0, 1024, 2048),  # further on it would be three times slower
     ],
 )
-def test_front(known: Rates, start: int, front: int, stop: int) -> None:
-    assert policy.choose_front(STORE, known, start, stop, "disk") == front
+def test_front(known: Rates, start: int, load_start: int, stop: int) -> None:
+    assert policy.choose_front(STORE, known, start, stop, "disk") == load_start
 
 
 times = st.integers(0, 300)

@@ -62,15 +62,15 @@ def test_a_computed_front_waits_for_the_rows() -> None:
 
 
 def test_a_long_front_is_computed_chunk_after_chunk_also_when_the_rows_are_there() -> None:
-    long = a_restoring(front=16)
+    long = a_restoring(load_start=16)
     then = restore.accept_computed_rows(long, PrefillAdvanced(8), knowing())
     assert then == Transition(
-        a_restoring(some(STORE, valid=8), front=16), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 16)
+        a_restoring(some(STORE, valid=8), load_start=16), ReportProgress(8, 21, 0), RunPrefill(HERE, 8, 16)
     )
     loaded = evolve(long, loading=False, loaded=True)
     then = restore.accept_computed_rows(loaded, PrefillAdvanced(8), knowing(STORE))
     assert then == Transition(
-        a_restoring(some(STORE, valid=8), front=16, loading=False, loaded=True),
+        a_restoring(some(STORE, valid=8), load_start=16, loading=False, loaded=True),
         ReportProgress(8, 21, 0),
         RunPrefill(HERE, 8, 16),
     )
@@ -100,8 +100,8 @@ def test_a_failed_restore_is_a_miss() -> None:
 
 
 def test_a_failed_restore_keeps_the_front_that_is_being_computed() -> None:
-    then = restore.continue_without_restored_rows(a_restoring(front=16), StoreFailed("io", "EIO"), knowing(STORE))
-    lost = a_restoring(some(STORE, miss="restore_io"), front=16, loading=False)
+    then = restore.continue_without_restored_rows(a_restoring(load_start=16), StoreFailed("io", "EIO"), knowing(STORE))
+    lost = a_restoring(some(STORE, miss="restore_io"), load_start=16, loading=False)
     assert then == Transition(lost)
     then = restore.accept_computed_rows(lost, PrefillAdvanced(8), knowing(STORE))
     assert then == Transition(a(Prefilling, some(STORE, valid=8, miss="restore_io")), RunPrefill(HERE, 8, 16))
@@ -124,11 +124,11 @@ def test_rows_that_were_not_acknowledged_are_computed() -> None:
 
 def test_a_gap_in_front_of_the_restored_rows_is_computed_while_the_front_is() -> None:
     then = restore.accept_restored_rows(a_restoring(), BlocksRestored(12, 20, 99), knowing(STORE))
-    gap = a_restoring(front=12, loading=False, loaded=True)
+    gap = a_restoring(load_start=12, loading=False, loaded=True)
     assert then == Transition(gap)
     then = restore.accept_computed_rows(gap, PrefillAdvanced(8), knowing(STORE))
     assert then == Transition(
-        a_restoring(some(STORE, valid=8), front=12, loading=False, loaded=True),
+        a_restoring(some(STORE, valid=8), load_start=12, loading=False, loaded=True),
         ReportProgress(8, 21, 0),
         RunPrefill(HERE, 8, 12),
     )
@@ -159,7 +159,9 @@ def test_a_front_that_fails_after_the_load_ends_the_request() -> None:
     closing = CloseStream("failed", make_report(knowing(STORE), a_restoring()), "no room for a chunk")
     assert restore.fail_front(state, OUT_OF_MEMORY, knowing(STORE)) == Transition(a(Done, some(STORE)), closing)
     part = some(STORE, valid=8)
-    then = restore.fail_front(a_restoring(part, front=16, loading=False, loaded=True), OUT_OF_MEMORY, knowing(STORE))
+    then = restore.fail_front(
+        a_restoring(part, load_start=16, loading=False, loaded=True), OUT_OF_MEMORY, knowing(STORE)
+    )
     assert then == Transition(
         a(Snapshotting, part),
         CloseStream("failed", make_report(knowing(STORE), a_restoring(part)), "no room for a chunk"),

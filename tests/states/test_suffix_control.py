@@ -85,6 +85,34 @@ def test_what_does_not_pay_is_not_copied_and_looked_at_again_after_some_steps() 
     assert (plan.copying, plan.reason, plan.steps) == ((), "does_not_pay", 100)
 
 
+@pytest.mark.parametrize("groups", [(0,), tuple(range(5))], ids=["most classes are copied", "nothing is copied"])
+@pytest.mark.parametrize(("draft_steps", "steps"), [(4, 4), (400, 300)])
+def test_a_launch_ends_at_the_first_trial_that_is_due_of_a_draft_or_of_copies(
+    groups: tuple[int, ...], draft_steps: int, steps: int
+) -> None:
+    resting = evolve(CHEAP, copy_steps_until_trial=300)
+    draft = Plan((0,), steps=draft_steps, reason="does_not_pay")
+    plan = plan_for(copier(copied=worthless(*groups)), plan=draft, rates=resting)
+    assert bool(plan.copying) == (groups == (0,))
+    assert (plan.steps, plan.reason) == (steps, "does_not_pay")
+
+
+@pytest.mark.parametrize("groups", [(0,), tuple(range(5))], ids=["most classes are copied", "nothing is copied"])
+def test_a_draft_whose_trial_is_due_in_four_steps_is_tried_then_though_text_may_be_copied(
+    groups: tuple[int, ...],
+) -> None:
+    settings = evolve(COPYING, max_proposals=7)
+    rates = evolve(CHEAP, steps_until_trial=4, copy_steps_until_trial=300)
+    known = evolve(control.make_control(settings, rates), gains=(0, 0), copied=worthless(*groups))
+    state = evolve(a(Speculating, answering(settings, job=a_job(max_tokens=400))), speculation=MayPropose(known))
+    step = EffectRequest(ONE, RunDecode(SlotId(0), 22, 8, propose=7, steps=390))
+    plan = launch_choice.plan_proposals([step], {ONE: state}, rates, 64, 1)
+    assert not any(plan.proposals)
+    assert bool(plan.copying) == (groups == (0,))
+    assert plan.steps == 4
+    assert launch_choice.choose_step_counts(launch_choice.get_decode_effects([step]), plan, settings) == [4]
+
+
 def test_a_launch_that_could_never_gain_is_not_ended_to_look_again() -> None:
     dear = evolve(CHEAP, copy_times=(TimedStep(0, 1, 4, 9000, 1000), TimedStep(0, 1, 8, 20000, 1000)))
     many = [copier() for _ in range(16)]

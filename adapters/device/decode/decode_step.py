@@ -1,4 +1,4 @@
-"""Decode steps of a launch: one step, or step after step until a request needs a decision of the engine.
+"""Decode steps of a launch: one step, or step after step until a request needs a decision of the core.
 
 Theory of operation
 -------------------
@@ -29,7 +29,7 @@ Invariants:
   draft is shared by the members, and what is worth copying depends on their number.
 
 Example: two requests with `steps=4`, and the first one ends after its second step. Where nothing is proposed, the other
-one takes its four steps. Else the launch ends after two, and the engine composes the next one.
+one takes its four steps. Else the launch ends after two, and the core composes the next one.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class DecodeRunner:
         return [one for one in (*following, *batch.take_joining()) if one is not None]
 
     def _next_request(self, effect_request: EffectRequest, outcome: Outcome) -> EffectRequest | None:
-        """Return the effect request for a request's next step; None if the engine has to decide first."""
+        """Return the effect request for a request's next step; None if the core has to decide first."""
         effect = effect_request.effect
         if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
             return None
@@ -330,7 +330,7 @@ class DecodeRunner:
         if piece is None:
             self.follow(step, verified.forward, kept, states)
         else:
-            # The engine asks for no proposals together with a piece, so all rows stay, as in a prefill.
+            # The core asks for no proposals together with a piece, so all rows stay, as in a prefill.
             self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
             piece.state.mark_computed(piece.stop)
 

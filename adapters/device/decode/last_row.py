@@ -3,8 +3,8 @@
 A prefill ends before the prompt's last token, because a decode step feeds that one and needs its logits. Such a step
 reads all weights for one row. So the last chunk of a prompt has one row more where that is possible, and the hidden
 state of this row waits in the slot's state (`SlotState.last_row`). The first decode step makes its logits of it. If the
-step has other requests as well, the row is computed again, since a row more costs nothing there. The engine knows
-nothing of this: to it, rows behind the valid ones are garbage.
+step has other requests as well, the row is computed again, since a row more costs nothing there. The core (`states/`)
+knows nothing of this: to it, rows behind the valid ones are garbage.
 
 The bits are the same, because a row does not depend on the rows that share its forward. Recurrent layers leave the
 last rows of such a step in their rings (`StateBatch.holds`), so that the last one can be committed later, or never.
@@ -27,8 +27,12 @@ from effects.prefill import RunPrefill
 def can_take_last_row(shard: Pipeline, chunk: int, state: SlotState, effect: RunPrefill) -> bool:
     """Say whether the last chunk of this prefill may have the row of the prompt's last token as well.
 
-    There must be room for it in the chunk, and memory for it in the page of the row before it. Only hybrids whose
-    kernels commit per segment do this.
+    There must be room for it in the chunk, and memory for it in the page of the row before it. The shard must launch
+    ahead of the host, which only a target of one part on a GPU does. Only hybrids whose kernels commit per segment do
+    this.
+
+    `run_prefill` asks only if no draft follows the rows. A prefill that shares its forward with decode steps or other
+    prompts does not ask: it takes no such row.
     """
     stop = effect.stop
     has_room = (stop - effect.start) % chunk > 0 and stop % PAGE > 0

@@ -1,4 +1,4 @@
-"""The next step of a request in a launch that goes on, and whether the launch may take it without asking the engine."""
+"""The next step of a request in a launch that goes on, and whether the launch may take it without asking the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from effects.decode import Decoded, RunDecode
 
 
 def count_steps_left(effect: RunDecode, outcome: Decoded) -> int:
-    """Return `RunDecode.steps` of the step after this outcome; 0: the engine has to decide first."""
+    """Return `RunDecode.steps` of the step after this outcome; 0: the core has to decide first."""
     return effect.steps - (1 if effect.copying is None else len(outcome.tokens))
 
 
@@ -48,7 +48,7 @@ def count_proposing_step(
     """Return the next steps after the steps that may still copy text are counted down (`Copying.steps`).
 
     They are counted down by one if the step of these outcomes had proposals. None stands for a request that cannot take
-    a next step before the engine has decided: it had none already, or no step with copies is left.
+    a next step before the core has decided: it had none already, or no step with copies is left.
 
     following: the next step of each request, in the order of `outcomes`.
     """

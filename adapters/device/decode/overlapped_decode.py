@@ -26,9 +26,12 @@ Invariants:
   slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
+* Where text may be copied, the first member that ends stops the launch for all, because what is worth copying depends
+  on the number of members. The step in flight is then the last one, and gives the others their last outcomes.
 
 Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 ends A, which
-gets its last outcome then. Step 6 commits B's row only, and step 7 has B alone.
+gets its last outcome then. Step 6 commits B's row only. Where nothing may be copied, step 7 has B alone. Else there is
+no step 7: B gets its last outcome with step 6, and the core decides how it goes on.
 """
 
 from __future__ import annotations
@@ -143,9 +146,10 @@ class OverlappedDecode:
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> Sequence[BatchMember]:
         """Take steps from this one on. Return the members that go on elsewhere, because they would copy text now."""
         started_ns = time.perf_counter_ns()
-        copies = False  # a request's text has a match to copy from now, so no further step is launched
+        has_match = False  # a request's text has a match to copy from now, so no further step is launched
         while running is not None:
             self._commit_rows(running)
+            # Where text may be copied, one member's end stops the launch for all.
             ends = any(member.has_ended and member.effect.copying is not None for member in running.members)
             staying = (
                 []
@@ -153,23 +157,23 @@ class OverlappedDecode:
                 else [member for member in running.members if self._may_continue(member)]
             )
             following = None
-            if not copies:
+            if not has_match:
                 joining = self._begin_members(batch.take_joining(), batch)
                 following = self._launch_next(running, staying, joining, batch)
             assert running.picking is not None
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
-            continuing = set() if following is None and not copies else set(staying)
+            continuing = set() if following is None and not has_match else set(staying)
             outcomes = self._append_picks(running, picked, continuing, read_ns - started_ns)
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
             batch.report_outcomes(outcomes)
-            if copies:
+            if has_match:
                 for member in staying:
                     member.steps_left -= 1
                 return [member for member in staying if not member.has_ended]
-            copies = any(self.copies.count(member.effect, member.state) for member in running.members)
+            has_match = any(self.copies.count(member.effect, member.state) for member in running.members)
             self._in_flight = following
             running = following
         return ()

@@ -24,7 +24,7 @@ def prefill_with_logprobs(
     """Compute the rows of a prefill and the log-probability of each token after them, as a decode step has them.
 
     No checkpoint is kept of these rows. The outcome says that they took no time, because the time of a prefill with
-    logits must not teach the engine what one without them costs.
+    logits must not teach the core what one without them costs.
     """
     logprobs = list[Logprob]()
     most = max(bucket for bucket in buckets if bucket <= LOGIT_ROWS)

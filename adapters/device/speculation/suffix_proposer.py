@@ -9,10 +9,10 @@ tokens that followed an earlier occurrence of the same tokens are often right, a
 * Every slot has a text: its prompt and its answer. Every salt has an archive: the last answers of requests with that
   salt. Nothing of one salt is searched for a request of another one.
 * After each decode step, `find_matches` says how many tokens before the next one agree with an earlier position. The
-  engine gets this number with the outcome, and learns from it how often copies are right (`states/suffix_control.py`).
+  core gets this number with the outcome, and learns from it how often copies are right (`states/suffix_control.py`).
   What followed there is found in the same call of the library, for all members of a batch.
 * A launch comes with the number of tokens to copy for each length of match (`Copying`). `StepCopies`
-  obeys it before each step. So text is copied from one step to the next without asking the engine.
+  obeys it before each step. So text is copied from one step to the next without asking the core.
 * The text goes on with its own copy, so a loop is continued as well.
 
 Invariants: the same tokens in the same order give the same matches and proposals. Everything is in host memory, and
