@@ -48,6 +48,8 @@ def deploy_to_cluster(options: Options, fleet: FleetOptions) -> int:
         raise UserError(f"--address {fleet.address}: {error}; {hint}") from error
     try:
         is_local = MARK in ray.cluster_resources()
+        # Has no effect where Ray Serve runs already.
+        serve.start(http_options={"host": options.http.host, "port": options.http.port})
         deploy({**list_arguments(options, fleet), "is_local": is_local})
     finally:
         ray.shutdown()

@@ -19,8 +19,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
-from adapters.device import executor
-from adapters.device.decode import decode_step
+from adapters.device.decode import decode_step, prefill_runner
 from adapters.device.executor import DeviceExecutor
 from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
 from adapters.device.speculation.proposer import DraftRequest, Proposer
@@ -180,7 +179,7 @@ async def told(running: Engine, job: Job) -> Heard:
 def timeless() -> Iterator[None]:
     """What anything takes decides nothing: the same is proposed and restored, whatever else the machine does."""
     with pytest.MonkeyPatch.context() as patch:
-        for measuring in (decode_step, executor, restorer):
+        for measuring in (decode_step, prefill_runner, restorer):
             patch.setattr(measuring, "time", SimpleNamespace(perf_counter_ns=lambda: 0))
         yield
 

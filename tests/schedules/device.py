@@ -28,7 +28,6 @@ from effects.prompt_compression import CompressPrompt, PromptCompressed, PromptS
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.prompt_choice import FORWARDS
 from states.residency import IDLE_LOCATION, WeightsLocation, get_action_after_use
 from states.settings import Settings
 
@@ -177,22 +176,29 @@ class Device:
     @property
     def opened(self) -> bool:
         """Of the next launch beside the lane: are its slots open? They may have been for the same requests before."""
-        slots = {effect.slot for effect in self.list_prefills_beside()}
+        slots = {effect.slot for effect in self.prefills_beside()}
         waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
         return not any(isinstance(one, OpenSlot) and one.slot in slots for one in waiting)
 
-    def step_beside(self) -> list[Answer]:
-        for effect in self.list_prefills_beside():
-            last = (effect.stop - effect.start - 1) % self.settings.chunk + 1
-            assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
-        return self.carry_out(self.beside.popleft(), self.beside)
-
-    def list_prefills_beside(self) -> list[RunPrefill]:
-        """List the effects of the next launch beside the lane."""
+    def prefills_beside(self) -> list[RunPrefill]:
+        """Those of the next launch beside the lane."""
         effects = [one.effect for one in self.beside[0].effect_requests]
-        prefills = [effect for effect in effects if isinstance(effect, RunPrefill)]
-        assert len(prefills) == len(effects), "only prefills go beside the lane"
-        return prefills
+        found = [effect for effect in effects if isinstance(effect, RunPrefill) and effect.logprobs < 0]
+        assert len(found) == len(effects), "only prefills go beside the lane"
+        return found
+
+    def step_beside(self) -> list[Answer]:
+        """The next forward beside the lane. What is left of its launch waits for its turn."""
+        effects, chunk = self.prefills_beside(), self.settings.chunk
+        for effect in effects:
+            last = (effect.stop - effect.start - 1) % chunk + 1
+            assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
+            assert len(effects) == 1 or effect.stop - effect.start <= chunk, "a long prompt has a launch of its own"
+        launch = self.beside.popleft()
+        count = len(group_prefills(effects, chunk)[0])
+        if launch.effect_requests[count:]:
+            self.beside.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
+        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.beside)
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
@@ -200,8 +206,9 @@ class Device:
         decode_steps = [
             effect_request for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
         ]
-        is_batch = len(effect_requests) == 1 or len(decode_steps) == len(effect_requests)
-        assert is_batch or self.mixes(effect_requests) or self.holds_prompts(effect_requests), "that is no batch"
+        is_decode = len(decode_steps) == len(effect_requests)
+        is_forward = is_decode or self.mixes(effect_requests) or self.share_forward(effect_requests)
+        assert len(effect_requests) == 1 or is_forward, "that is no batch"
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
         outcomes = [self.perform(effect_request) for effect_request in effect_requests]
         outcomes = count_rows(outcomes)
@@ -234,12 +241,11 @@ class Device:
         prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
         return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
 
-    def holds_prompts(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
-        """Are these the next rows of several prompts, a chunk of each at most, in as many forwards as there may be?"""
+    def share_forward(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
+        """Rows of several prompts, in a forward that there is."""
         effects = [one.effect for one in effect_requests if isinstance(one.effect, RunPrefill)]
-        chunk = self.settings.chunk
-        fits = all(one.logprobs < 0 and one.stop - one.start <= chunk for one in effects)
-        return len(effects) == len(effect_requests) and fits and len(group_prefills(effects, chunk)) <= FORWARDS
+        rows = sum(effect.stop - effect.start for effect in effects)
+        return len(effects) == len(effect_requests) and rows <= self.settings.chunk
 
     def onward(self, effect_request: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""

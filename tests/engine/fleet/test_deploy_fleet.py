@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.fleet import deploy_fleet
+from engine.fleet.fleet_options import FleetOptions
 from engine.settings.options import build_options
 from engine.settings.user_error import UserError
 
@@ -60,3 +61,13 @@ def test_a_fleet_that_does_not_start_says_why(last_line: str, cause: str, monkey
     status.applications.clear()
     with pytest.raises(UserError, match=r"Failed to update the deployments \['replica'\]"):
         deploy_fleet.deploy({})
+
+
+def test_the_proxies_of_a_cluster_listen_where_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    for name in ("init", "shutdown", "cluster_resources"):
+        monkeypatch.setattr(deploy_fleet.ray, name, lambda **_: {})
+    monkeypatch.setattr(deploy_fleet.serve, "start", lambda **options: started.append(options))
+    monkeypatch.setattr(deploy_fleet, "deploy", lambda _: None)
+    assert deploy_fleet.deploy_to_cluster(build_options(host="10.0.0.7", port=81), FleetOptions(address="auto")) == 0
+    assert started == [{"http_options": {"host": "10.0.0.7", "port": 81}}]

@@ -146,12 +146,19 @@ def test_graphs_that_a_start_records_have_all_layers(
         shard._at(bucket).logits_of(shard.spec.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
     monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=True))
     monkeypatch.setattr(shard._runner, "spec", shard.spec)  # noqa: SLF001
-    target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
+    target: Any = SimpleNamespace(
+        devices=(),
+        spec=shard.spec,
+        states=shard.states,
+        forward=shard.forward,
+        logits=shard.logits,
+        commit=shard.commit,
+    )
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
-    narrow = "settled" if shard.states.specs else "layers"
-    assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
+    narrow, one_row = ("settled", "single") if shard.states.specs else ("layers", "layers")
+    assert {("rows", 256, False), (narrow, 4, hopper), (one_row, 8, False), (one_row, 1, hopper)} <= graphs.keys()
     assert {
         key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.spec.layers]
     } == {}
