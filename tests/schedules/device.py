@@ -501,7 +501,8 @@ class Device:
             if self.settings.stateful and self.rng.random() < 0.5:
                 slot.done = 0
                 return StoreFailed("lost", "half of a state")
-            slot.rows[restore.start] = NOTHING
+            if restore.start < stop:  # else only a state was loaded: the rows were in the slot already
+                slot.rows[restore.start] = NOTHING
             return StoreFailed("io", "simulated")
         slot.done = stop
         return BlocksRestored(restore.start, stop, stop - restore.start, ns=self.rng.choice((0, 40, 800)))
