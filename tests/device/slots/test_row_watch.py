@@ -33,7 +33,9 @@ async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_qwen3(tmp_path / "model", max_position_embeddings=1024)
     how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64, "device": "cpu"}
-    loaded = await load_target(build_options(model=str(tmp_path / "model"), slots=2, max_ctx=1024, kv_memory=1, **how))
+    loaded = await load_target(
+        build_options(model=str(tmp_path / "model"), slots=2, max_ctx=1024, kv_memory=1, draft="none", **how)
+    )
     yield loaded
     await loaded.close()
 

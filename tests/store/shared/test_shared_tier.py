@@ -346,7 +346,7 @@ class FailingClient(ObjectClient):
 
     async def fail(self) -> None:
         if self.how == "slow":
-            async with limit_time(0.2):
+            async with limit_time(self, 0.2):
                 await asyncio.sleep(60)
         if self.how:
             raise StoreUnreachable("connection refused")
