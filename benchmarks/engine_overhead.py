@@ -9,6 +9,7 @@ each request. These are the figures for each number of requests:
   each other then, so that the event loop does not fall behind and take several steps at once.
 
 Requests decode as on a GPU (*overlapped*: the next step is launched before the last one is read), or as on a CPU.
+Threads may keep the interpreter as long as those of a server.
 `python -m benchmarks.engine_overhead [--steps 3000]`; goals: 2 % of a 10 ms decode step for up to four requests, and
 10 % for 64.
 """
@@ -40,6 +41,7 @@ from benchmarks.tables import median, print_table
 from effects.job import Job
 from effects.stream import EmitTokens
 from engine.serving.wiring import run_engine
+from engine.settings.import_order import SWITCH_S
 from states.settings import Settings
 
 VOCABULARY = 256  # small, since an argmax is the model's work and not the engine's
@@ -226,6 +228,7 @@ def main() -> int:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3000)
     given = parser.parse_args()
+    sys.setswitchinterval(SWITCH_S)
     rows = [measure(case, given.steps) for case in CASES]
     print_table("Engine, event loop, hand-off and sampling of a decode step, without a model", rows)
     shown = [(case, row) for case, row in zip(CASES, rows, strict=True) if case in SHOWN]

@@ -35,8 +35,6 @@ OURS = (
 # and its device wait for the event loop several times a step, and the event loop waits for others with each event that
 # it writes. 32 streams on a GPU took 11.3 ms a step, and 7.1 ms with 0.0003. With this value, one step in a hundred is
 # 2 ms less late.
-# its device with it, waits for the event loop several times a step, which waits for others with each event that it
-# writes: 32 streams on a GPU took 11.3 ms, and 7.1 with 0.0003. With this, one in a hundred is 2 ms less late.
 SWITCH_S = 0.0001
 
 
