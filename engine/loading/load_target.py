@@ -274,7 +274,7 @@ def load_with_peers(
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
     proposer = add_draft(usable_draft, options, checkpoint, neighbours, events=parts.events, on_step=on_step)
     draft = None if proposer is None else proposer.draft
-    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, numerics))
+    parts = evolve(parts, proposer=proposer, text_proposer=build_text_proposer(options, neighbours))
     on_step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     on_step(start_progress.MEASURE)

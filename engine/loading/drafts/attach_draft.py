@@ -14,7 +14,6 @@ from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.interfaces.text_matching import MOST_COPIED
-from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
@@ -69,16 +68,17 @@ def add_draft(
     return drafting
 
 
-def build_text_proposer(options: Options, numerics: Numerics) -> SuffixProposer | None:
+def build_text_proposer(options: Options, neighbours: DraftNeighbours) -> SuffixProposer | None:
     """Return what copies earlier text, if the options want it and copies can be verified exactly.
 
-    Only where copies were asked for, a warning says why there are none.
+    Only where copies were asked for, a warning says why there are none. Where the target runs ahead of the host, they
+    have to be asked for: a launch that may copy ends when one of its requests does, and the device waits for the next.
     """
     asked = options.speculation.draft
-    if not copies_text(asked, options.model.model):
+    if not copies_text(asked, options.model.model) or (asked == AUTO and neighbours.shard.spec.runs_ahead):
         return None
     level = logging.INFO if asked == AUTO else logging.WARNING
-    if numerics.mode != "buckets":
+    if neighbours.numerics.mode != "buckets":
         log.log(
             level, "nothing is copied: proposals cannot be verified exactly, because batch sizes change the bits here"
         )

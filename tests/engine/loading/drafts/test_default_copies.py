@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -17,6 +19,7 @@ from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.numerics.probe_result import Numerics
 from engine.loading.choose_settings import choose_settings
 from engine.loading.drafts.attach_draft import build_text_proposer
+from engine.loading.drafts.load_draft import DraftNeighbours
 from engine.loading.memory.memory_fit import Fit
 from engine.loading.plan_load import ProvenPlan
 from engine.settings.calibration_cache import CalibrationCache
@@ -27,6 +30,12 @@ from tests.device.fake_shard import make_fake_shard
 BUCKETS = (4, 8, 16, 32, 64)
 NUMERICS = Numerics("buckets", BUCKETS, 16, BUCKETS[-1], "torch", 1, "one", 0.0, 0, 0)
 needs_library = pytest.mark.skipif(build_text_matcher() is None, reason="there is no compiled library")
+
+
+def make_neighbours(numerics: Numerics = NUMERICS, *, runs_ahead: bool = False) -> DraftNeighbours:
+    shard: Any = SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead))
+    unused: Any = None
+    return DraftNeighbours(shard, unused, numerics, unused)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +58,19 @@ def test_text_is_copied_where_no_draft_is_given(asked: str, model: str, draft: s
 def test_only_copies_that_were_asked_for_are_missed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     by_default = build_options(model="/models/a")
-    assert build_text_proposer(by_default, NUMERICS) is not None
+    assert build_text_proposer(by_default, make_neighbours()) is not None
     fast = evolve(NUMERICS, mode="fast")
-    assert build_text_proposer(by_default, fast) is None
+    assert build_text_proposer(by_default, make_neighbours(fast)) is None
     assert not caplog.records
-    assert build_text_proposer(build_options(model="/models/a", draft="suffix"), fast) is None
+    assert build_text_proposer(build_options(model="/models/a", draft="suffix"), make_neighbours(fast)) is None
     assert "nothing is copied" in caplog.text
+
+
+@needs_library
+@pytest.mark.parametrize(("asked", "copies"), [("auto", False), ("suffix", True)])
+def test_where_a_device_runs_ahead_copies_are_asked_for(asked: str, copies: bool) -> None:
+    options = build_options(model="/models/a", draft=asked)
+    assert (build_text_proposer(options, make_neighbours(runs_ahead=True)) is not None) == copies
 
 
 @needs_library
