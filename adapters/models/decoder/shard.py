@@ -285,8 +285,8 @@ class Shard(Protocol):
 
         A chain is rolled back by forgetting its length. The path that stays of a tree is moved to its positions. A
         recurrent layer moves its state to the next multiple of `states.block` if the kept rows reach it. If only the
-        last row of a chain was left out, a later `commit` of a step of that row alone keeps it, as long as no other
-        forward or copy has used the slot.
+        last row of a chain was left out, a later `commit` of a step of that row alone keeps it. No other forward or
+        copy may have used the slot in between.
         If this raises, the rows and states of all slots of the step are undefined.
         """
         ...

@@ -209,7 +209,7 @@ class RecurrentCache:
 
     def _view_states(self, slot: int) -> list[Tensor]:
         """Return the state of a slot or checkpoint, as two tensors `[layers, ...]`."""
-        return [] if self._states is None else [one[:, slot] for one in _exported(self._states.stacked)]
+        return [] if self._states is None else [one[:, slot] for one in get_exported_tensors(self._states.stacked)]
 
     def _view_slot(self, slot: int) -> list[Tensor]:
         """Return the state of a slot and the rows behind it, as tensors `[layers, ...]`."""
@@ -226,7 +226,7 @@ class RecurrentCache:
         """Write a state that `export` returned, of the first `at` rows. Raises ValueError for one that cannot be."""
         check_state(self.specs, state, at)
         given = [state[spec.name] for spec in self.specs]
-        copy_together([tensor[slot] for layer in self.layers for tensor in _exported(layer)], given)
+        copy_together([tensor[slot] for layer in self.layers for tensor in get_exported_tensors(layer)], given)
         hold_memory(given)
         self._standing[slot] = Standing(at)
 
@@ -235,7 +235,7 @@ class RecurrentCache:
         self._states = None
 
 
-def _exported(state: DeltaState) -> tuple[Tensor, Tensor]:
+def get_exported_tensors(state: DeltaState) -> tuple[Tensor, Tensor]:
     """Return the two tensors that are exported of a layer, in the order of `RecurrentCache.specs`."""
     return state.conv, state.memory
 
