@@ -42,7 +42,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.sequence_layout import RowSpec
-from adapters.store.block_keys import chain_keys
+from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
 from adapters.store.open_store import SharedStoreSettings, open_shared
@@ -57,7 +57,6 @@ from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness import FULL, Comparison, made, together
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
-from effects.packed_tokens import pack_tokens
 from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.settings.options import Options, build_options

@@ -28,7 +28,7 @@ import torch
 from adapters.sequence_layout import RowSpec
 from adapters.store import index_journal
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import chain_keys, compute_root
+from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
@@ -42,7 +42,6 @@ from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
-from effects.packed_tokens import pack_tokens
 
 BLOCK_SIZE, TOKENS = 64, 512
 LAYOUT = Layout("ab" * 16, BLOCK_SIZE, RowSpec(("layers.0.k", "layers.0.v"), 1, 1, "BF16"))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from adapters.sequence_layout import RowSpec
-from adapters.store.block_keys import chain_keys
+from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files import seekable
 from adapters.store.files.codec import LEVELS
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
@@ -33,7 +33,6 @@ from adapters.store.files.same_thread_executor import SameThreadExecutor
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
-from effects.packed_tokens import pack_tokens
 
 BLOCK_SIZE = 64
 NAMES = tuple(f"layers.{layer}.{name}" for layer in range(8) for name in "kv")

@@ -11,7 +11,7 @@ from attrs import frozen
 from effects.compression import Compressed, select_remaining_spans, select_tokens
 from effects.ids import Tokens
 from effects.job import Job
-from effects.packed_tokens import TOKEN_BYTES, unpack_tokens
+from effects.packed_tokens import PACKED_BYTES, unpack_tokens
 from states.request_states import Prompt, RequestRemainder, SlotLease
 from states.sequences import (
     count_common_blocks,
@@ -61,9 +61,9 @@ class ResidentRows:
         """Count the rows that a prompt can be continued from, as `count_continuable_rows` does."""
         block_size = settings.block_size
         shared = count_common_packed_blocks(block_size, self.packed, prompt.packed)
-        packed_count = len(self.packed) // TOKEN_BYTES
+        packed_count = len(self.packed) // PACKED_BYTES
         if self.answer and shared == round_down_to_block(settings, packed_count) and shared < self.count:
-            rest = unpack_tokens(self.packed[shared * TOKEN_BYTES :]) + self.answer
+            rest = unpack_tokens(self.packed[shared * PACKED_BYTES :]) + self.answer
             shared += count_common_blocks(block_size, rest, prompt.tokens[shared : shared + len(rest)])
         return round_down_to_block(settings, min(shared, self.count, len(prompt.tokens) - 1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from effects.ids import Tokens
-from effects.packed_tokens import TOKEN_BYTES
+from effects.packed_tokens import PACKED_BYTES
 from states.settings import Settings
 
 
@@ -28,7 +28,7 @@ def count_common_blocks(block_size: int, first: Tokens, second: Tokens) -> int:
 
 def count_common_packed_blocks(block_size: int, first: bytes, second: bytes) -> int:
     """Count the tokens that both begin with, in whole blocks, of packed tokens (`effects.packed_tokens`)."""
-    return count_common_items(block_size * TOKEN_BYTES, first, second) // TOKEN_BYTES
+    return count_common_items(block_size * PACKED_BYTES, first, second) // PACKED_BYTES
 
 
 def count_common_items(width: int, first: Tokens | bytes, second: Tokens | bytes) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from attrs import define, field
 
+from adapters.store.block_keys import TOKEN_BYTES
 from adapters.store.files.file_format import Kind, Run
-from effects.packed_tokens import TOKEN_BYTES
 
 
 @define(eq=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from attrs import frozen
 
-from effects.packed_tokens import TOKEN_BYTES
-
 KEY_BYTES = 16  # bytes of a key
+TOKEN_BYTES = 4  # bytes of a packed token id
 
 
 @frozen(eq=False)
@@ -42,6 +44,22 @@ def format_salt(salt: str) -> str:
 def derive_checkpoint_key(key: bytes) -> bytes:
     """Return the key of the checkpoint behind the block `key`."""
     return blake2b(b"rekindle checkpoint", digest_size=KEY_BYTES, key=key).digest()
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return tokens as int32, little-endian."""
+    packed = array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Return the tokens that `pack_tokens` has packed."""
+    tokens = array("i", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tuple(tokens)
 
 
 def chain_keys(parent: bytes, packed: bytes, block_size: int) -> tuple[bytes, ...]:

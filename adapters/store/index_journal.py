@@ -19,10 +19,9 @@ from typing import get_args
 from attrs import frozen
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import KEY_BYTES
+from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
 from adapters.store.files.append_log import frame_record, parse_records
 from adapters.store.files.file_format import MAX_HANDLE, Kind
-from effects.packed_tokens import TOKEN_BYTES
 
 NAME = "journal"
 ANY_MAGIC = b"rekindle-journal-"  # the beginning of every version

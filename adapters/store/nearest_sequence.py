@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from effects.packed_tokens import TOKEN_BYTES, unpack_tokens
+from adapters.store.block_keys import TOKEN_BYTES, unpack_tokens
 from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 if TYPE_CHECKING:

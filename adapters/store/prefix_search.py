@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from attrs import evolve, frozen
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import SequenceBlocks, chain_keys, derive_checkpoint_key
+from adapters.store.block_keys import TOKEN_BYTES, SequenceBlocks, chain_keys, derive_checkpoint_key, pack_tokens
 from adapters.store.files.file_format import Kind, Layout
 from adapters.store.lease import Lease, LeasedPart
 from adapters.store.nearest_sequence import find_nearest_divergence
 from adapters.store.tier import StoreTier
 from effects.ids import Tier, Tokens
-from effects.packed_tokens import TOKEN_BYTES, pack_tokens
 from effects.ports import Divergence
 
 MAX_CHECKPOINTS = 4  # of one lease: more of them lie too close together for the planner to choose between

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
+from adapters.store.block_keys import TOKEN_BYTES, pack_tokens, unpack_tokens
 from adapters.store.files.append_log import frame_record, parse_records
 from effects.ids import Tokens
-from effects.packed_tokens import TOKEN_BYTES, pack_tokens, unpack_tokens
 from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from typing import Any, Generic, TypeVar
 from attrs import asdict, define, evolve, field, frozen
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import SequenceBlocks
+from adapters.store.block_keys import TOKEN_BYTES, SequenceBlocks
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Kind, Layout, Run
 from adapters.store.host_tier import HostTier
@@ -44,7 +44,6 @@ from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import LowerTier, NotePrompt, StoreTier, Upkeep, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import LeaseId, Span, Tier, Tokens
-from effects.packed_tokens import TOKEN_BYTES
 from effects.ports import Divergence
 
 D = TypeVar("D", bound=LowerTier)

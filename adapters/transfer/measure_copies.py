@@ -20,7 +20,7 @@ import torch
 from attrs import define, field
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import KEY_BYTES
+from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.codec import LEVELS, Fixed
@@ -33,7 +33,6 @@ from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import RowMover, TargetPart, create_movers
-from effects.packed_tokens import TOKEN_BYTES
 
 LIMIT_NS = 40_000_000  # a measurement begins no run after that; up to six that are under way are finished
 SINGLE_NS = 20_000_000  # no run is read by itself after that

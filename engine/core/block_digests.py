@@ -14,10 +14,9 @@ import msgspec
 from attrs import define, field
 
 from adapters.store.block_index import BlockIndex
-from adapters.store.block_keys import KEY_BYTES, chain_keys, compute_root
+from adapters.store.block_keys import KEY_BYTES, chain_keys, compute_root, pack_tokens
 from adapters.store.store import Store
 from effects.ids import RequestId, Tier, Tokens
-from effects.packed_tokens import pack_tokens
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import Prefilling, Restoring, Speculating, State, Waiting, get_remainder
 from states.routing.digests import MOST_KEYS, DigestWriter, LoadReport, ReplicaDigest, TierChange, select_keys

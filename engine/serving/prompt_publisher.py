@@ -17,11 +17,11 @@ from attrs import define, frozen
 
 from adapters.http.request.parsed_request import ParsedRequest
 from adapters.http.request.plan_jobs import PlannedJob
+from adapters.store.block_keys import pack_tokens, unpack_tokens
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.store import Store
 from effects.ids import Tokens
 from effects.job import Job
-from effects.packed_tokens import pack_tokens, unpack_tokens
 from effects.ports import Closed
 from effects.scope import Scope
 from engine.core.submission import Submissions

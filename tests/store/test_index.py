@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from adapters.store.block_index import BlockIndex, Entry
-from adapters.store.block_keys import chain_keys, compute_root
+from adapters.store.block_keys import TOKEN_BYTES, chain_keys, compute_root, pack_tokens
 from effects.ids import Tokens
-from effects.packed_tokens import TOKEN_BYTES, pack_tokens
 
 BLOCK_SIZE = 2
 ROOT = compute_root("model", BLOCK_SIZE)

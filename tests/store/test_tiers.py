@@ -11,7 +11,7 @@ import pytest
 from attrs import frozen
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import chain_keys
+from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Run
 from adapters.store.files.private_folder import PrivateFolder
@@ -20,7 +20,6 @@ from adapters.store.open_store import SharedStoreSettings, create_index, open_di
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
-from effects.packed_tokens import pack_tokens
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedDisk
 from engine.tools.simulation.tally import InfiniteCache, Tally

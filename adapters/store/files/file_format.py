@@ -14,10 +14,16 @@ from typing import Any, Literal, TypeAlias, get_args
 from attrs import evolve, field, frozen
 
 from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
-from adapters.store.block_keys import KEY_BYTES, chain_keys, compute_draft_root, compute_root, derive_checkpoint_key
+from adapters.store.block_keys import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    chain_keys,
+    compute_draft_root,
+    compute_root,
+    derive_checkpoint_key,
+)
 from adapters.store.files import seekable
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
-from effects.packed_tokens import TOKEN_BYTES
 
 VERSION = 3
 FRAME = 2 << 20  # content bytes of a frame of tensors

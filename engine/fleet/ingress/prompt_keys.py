@@ -23,10 +23,9 @@ from adapters.http.request.parsed_request import ApiClient
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.read_body import parse_body
-from adapters.store.block_keys import chain_keys, compute_root
+from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
 from adapters.text.model_text import Text
 from adapters.text.tokenizer import TokenizerPanicked
-from effects.packed_tokens import pack_tokens
 from engine.fleet.replica_facts import ReplicaFacts
 from engine.fleet.router.route_keys import RouteKeys
 

@@ -13,10 +13,10 @@ from rich.text import Text as Line
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.store.block_keys import TOKEN_BYTES
 from adapters.store.disk import survey_folder
 from adapters.store.disk.survey_folder import Survey, SurveyedFile, group_sequences
 from effects.ids import Tokens
-from effects.packed_tokens import TOKEN_BYTES
 from engine.settings.output.formatting import format_bytes
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import (

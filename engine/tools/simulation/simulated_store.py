@@ -12,6 +12,7 @@ from attrs import define, field
 
 from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.block_keys import TOKEN_BYTES
 from adapters.store.disk.disk_tier import MAX_QUEUED_BYTES
 from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Layout, Run
@@ -24,7 +25,6 @@ from adapters.store.store import Store
 from adapters.store.tier import NotePrompt, WriteRun
 from effects.ids import LeaseId, Tier, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
-from effects.packed_tokens import TOKEN_BYTES
 from effects.restore import RestoreBlocks
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.tally import Tally

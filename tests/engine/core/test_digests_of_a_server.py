@@ -10,13 +10,12 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.store.block_keys import chain_keys, compute_root
+from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index
 from adapters.store.store import Store
 from effects.all import Launch
 from effects.job import Job
-from effects.packed_tokens import pack_tokens
 from engine.core.block_digests import MOST_MESSAGE, DigestSource, decode_digests, encode_digests, list_tier_keys
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import build_layout, make_rows

@@ -25,13 +25,13 @@ from adapters.device.slots.slot_table import SlotTable
 from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeModel, EdgeOptions
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
+from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import SharedStoreSettings, open_store
 from adapters.store.shared.object_client import ObjectClient
 from adapters.store.store import Store
 from adapters.text.model_text import Text
 from adapters.transfer.transfer import create_transfer
-from effects.packed_tokens import pack_tokens
 from effects.residency import LoadModel, ModelLoaded
 from engine.core.fleet_paths import PROMPT_PATH, READ_PATH, REFRESH_PATH
 from engine.loading.load_target import LoadedModel

@@ -726,9 +726,8 @@ def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) ->
 
 def test_ten_thousand_entries_are_there_without_a_look_into_files(path: Path) -> None:
     from adapters.store.block_index import Entry  # noqa: PLC0415
-    from adapters.store.block_keys import chain_keys  # noqa: PLC0415
+    from adapters.store.block_keys import chain_keys, pack_tokens  # noqa: PLC0415
     from adapters.store.files.file_format import format_name  # noqa: PLC0415
-    from effects.packed_tokens import pack_tokens  # noqa: PLC0415
 
     path.mkdir(mode=0o700)
     tokens = [pack_tokens(range(number, number + 32)) for number in range(10_000)]

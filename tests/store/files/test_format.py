@@ -16,7 +16,7 @@ import torch
 import zstandard
 from attrs import evolve
 
-from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoint_key
+from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoint_key, pack_tokens
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
 from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
@@ -37,7 +37,6 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.read_run import Expected, RunFile
 from adapters.store.files.seekable import Damaged
 from adapters.transfer.copy_rows import view_tensors
-from effects.packed_tokens import pack_tokens
 from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import chain_keys
+from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files import seekable
 from adapters.store.files.file_format import Run, encode_run
 from adapters.store.shared.availability import STALE_S
 from adapters.store.shared.garbage_policy import SILENT_S
 from adapters.store.shared.object_names import name_entry, name_run, parse_run_name
 from adapters.store.shared.publish_policy import SharedLimits
-from effects.packed_tokens import pack_tokens
 from tests.store.kit import BLOCK_SIZE, LAYOUT, buffer_of, rows_of
 from tests.store.shared.fake_store import ROOT, FakeServer, FakeStore
 

@@ -15,7 +15,7 @@ from attrs import define, field
 
 pytest.importorskip("obstore")
 
-from adapters.store.block_keys import chain_keys
+from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files import seekable
 from adapters.store.files.codec import CodecChooser
 from adapters.store.files.file_format import Layout, Run, encode_run
@@ -37,7 +37,6 @@ from adapters.store.shared.object_client import (
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.store import Store
-from effects.packed_tokens import pack_tokens
 from tests.store.kit import (
     BIG,
     BLOCK_SIZE,

@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from attrs import define, field, frozen
 
 from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.block_keys import TOKEN_BYTES
 from effects.ids import Tier
-from effects.packed_tokens import TOKEN_BYTES
 from engine.tools.simulation.fleet.prompt_paths import PromptPath
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.virtual_clock import Clock, SerialServer

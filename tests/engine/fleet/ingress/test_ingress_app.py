@@ -11,8 +11,7 @@ import anyio
 import httpx
 import pytest
 
-from adapters.store.block_keys import chain_keys, compute_root
-from effects.packed_tokens import pack_tokens
+from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.router.route_keys import RouteKeys
 from tests.engine.fleet.conftest import BLOCK, IDENTITY, FakeFleet, Servers, run_ingress, run_servers
