@@ -38,8 +38,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-import torch
 from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
@@ -63,6 +61,7 @@ from adapters.device.speculation.acceptance import (
     accept_proposals,
     decode_outcome,
 )
+from adapters.device.speculation.launched_proposals import feed_tokens
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
@@ -231,7 +230,8 @@ class DecodeRunner:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
             copies = {} if piece is not None else self.copies.choose([one for _, one in taken.values()])
-            members = make_members(self.proposer, copies, taken, self.shard.spec.capacity)
+            spec = self.shard.spec
+            members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -309,7 +309,8 @@ class DecodeRunner:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
         states = () if piece is not None else [member.state for member in members]
-        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), states)
+        chains = {first: one.launched for one, first in zip(members, first_rows, strict=True) if one.launched}
+        forward = forward_unless_kept(self.shard, whole, feed_tokens(tokens, chains), states)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]
