@@ -7,9 +7,10 @@ does all its work, and its proposals are replaced by what the target is known to
 forced acceptance. `x plain` compares with plain decoding without proposals, each step of which begins before the one
 before it has been read.
 
-eagle3: a draft of the published shape; `ms proposing` is what the host takes to launch a chain, while the device is at
-work. copies: a launch that copies by a rule, as `--draft suffix` does; the text is
-searched in every step. Figures are those of the width that gains most, which is the one that the engine would take.
+eagle3: a draft of the published shape. `ms proposing` is what the host takes to launch a chain, while the device is at
+work. copies: a launch that copies by a rule, as `--draft suffix` does; the text is searched in every step. Times are
+those of whole launches by the wall clock. Figures are those of the width that gains most, which is the one that the
+engine would take.
 """
 
 from __future__ import annotations
@@ -200,10 +201,10 @@ def measure_on_lane(pair: Pair, parts: Sequence[str], answer: int) -> list[dict[
     found, _, base = run_launch(pair, Proposing(), longest)
     plain = found, base
     rows = [describe(("plain", 0), plain, found, 1.0, base)]
-    if "copies" in parts:
-        rows += measure_copied(pair, plain, answer)
     if "eagle3" in parts:
         rows += measure_drafted(pair, plain, answer)
+    if "copies" in parts:
+        rows += measure_copied(pair, plain, answer)
     return rows
 
 
