@@ -142,7 +142,8 @@ class Drafting(DraftProposer[P]):
         if (
             self.draft.weights_state != "loaded"
             or any(self.nodes and request.most >= self.draft.block for request in requests)
-            or not all(one.plain and one.matching is None and one.device == self.draft.device for one in samplers)
+            or not all(one.plain and one.matching is None for one in samplers)
+            or not all(is_same_device(one.device, self.draft.device) for one in samplers)
         ):
             return None
         self.catch_up(*[request.slot for request in requests])
@@ -274,6 +275,11 @@ class ProposalPicker:
         ]
         self.ranked.setdefault(index, []).append(ranked)
         return list(ids.gather(-1, order[:, :1]).flatten().tolist())
+
+
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Are they the same device? One without a number is the first of its type."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def cut_after_stops(tree: Tree, stops: frozenset[int]) -> Tree:
