@@ -1,4 +1,4 @@
-"""How proposals are picked from a draft's logits: as the target would pick, with a share of its noise.
+"""Picks of proposals from a draft's logits: as the target would pick, with a share of its noise.
 
 A draft proposes with the sampling settings and the noise of the request. The target picks the largest of its logits /
 temperature + noise. The draft does the same with its own logits and the same noise. They agree far more often than if
