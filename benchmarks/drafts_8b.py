@@ -7,8 +7,10 @@ does all its work, and its proposals are replaced by what the target is known to
 forced acceptance. `x plain` compares with plain decoding without proposals, each step of which begins before the one
 before it has been read.
 
-eagle3: a draft of the published shape. copies: a launch that copies by a rule, as `--draft suffix` does; the text is
-searched in every step. Figures are those of the width that gains most, which is the one that the engine would take.
+eagle3: a draft of the published shape. `ms proposing` is what the host takes to launch a chain, while the device is at
+work. copies: a launch that copies by a rule, as `--draft suffix` does; the text is searched in every step. Times are
+those of whole launches by the wall clock. Figures are those of the width that gains most, which is the one that the
+engine would take.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import TextProposer
+from adapters.device.speculation.proposer import Proposer, TextProposer
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.eagle3.checkpoint import TOKEN_MAP, list_eagle3_tensors
@@ -38,7 +40,7 @@ from adapters.models.kernels.factory import build_text_matcher
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE
 from benchmarks.results import Figure, Goal, publish
-from benchmarks.speculation_8b import BUCKETS, CONTEXT, LAYERS, Forced, Pair, build_pair, decoded, prompt, row
+from benchmarks.speculation_8b import BUCKETS, CONTEXT, LAYERS, Forced, Pair, build_pair, prompt
 from benchmarks.tables import median, print_table
 from effects.all import EffectRequest, Outcome
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
@@ -98,15 +100,31 @@ class ForcedCopies(TextProposer):
         return tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming))
 
 
-def run_launch(pair: Pair, text: TextProposer | None, width: int, most: int) -> tuple[Tokens, int, float]:
-    """Decode `most` tokens in one launch on the lane, copying `width` tokens in each step with a match.
+@frozen(eq=False)
+class Proposing:
+    """What proposes in a launch: `width` tokens in each step, from a draft or copied from text; by default nothing."""
+
+    width: int = 0
+    draft: Proposer | None = None
+    text: TextProposer | None = None
+
+    def make_step(self, most: int) -> RunDecode:
+        """Return the first decode step behind the prompt. most: tokens of the launch; of a draft, its steps."""
+        step = RunDecode(SlotId(0), CONTEXT - 1, prompt()[-1], steps=most)
+        if self.text is not None:
+            return evolve(step, copying=Copying((self.width,) * len(MATCH_CLASSES), 1 + self.width, most))
+        return evolve(step, propose=self.width)
+
+
+def run_launch(pair: Pair, proposing: Proposing, most: int) -> tuple[Tokens, int, float]:
+    """Decode in one launch on the lane. most: as in `Proposing.make_step`.
 
     Return all tokens, the decode steps, and the milliseconds of a step by the wall clock.
     """
-    executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None, text_proposer=text))
+    own = {"proposer": proposing.draft, "text_proposer": proposing.text}
+    executor = DeviceExecutor(evolve(pair.executor.parts, **own))
     asked, request, slot = prompt(), RequestId(0), SlotId(0)
     found, steps, started, spent = list(asked), 0, 0, 0
-    copying = None if text is None else Copying((width,) * len(MATCH_CLASSES), 1 + width, most)
 
     def choose_next(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         nonlocal steps, started, spent
@@ -121,7 +139,7 @@ def run_launch(pair: Pair, text: TextProposer | None, width: int, most: int) -> 
             return None
         torch.cuda.synchronize()
         started = time.perf_counter_ns()
-        return EffectRequest(request, RunDecode(slot, CONTEXT - 1, asked[-1], steps=most, copying=copying))
+        return EffectRequest(request, proposing.make_step(most))
 
     executor.rehearse(OpenSlot(slot, slot, 0, asked, Sampling()), choose_next)
     return tuple(found), steps, spent / 1e6 / steps
@@ -147,18 +165,16 @@ def describe(
 
 
 def measure_drafted(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list[dict[str, Any]]:
+    """The first steps of a launch let the draft follow the prompt, and are in the time of all."""
     pair.draft.load_back()
     rows = list[dict[str, Any]]()
     for width, accepted in DRAFTED.items():
         for tokens in accepted:
-            decoded(pair, Forced(pair.drafting, plain[0], tokens - 1), width, 4 * tokens)  # records graphs
-            forced = Forced(pair.drafting, plain[0], tokens - 1)
-            found, done = decoded(pair, forced, width, answer)
-            told = row("", plain[1], plain[0], found, done)
-            rows.append(
-                describe(("EAGLE-3", width), plain, found, told["tokens a decode step"], told["ms a decode step"])
-            )
-            rows[-1]["ms proposing"] = median(forced.took_ns[2:-1]) / 1e6
+            for most in (4, 4, answer // tokens):  # the first runs record graphs
+                forced = Forced(pair.drafting, plain[0], tokens - 1)
+                found, steps, spent = run_launch(pair, Proposing(width, draft=forced), most)
+            rows.append(describe(("EAGLE-3", width), plain, found, (len(found) - CONTEXT) / steps, spent))
+            rows[-1]["ms proposing"] = median(forced.took_ns[1:]) / 1e6
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -171,7 +187,7 @@ def measure_copied(pair: Pair, plain: tuple[Tokens, float], answer: int) -> list
         for tokens in accepted:
             for most in (4 * (width + tokens), answer):  # the first run records graphs
                 forced = ForcedCopies(SuffixProposer(matcher), plain[0], tokens - 1)
-                found, steps, spent = run_launch(pair, forced, width, most)
+                found, steps, spent = run_launch(pair, Proposing(width, text=forced), most)
             rows.append(describe(("copies", width), plain, found, (len(found) - CONTEXT) / steps, spent))
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -181,14 +197,14 @@ def measure_on_lane(pair: Pair, parts: Sequence[str], answer: int) -> list[dict[
     """The plain run is timed with the draft offloaded. It is longer, so that all forced tokens are known."""
     pair.draft.offload()
     longest = answer + max(COPIED) + 1
-    run_launch(pair, None, 0, longest)  # records graphs
-    found, _, base = run_launch(pair, None, 0, longest)
+    run_launch(pair, Proposing(), longest)  # records graphs
+    found, _, base = run_launch(pair, Proposing(), longest)
     plain = found, base
     rows = [describe(("plain", 0), plain, found, 1.0, base)]
-    if "copies" in parts:
-        rows += measure_copied(pair, plain, answer)
     if "eagle3" in parts:
         rows += measure_drafted(pair, plain, answer)
+    if "copies" in parts:
+        rows += measure_copied(pair, plain, answer)
     return rows
 
 

@@ -22,6 +22,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.launched_proposals import LaunchedProposals
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.config.rope import Rotary
@@ -92,7 +93,8 @@ class Forced(Proposer):
     drafting: Proposer
     known: Tokens
     right: int
-    took_ns: list[int] = field(factory=list)  # of proposing, which ends with the host reading what is proposed
+    # Of proposing: until the host has read the proposals, or has launched them.
+    took_ns: list[int] = field(factory=list)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
         started = time.perf_counter_ns()
@@ -100,12 +102,27 @@ class Forced(Proposer):
         self.took_ns.append(time.perf_counter_ns() - started)
         return [self.replaced(request, tree) for request, tree in zip(requests, proposed, strict=True)]
 
+    def launch_proposals(self, requests: Sequence[DraftRequest]) -> LaunchedProposals | None:
+        """Launch the draft's chains, and behind them the tokens that are proposed instead."""
+        started = time.perf_counter_ns()
+        launched = self.drafting.launch_proposals(requests)
+        if launched is None:
+            return None
+        self.took_ns.append(time.perf_counter_ns() - started)
+        width = launched.tokens.shape[1]
+        rows = [self.forced(request, width) for request in requests if request.slot in launched.counts]
+        tokens = torch.tensor(rows).to(launched.tokens.device, non_blocking=True)
+        return LaunchedProposals(tokens, launched.counts)
+
     def replaced(self, request: DraftRequest, tree: Tree) -> Tree:
-        at, size = len(request.state.tokens), tree.size
+        return chain((request.state.tokens[-1], *self.forced(request, tree.size)))
+
+    def forced(self, request: DraftRequest, size: int) -> list[int]:
+        """Return so many proposals: the right ones, then wrong ones."""
+        at = len(request.state.tokens)
         coming = list(self.known[at : at + min(self.right, size)])
         wrong = [(token + 1) % 100 for token in self.known[at + len(coming) : at + size]]
-        padded = [*coming, *wrong, *([0] * (size - len(coming) - len(wrong)))]
-        return chain((request.state.tokens[-1], *padded))
+        return [*coming, *wrong, *([0] * (size - len(coming) - len(wrong)))]
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]

@@ -73,7 +73,9 @@ class RunDecode:
 
     The executor may go on unattended after this step: it feeds the token that it picked, with as many proposals, and
     reports on the way. A stop token, a failure, or an `Abandon` of one member ends that for the whole launch where
-    there is a draft, or where something may be copied. `StopLaunch` ends it for all members.
+    there is a draft. `StopLaunch` ends it for all members. With `copying`, the rules hold for the members that the
+    launch begins with. Once one of them has ended or another request has joined, nothing is copied any more, and a
+    match to copy from ends the launch for all members.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)

@@ -51,7 +51,9 @@ class Lane:
     waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
     running: tuple[EffectRequest, ...] = ()  # members of the launch whose last outcome has not come
     last_was_decode: bool = False  # the last launch was a batch of decode steps (mixed ones too)
-    member_count: int = 0  # members of the last launch when it began, or when an effect last joined it
+    # Members of the last launch when it began, or when an effect last joined it; where text may be copied, those of its
+    # last whole step.
+    member_count: int = 0
     proposing_steps: int = 0  # decode steps since the last one in which no request proposed anything
     plan: Plan = NO_PLAN  # of the last launch
     runs_unattended: bool = False  # the launch may take several steps without the core, and has not been asked to stop
@@ -95,23 +97,31 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
-    unattended. A launch in which something may be copied ends in the same way, whatever `ends_together` says.
+    unattended.
     """
     step_change = 0
     if (lane.proposing_steps or lane.plan.copying) and is_first_of_step(lane, answer.request):
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
+        if (
+            may_copy_later(lane)
+            and len(lane.running) != lane.member_count
+            and lane.running[0].request == answer.request
+        ):
+            # Members have ended, and the others go on: their steps are counted again from the next one on.
+            return evolve(lane, member_count=len(lane.running))
         return with_effect_requests(lane, lane.waiting, lane.running, step_change) if step_change else lane
     if lane.running[0].request == answer.request:  # members end in order as a rule, and there may be many
         running = lane.running[1:]
     else:
         running = tuple(other for other in lane.running if other.request != answer.request)
     after = with_effect_requests(lane, lane.waiting, running, step_change)
-    return (
-        evolve(after, runs_unattended=False)
-        if after.runs_unattended and (ends_together or lane.plan.copying)
-        else after
-    )
+    return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
+
+
+def may_copy_later(lane: Lane) -> bool:
+    """Was it considered what the launch copies, so that its steps bring the next trial nearer?"""
+    return bool(lane.plan.copying or lane.plan.reason)
 
 
 def count_proposing_steps(lane: Lane, outcome: Outcome) -> int:
@@ -165,19 +175,19 @@ def is_blocking(lane: Lane) -> bool:
 def can_join(lane: Lane, settings: Settings) -> bool:
     """May all waiting effects join the running launch?
 
-    Only decode steps can, and only where there is no draft and nothing may be copied: what each member proposes was
-    chosen for the members of this launch, so such a launch keeps them to its end.
+    Only decode steps can, and only where there is no draft: what each member proposes was chosen for the members of
+    this launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on.
     """
-    if settings.max_proposals or lane.plan.copying or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.max_proposals or not (is_blocking(lane) and lane.last_was_decode):
         return False
     free_rows = settings.batch_rows - len(lane.running)
     return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
 
 
-def join_waiting(lane: Lane) -> Lane:
-    """Make all waiting effects members of the running launch."""
-    running = (*lane.running, *lane.waiting)
-    return evolve(with_effect_requests(lane, (), running), member_count=len(running))
+def join_waiting(lane: Lane, joining: tuple[EffectRequest, ...], plan: Plan) -> Lane:
+    """Make all waiting effects members of the running launch. joining: the same, as they are launched."""
+    running = (*lane.running, *joining)
+    return evolve(with_effect_requests(lane, (), running), member_count=len(running), plan=plan)
 
 
 def start_launch(

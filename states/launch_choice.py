@@ -38,7 +38,7 @@ from effects.ids import PROMPTS, RequestId
 from effects.prefill import RunPrefill
 from states import residency, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
-from states.lane import Lane, can_launch, choose_lane, remove_answered, start_launch
+from states.lane import Lane, can_launch, choose_lane, join_waiting, remove_answered, start_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
@@ -272,6 +272,36 @@ def plan_proposals(
     if not any(plan.proposals):
         return plan
     return evolve(plan, steps=min(plan.steps, PLAIN_STEP_INTERVAL - proposing_steps))
+
+
+def join_launch(
+    lane: Lane, requests: Mapping[RequestId, State], settings: Settings, rates: Rates
+) -> tuple[Lane, tuple[EffectRequest, ...]]:
+    """Let all waiting decode steps join the running launch. Returns them as they are launched.
+
+    Where text may be copied, each of them gets a rule as well. The launch copies nothing from then on, because its
+    members are not those that it was planned for. But a match to copy from ends it, and the next launch copies.
+    """
+    members = (*lane.running, *lane.waiting)
+    controls = [find_control(requests, one) for one in members]
+    if not settings.max_copied or not any(control and control.copy_widths for control in controls):
+        return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
+    shape = get_step_shape(members)
+    times = suffix_control.merge_copy_times(rates)
+    prices = step_prices.estimate_prices(times, shape.span, shape.members, settings.batch_rows)
+    # What has not been measured is estimated: the rule only says what is worth another launch.
+    prices = evolve(prices, needs_plain_step=False)
+    plan = Plan((0,) * len(members), steps=UNLIMITED_STEPS)
+    plan = suffix_control.plan_copies(plan, controls, prices, rates, settings.batch_rows)
+    joining = tuple(
+        with_decode_plan(one, 0, one.effect.steps, own)
+        for one, own in zip(lane.waiting, plan.copying[len(lane.running) :], strict=False)
+        if isinstance(one.effect, RunDecode)
+    )
+    if not joining:  # nothing is worth copying: the rules of the other members are still those of the plan
+        joining = lane.waiting
+        plan = evolve(lane.plan, proposals=plan.proposals)
+    return join_waiting(lane, joining, plan), joining
 
 
 def get_step_shape(decode_steps: Sequence[EffectRequest]) -> Shape:

@@ -13,6 +13,8 @@ launch goes on while copies are right, wrong or missing.
 * Every outcome reports the match behind its tokens (`Decoded.matched`), and whether its own proposals were copied
   (`Decoded.copied`). Copied proposals come from the match that the outcome before it reported. So gains are learned for
   each class of matches, of each request and of all requests together (`Rates.copied`).
+* The rules hold for the members that the launch begins with, because prices depend on their number. Once a request has
+  ended or joined, nothing is copied, and the next match that a rule would copy from ends the launch.
 * A class of matches is worth copying if the tokens that are expected are worth more than the time of the wider forward.
   That is estimated as if no other request of the launch copied in the same step. If others do, the wider forward is
   shared, so copying pays even more.
@@ -62,8 +64,8 @@ from states.step_prices import UNIT, Shape, StepPrices, record_step_time
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
-# Least decode steps after which the core decides again although nothing is copied, because what is not worth copying
-# now may be then. A launch that can copy nothing at all is not ended for it.
+# Least decode steps for each member after which the core decides again although nothing is copied, because what is not
+# worth copying now may be then. The end of a launch costs all members time. One that can copy nothing is not ended.
 REVIEW_STEPS = 64
 
 
@@ -189,7 +191,7 @@ def plan_copies(
     widest = [max((one.width for one in choices), default=0) for choices in chosen]
     could_pay = any(one.could_pay for choices in chosen for one in choices)
     # A trial of a draft may be due before the next trial of copies, so the plan of a draft never holds longer for them.
-    steps = min(plan.steps, max(REVIEW_STEPS, rates.copy_steps_until_trial)) if could_pay else plan.steps
+    steps = min(plan.steps, max(REVIEW_STEPS * members, rates.copy_steps_until_trial)) if could_pay else plan.steps
     if not any(widest):
         if has_draft:
             return plan

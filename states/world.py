@@ -23,9 +23,8 @@ Invariants. `states/invariants.py` asserts what is true of every world between t
 requests agree about who holds what. Within `advance` they may be broken for a moment.
 
 Example. `Decoded` arrives with the last token of request 1, while request 2 waits for a slot. The outcome leaves lane
-MAIN; request 1 emits its token, closes its stream and is done; its slot is released. Nothing waits for the lane. Then
-request 2 is admitted: `Admitted` makes it open the slot and look up its prompt. The output is `EmitTokens`,
-`CloseStream`, `OpenSlot`, `FindPrefix`. If a snapshot were being taken, its pace would be decided again.
+MAIN. Request 1 emits its token and closes its stream; its slot is released. Then request 2 is admitted: `Admitted`
+makes it open the slot and look up its prompt. The output is `EmitTokens`, `CloseStream`, `OpenSlot`, `FindPrefix`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ from states.events import (
 from states.experts import Residents
 from states.followers import note_awaited_rows
 from states.lane import Lane
-from states.launch_choice import choose_launch, with_launch_plan
+from states.launch_choice import choose_launch, join_launch, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome, teaches_times
 from states.pacing import Pacing
@@ -331,8 +330,9 @@ class Fold:
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number] = lane_queue.join_waiting(ready)
-        self.outputs.append(Launch(self.lanes[number].running[-len(ready.waiting) :], number, joins=True))
+        self.lanes[number], joining = join_launch(ready, self.requests, self.settings, self.rates)
+        self.requests |= with_launch_plan(self.lanes[number], self.requests) if self.settings.max_copied else {}
+        self.outputs.append(Launch(joining, number, joins=True))
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from adapters.demo import FOLDER
-from adapters.device.speculation.drafting import noise_shares
+from adapters.device.speculation.guesses import noise_shares
 from adapters.models.kernels.functions.noise import gumbel
 from training import tasks
 from training.agents import ToolLoop

@@ -309,3 +309,4 @@ def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, pass
         release_cached_memory((draft.device,))
         for requests in shapes:
             draft.propose(requests, pick_first_tokens)
+            draft.launch_proposals(requests, lambda logits, _: logits.argmax(-1))

@@ -207,8 +207,7 @@ class SpeculationOptions:
     """Draft for speculative decoding. A folder or GGUF file with an EAGLE-3, DFlash, DFlash 2 or DSpark draft that was
     trained for the model, or a folder with a Gemma 4 assistant; mtp: the prediction head in the model's own checkpoint;
     suffix: no model, but copies of what followed earlier text that ended in the same way; none: no proposals; auto: the
-    draft of a demo model, otherwise suffix on a CPU and none on a GPU. FOLDER+suffix, mtp+suffix and auto+suffix have
-    both."""
+    draft of a demo model, otherwise suffix. FOLDER+suffix, mtp+suffix and auto+suffix have both."""
 
     draft_device: Annotated[Device, flag(DRAFT, validator=check_draft_device)] = ""
     """Device of the draft: cpu, cuda or cuda:N. By default the device of the model's last layers. ipc+cpu:0 and

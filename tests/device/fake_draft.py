@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
+from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
@@ -37,9 +38,11 @@ class FakeDraft:
     noise: float = 0.0
     is_sequential: bool = False
     aux_layers: tuple[int, ...] = (0,)
+    device: torch.device = field(default="cpu", converter=torch.device)
     weights_state: Literal["loaded", "parked", "released"] = "loaded"
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
     asked: list[Sequence[BlockRequest]] = field(factory=list)
+    launched: list[Sequence[BlockRequest]] = field(factory=list)
     cache: Tensor = field(init=False)
     rows: FakeDraftRows = field(init=False)
 
@@ -82,6 +85,23 @@ class FakeDraft:
             asking = [step < request.count for request in block_requests]
             picked = pick([predict(at, step) if asks else torch.empty(0, VOCAB) for at, asks in enumerate(asking)])
             tokens = [found[0] if found else token for found, token in zip(picked, tokens, strict=True)]
+
+    def launch_proposals(self, block_requests: Sequence[BlockRequest], pick: LaunchPicks) -> Tensor | None:
+        if not self.is_sequential:
+            return None
+        most = max(request.count for request in block_requests)
+        chains: list[list[int]] = [[] for _ in block_requests]
+
+        def pick_launched(parts: Sequence[Tensor]) -> list[list[int]]:
+            picked = pick(torch.cat(list(parts)), len(chains[0]))
+            assert picked.shape == (len(block_requests),), "one token for each row"
+            for row, token in enumerate(picked.tolist()):
+                chains[row].append(token)
+            return [[token] for token in picked.tolist()]
+
+        self.propose([evolve(one, count=most) for one in block_requests], pick_launched)
+        self.launched.append(list(block_requests))
+        return torch.tensor(chains)
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         self.cache[target, start:stop] = self.cache[source, start:stop]

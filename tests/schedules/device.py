@@ -15,7 +15,6 @@ from attrs import define, evolve, field, frozen
 from adapters.device.decode.next_steps import (
     count_proposing_step,
     count_steps_left,
-    has_copying,
     limit_proposals,
 )
 from effects.all import EffectRequest, Launch
@@ -77,6 +76,15 @@ def as_frozen(part: PromptPart) -> PromptPart:
 def shortened(prompt: Tokens) -> Tokens:
     """What a compression makes of a prompt: its head, every third token, and its last one, if that is shorter."""
     return (*prompt[:4], *prompt[4:-1:3], prompt[-1]) if len(prompt) > 4 else prompt
+
+
+def without_copies(effect_request: EffectRequest) -> EffectRequest:
+    """The same step of a launch whose members have changed, so that nothing is copied any more."""
+    effect = effect_request.effect
+    if not isinstance(effect, RunDecode) or effect.copying is None:
+        return effect_request
+    rule = evolve(effect.copying, counts=(0,) * len(effect.copying.counts))
+    return evolve(effect_request, effect=evolve(effect, copying=rule))
 
 
 @define
@@ -213,8 +221,7 @@ class Device:
         outcomes = [self.perform(effect_request) for effect_request in effect_requests]
         outcomes = count_rows(outcomes)
         onward = tuple(count_proposing_step(list(map(self.onward, effect_requests, outcomes)), outcomes))
-        ends_together = self.settings.max_proposals or any(map(has_copying, effect_requests))
-        if (ends_together and not all(onward)) or self.rng.random() < 0.2:
+        if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
             onward = (None,) * len(effect_requests)
         staying = tuple(effect_request for effect_request in onward if effect_request is not None)
         leaving = {
@@ -222,7 +229,10 @@ class Device:
         }
         self.abandoned, self.halted = self.abandoned - leaving, self.halted - leaving
         if staying:
-            queue.appendleft(evolve(launch, effect_requests=(*staying, *self.joining(queue))))
+            members = (*staying, *self.joining(queue))
+            if members != staying or leaving:
+                members = tuple(map(without_copies, members))
+            queue.appendleft(evolve(launch, effect_requests=members))
         return [
             (effect_request.request, one if then is None else evolve(one, more=True))
             for effect_request, one, then in zip(effect_requests, outcomes, onward, strict=True)

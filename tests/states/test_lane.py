@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import Decoded, RunDecode
+from effects.decode import Copying, Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -19,6 +19,7 @@ from states.lane import Lane
 from states.rates import DecodeTimes, Rates, TimedStep
 from states.request_states import Generated, MayPropose, Prefilling, ProposesNothing, SlotLease, Speculating, State
 from states.residency import Models, Residence
+from states.speculation_plan import Plan
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 
 NOBODY: Models = {"draft": Residence()}
@@ -353,10 +354,27 @@ def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool
     assert half == evolve(running, running=(alone(1, 30),), runs_unattended=not together)
 
 
+@pytest.mark.parametrize("copying", [(), (Copying((3,) * 5, 8, 4), None)], ids=["trial awaited", "some copy"])
+def test_where_text_may_be_copied_the_members_that_go_on_are_counted_from_their_next_step_on(copying: Any) -> None:
+    plan = Plan((0, 0), reason="does_not_pay", copying=copying)
+    more = EffectOutcome(TWO, Decoded((7,), more=True))
+    running = Lane((), (alone(1, 30), alone(2, 30)), last_was_decode=True, member_count=2, runs_unattended=True)
+    running = evolve(running, plan=plan)
+    half = lane.record_outcome(running, EffectOutcome(ONE, Decoded((7,))), ends_together=False)
+    assert half == evolve(running, running=(alone(2, 30),))
+    assert not lane.is_first_of_step(half, TWO), "the step had two members"
+    after = lane.record_outcome(half, more, ends_together=False)
+    assert after == evolve(half, member_count=1)
+    assert lane.is_first_of_step(after, TWO)
+    alike = lane.record_outcome(evolve(half, plan=Plan((0, 0))), more, ends_together=False)
+    assert alike.member_count == 2, "without copies nothing is counted"
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "joins"),
     [
         ({}, PLAIN, True),
+        ({"plan": Plan((0, 0), copying=(Copying((3,) * 5, 8, 4), None))}, PLAIN, True),
         ({}, DRAFT, False),  # what is proposed is decided for a company
         ({"runs_unattended": False}, PLAIN, False),  # it was told to end, or is of one step
         ({"last_was_decode": False}, PLAIN, False),  # a prompt's rows have the lane
@@ -373,7 +391,7 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
     busy = evolve(busy, **changes)
     assert lane.can_join(busy, settings) == joins
     if joins:
-        assert lane.join_waiting(busy) == evolve(
+        assert lane.join_waiting(busy, busy.waiting, busy.plan) == evolve(
             busy, waiting=(), running=(*busy.running, alone(3, 30)), member_count=3
         )
 

@@ -301,9 +301,54 @@ def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None
     assert world.lanes[MAIN].proposing_steps == 0, "its time is measured, so the next one is not due for a while"
 
 
-def test_who_comes_to_a_launch_that_may_copy_makes_it_end() -> None:
-    world, _ = launch_one(decoding(COPYING, ONE))
+def join(world: World, *, rates: Rates = CHEAP) -> tuple[World, RunDecode]:
+    """Let TWO join the launch of ONE, and return its decode step."""
     lane = world.lanes[MAIN]
     waiting = (EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, steps=6)),)
-    assert not can_join(evolve(lane, waiting=waiting), COPYING)
-    assert can_join(evolve(lane, waiting=waiting, plan=Plan((0,))), COPYING)
+    requests = {**world.requests, TWO: world.requests[ONE]}
+    joined, launched = launch_choice.join_launch(evolve(lane, waiting=waiting), requests, COPYING, rates)
+    (effect_request,) = launched
+    assert joined.running == (*lane.running, effect_request)
+    assert (joined.waiting, joined.member_count, len(joined.plan.proposals)) == ((), 2, 2)
+    assert isinstance(effect_request.effect, RunDecode)
+    assert effect_request.effect.steps == 6
+    return evolve(world, lanes={**world.lanes, MAIN: joined}, requests=requests), effect_request.effect
+
+
+def test_a_request_that_joins_a_launch_gets_a_rule_of_its_own() -> None:
+    """Also where no step of so many members was timed: the rule only says what is worth another launch."""
+    world, _ = launch_one(decoding(COPYING, ONE))
+    waiting = (EffectRequest(TWO, RunDecode(SlotId(1), 22, 8, steps=6)),)
+    assert can_join(evolve(world.lanes[MAIN], waiting=waiting), COPYING)
+    for rates in (CHEAP, evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0),))):
+        after, effect = join(world, rates=rates)
+        assert effect.copying is not None
+        assert effect.copying.counts[LONG] == 7
+        assert after.lanes[MAIN].plan.copy_prices.members == 2
+        assert after.lanes[MAIN].runs_unattended
+
+
+def test_a_request_that_joins_where_nothing_is_worth_copying_gets_no_rule() -> None:
+    world, _ = launch_one(decoding(COPYING, ONE))
+    dear = (TimedStep(0, 1, 4, 9000, 1000), TimedStep(0, 1, 8, 20000, 1000))
+    before = world.lanes[MAIN].plan
+    after, effect = join(world, rates=evolve(CHEAP, copy_times=dear, copy_steps_until_trial=9))
+    assert effect.copying is None
+    assert after.lanes[MAIN].plan == evolve(before, proposals=(0, 0)), "what was launched before is charged by it"
+
+
+def test_the_members_of_a_launch_that_may_copy_end_one_by_one() -> None:
+    world, _ = launch_one(decoding(COPYING, ONE))
+    world, _ = join(world)
+    world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome()), EffectOutcome(TWO, outcome(more=False)))))
+    assert not any(isinstance(out, EffectRequest) and isinstance(out.effect, StopLaunch) for out in outs)
+    lane = world.lanes[MAIN]
+    assert lane.runs_unattended
+    assert [one.request for one in lane.running][:1] == [ONE]
+
+
+def test_a_review_comes_later_where_there_are_more_members() -> None:
+    rates = evolve(CHEAP, decode=(*CHEAP.decode, TimedStep(0, 4, 0, 1000, 0)), copy_steps_until_trial=9)
+    for members in (1, 2, 4):
+        plan = plan_for(*[copier(copied=worthless(*range(5))) for _ in range(members)], rates=rates)
+        assert (plan.copying, plan.steps) == ((), control.REVIEW_STEPS * members)

@@ -25,11 +25,11 @@ Invariants:
 * Out of memory before settling has changed nothing: every request of the step gets that failure, and may try again.
 * Out of memory while settling leaves some layers committed and others not: these slots are broken.
 * A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
-* With a draft, or where something may be copied, all requests of a launch take another step or none does. The cost of a
-  draft is shared by the members, and what is worth copying depends on their number.
+* With a draft, all requests of a launch take another step or none does: they share its cost.
+* Text is copied only while a launch has the members that it began with. Later a match to copy from ends it.
 
-Example: two requests with `steps=4`, and the first one ends after its second step. Where nothing is proposed, the other
-one takes its four steps. Else the launch ends after two, and the core composes the next one.
+Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft, the other one takes
+its four steps. Else the launch ends after two, and the core composes the next one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-import torch
 from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
+from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, make_next_step
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
@@ -63,6 +61,7 @@ from adapters.device.speculation.acceptance import (
     accept_proposals,
     decode_outcome,
 )
+from adapters.device.speculation.launched_proposals import feed_tokens
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
@@ -133,22 +132,20 @@ class DecodeRunner:
         self._batch = batch
         try:
             while effect_requests:
-                effect_requests = (
-                    self.overlapped.run(effect_requests, batch)
-                    if self.overlapped.can_run(effect_requests)
-                    else self._run_step(effect_requests, batch)
-                )
+                is_overlapped = self.overlapped.can_run(effect_requests, batch)
+                take_steps = self.overlapped.run if is_overlapped else self._run_step
+                effect_requests = take_steps(effect_requests, batch)
         finally:
             self._batch = None
 
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
         self.row_watch.check_launch(self.slots, effect_requests)
-        outcomes = self.step(effect_requests)
+        outcomes = self.step(effect_requests, may_copy=not batch.has_changed)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
         following = count_proposing_step(list(map(self._next_request, effect_requests, outcomes)), outcomes)
-        ends_together = self.proposer is not None or any(map(has_copying, effect_requests))
-        if batch.serve_and_check_stop() or (None in following and ends_together):
+        ends_together = None in following and self.proposer is not None
+        if batch.serve_and_check_stop() or ends_together or self.overlapped.finds_expired_match(following, batch):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
@@ -180,14 +177,14 @@ class DecodeRunner:
 
     # --- one step ---
 
-    def _step_natively(self, native: NativeDecodeStep, effect_request: EffectRequest) -> Outcome | None:
+    def _step_natively(self, native: NativeDecodeStep, asked: EffectRequest, *, may_copy: bool) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
-        effect: RunDecode = effect_request.effect  # type: ignore[assignment] # it is one
+        effect: RunDecode = asked.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
-        state = self.find_ready_slot(effect_request.request, effect)
+        state = self.find_ready_slot(asked.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        copies = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot, ())
+        copies = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot, ()) if may_copy else ()
         taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
         if taken is None:
             return None
@@ -203,14 +200,16 @@ class DecodeRunner:
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
         return Decoded(*counts, matched=matched, copied=rows > 0, rows=rows)
 
-    def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
+    def step(
+        self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None, *, may_copy: bool = True
+    ) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
 
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
-        missing where the piece was not computed: no request was left to decode.
+        missing where the piece was not computed: no request was left to decode. may_copy: their rules still hold.
         """
         if self.native is not None and piece is None and len(effect_requests) == 1:
-            outcome = self._step_natively(self.native, effect_requests[0])
+            outcome = self._step_natively(self.native, effect_requests[0], may_copy=may_copy)
             if outcome is not None:
                 return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
@@ -230,8 +229,9 @@ class DecodeRunner:
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            copies = {} if piece is not None else self.copies.choose([one for _, one in taken.values()])
-            members = make_members(self.proposer, copies, taken, self.shard.spec.capacity)
+            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else {}
+            spec = self.shard.spec
+            members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -309,7 +309,8 @@ class DecodeRunner:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
         states = () if piece is not None else [member.state for member in members]
-        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), states)
+        chains = {first: one.launched for one, first in zip(members, first_rows, strict=True) if one.launched}
+        forward = forward_unless_kept(self.shard, whole, feed_tokens(tokens, chains), states)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]

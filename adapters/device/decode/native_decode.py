@@ -35,7 +35,7 @@ from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.device.sampling.grammar_mask import Mask, Matching
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.drafting import draft_sampling, noise_shares
+from adapters.device.speculation.guesses import draft_sampling, noise_shares
 from adapters.device.speculation.proposer import NO_PROPOSALS, DraftRequest, LocalDraft, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline.pipeline import Pipeline

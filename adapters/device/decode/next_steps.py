@@ -37,11 +37,6 @@ def limit_proposals(effect: RunDecode, steps: int) -> int:
     return effect.propose if effect.copying is None else min(effect.propose, steps - 1)
 
 
-def has_copying(effect_request: EffectRequest) -> bool:
-    """Is it a decode step of a launch that may copy text?"""
-    return isinstance(effect_request.effect, RunDecode) and effect_request.effect.copying is not None
-
-
 def count_proposing_step(
     following: Sequence[EffectRequest | None], outcomes: Sequence[Outcome]
 ) -> list[EffectRequest | None]:

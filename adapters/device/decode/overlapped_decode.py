@@ -26,12 +26,12 @@ Invariants:
   slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
-* Where text may be copied, the first member that ends stops the launch for all, because what is worth copying depends
-  on the number of members. The step in flight is then the last one, and gives the others their last outcomes.
+* If members have ended or joined by then, the rules for copies do not hold any more. Then the step in flight is the
+  last one for all members, and the core decides how they go on.
 
 Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 ends A, which
-gets its last outcome then. Step 6 commits B's row only. Where nothing may be copied, step 7 has B alone. Else there is
-no step 7: B gets its last outcome with step 6, and the core decides how it goes on.
+gets its last outcome then. Step 6 commits B's row only, and step 7 has B alone. If step 7 makes a match to copy from,
+B gets its last outcome with step 8, which was launched before, and the core plans the next launch for B alone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class OverlappedDecode:
         """
         self._pace_ns = interval_ns if evenly else None
 
-    def can_run(self, effect_requests: Sequence[EffectRequest]) -> bool:
+    def can_run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> bool:
         """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied."""
         effects = [
             effect_request.effect for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
@@ -108,28 +108,35 @@ class OverlappedDecode:
             self.shard.spec.runs_ahead
             and not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
-            and not any(self._copies_next(one) for one in effect_requests)
+            and (batch.has_changed or not any(self.copies_next(one) for one in effect_requests))
         )
 
-    def _copies_next(self, effect_request: EffectRequest) -> bool:
+    def copies_next(self, effect_request: EffectRequest) -> bool:
+        """Would its next step copy text, by the rule of its launch?"""
         effect = effect_request.effect
         if not isinstance(effect, RunDecode) or effect.copying is None:
             return False
         state = self.find_ready_slot(effect_request.request, effect)
         return isinstance(state, SlotState) and self.copies.count(effect, state) > 0
 
+    def finds_expired_match(self, following: Sequence[EffectRequest | None], batch: RunningBatch) -> bool:
+        """Would a request copy text in its next step, though members have ended or joined since the launch began?
+
+        following: the next step of each member; None for one that has ended.
+        """
+        has_changed = batch.has_changed or None in following
+        return has_changed and any(self.copies_next(one) for one in following if one is not None)
+
     def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take steps until every request has its last outcome, or one of them would copy earlier text.
 
-        Return the effect requests that other ways of decoding go on with; none if all requests have ended.
+        Return the effect requests that the launch goes on with in another way; none if all requests have ended.
         """
         try:
             members = self._begin_members(effect_requests, batch)
             staying = self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
-        if not staying:
-            return ()
         following = [
             make_next_step(EffectRequest(one.request, one.effect), one.state, one.steps_left) for one in staying
         ]
@@ -149,8 +156,8 @@ class OverlappedDecode:
         has_match = False  # a request's text has a match to copy from now, so no further step is launched
         while running is not None:
             self._commit_rows(running)
-            # Where text may be copied, one member's end stops the launch for all.
-            ends = any(member.has_ended and member.effect.copying is not None for member in running.members)
+            # The rules of what is copied hold for the members that the launch began with.
+            ends = has_match and batch.has_changed
             staying = (
                 []
                 if batch.serve_and_check_stop() or ends

@@ -79,12 +79,14 @@ class OutcomeQueue:
 class RunningBatch:
     """The launch that runs, and the requests that join it between two steps. Used on the lane only.
 
-    before_report: called before outcomes are reported.
+    before_report: called before outcomes are reported. has_changed: a request has joined or ended, so the members are
+    not those that the launch was planned for.
     """
 
     outcomes: OutcomeQueue
     lane: DeviceLane
     before_report: Callable[[], object]
+    has_changed: bool = field(init=False, default=False)
     _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
     def join(self, effect_requests: Sequence[EffectRequest]) -> None:
@@ -96,6 +98,7 @@ class RunningBatch:
         """Return the effect requests of those that have joined since the last call."""
         effect_requests = self._joining
         self._joining = []
+        self.has_changed = self.has_changed or bool(effect_requests)
         return effect_requests
 
     def serve_and_check_stop(self) -> bool:
@@ -108,6 +111,7 @@ class RunningBatch:
     def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
         """Report the outcomes of a step to the event loop."""
         self.before_report()
+        self.has_changed = self.has_changed or not all(has_more_to_come(outcome) for _, outcome in outcomes)
         self.outcomes.put(outcomes)
 
 

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from adapters.device.sampling.sampler import DeadEnd, Draw, NotFinite, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.launched_proposals import LaunchedChain
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.models.kernels.step import Forward, Step
 from effects.decode import Decoded, Logprob
@@ -16,12 +17,20 @@ from effects.ids import DeviceFailed, FailureKind, Tokens
 
 @frozen(eq=False)
 class StepMember:
-    """One request's part in a batched decode step: its last token and the proposals behind it."""
+    """One request's part in a batched decode step: its last token and the proposals behind it.
+
+    tree: where the proposals were launched, it has zeros in their place; `read_tree` has them.
+    """
 
     index: int  # of its effect request in the launch
     slot: int
     state: SlotState
     tree: Tree
+    launched: LaunchedChain | None = None
+
+    def read_tree(self) -> Tree:
+        """Return the tree with all proposals. Waits for the device if they were launched."""
+        return self.tree if self.launched is None else self.launched.read_tree(self.tree.tokens[0])
 
     @property
     def rows(self) -> list[Draw]:
@@ -71,6 +80,7 @@ def accept_proposals(
         if isinstance(picked, TokenPick):
             return Acceptance((0,), (picked.token,), () if picked.logprob is None else (picked.logprob,), 0)
         return describe_failed_pick(member.slot, picked)
+    tree = member.read_tree()
     node = 0
     path = [0]
     tokens: list[int] = []
@@ -84,7 +94,7 @@ def accept_proposals(
         tokens.append(picked.token)
         if picked.logprob is not None:
             logprobs.append(picked.logprob)
-        child = member.tree.find_child(node, picked.token)
+        child = tree.find_child(node, picked.token)
         if child is None or picked.token in member.state.stops:
             return Acceptance(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
         node = child

@@ -1,9 +1,4 @@
-"""Proposals of a draft: its context follows the target, and it proposes what the target may pick.
-
-A draft proposes with the sampling settings and the noise of the request. The target picks the largest of its logits /
-temperature + noise. The draft does the same with its own logits and the same noise. They agree far more often than if
-the draft proposed its likeliest tokens. Only the likeliest tokens are looked at, because a proposal may be wrong.
-"""
+"""Proposals of a draft: its context follows the target, and it proposes what the target may pick (`guesses.py`)."""
 
 from __future__ import annotations
 
@@ -17,30 +12,23 @@ from itertools import islice
 from typing import TypeAlias, TypeVar
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.device.sampling.sampler import Draw, Sampler, adjust_logits
 from adapters.device.speculation.draft_context import D, DraftContext
+from adapters.device.speculation.guesses import launch_guesses, noise_shares, pick_guesses, rank_candidates
+from adapters.device.speculation.launched_proposals import LaunchedProposals
 from adapters.device.speculation.proposal_tree import Tree, chain, grow_tree, subtree
 from adapters.device.speculation.proposer import DraftRequest, FusedPlan, LocalDraft
 from adapters.models.drafts.cached_draft import BlockRequest
-from adapters.models.kernels.factory import build_sampling
-from adapters.models.kernels.functions.noise import gumbel_of
-from adapters.models.kernels.functions.truncation import make_column
 from effects.ids import DeviceFailed, RequestId
-from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")
 
-CANDIDATES = 64  # the draft's likeliest tokens, from which the proposal of a position is drawn
-# The share of the target's noise for the first proposal, and for those that are made without knowing the one before.
-FIRST_NOISE_SHARE = 0.8
-LATER_NOISE_SHARE = 0.6
-TOP_P_SHARE = 0.95  # of the request's top-p: the tail of a draft is less reliable than the target's
 CHILDREN = 8  # of a node; trees of the sizes that pay never reach more
 
 
@@ -143,6 +131,39 @@ class Drafting(DraftProposer[P]):
         said = ProposalPicker(wanted, self.nodes, self.draft.block)
         self.draft.propose(block_requests, said)
         return said.trees()
+
+    def launch_proposals(self, requests: Sequence[DraftRequest]) -> LaunchedProposals | None:
+        """Launch chains of proposals. The host does not wait, so it must not have to know a token between two picks.
+
+        So there are none for trees, and none with a grammar or penalties. Where the draft has another device than the
+        target, nothing is gained.
+        """
+        samplers = [request.state.sampler for request in requests]
+        if (
+            self.draft.weights_state != "loaded"
+            or any(self.nodes and request.most >= self.draft.block for request in requests)
+            or not all(one.plain and one.matching is None for one in samplers)
+            or not all(is_same_device(one.device, self.draft.device) for one in samplers)
+        ):
+            return None
+        self.catch_up(*[request.slot for request in requests])
+        block_requests = [self._make_block_request(request) for request in requests]
+        asking = [index for index, block_request in enumerate(block_requests) if block_request.count > 0]
+        if not asking:
+            return None
+
+        def launch_picks(logits: Tensor, draft_step: int) -> Tensor:
+            rows = [Draw(samplers[at], block_requests[at].position + 1 + draft_step) for at in asking]
+            return launch_guesses(logits, rows, noise_shares(1) * len(rows))
+
+        try:
+            tokens = self.draft.launch_proposals([block_requests[at] for at in asking], launch_picks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None  # `propose` says so, if it finds none either
+        counts = {requests[at].slot: block_requests[at].count for at in asking}
+        return None if tokens is None else LaunchedProposals(tokens, counts)
 
 
 @frozen(eq=False)
@@ -256,69 +277,9 @@ class ProposalPicker:
         return list(ids.gather(-1, order[:, :1]).flatten().tolist())
 
 
-def noise_shares(count: int) -> list[float]:
-    """Return the share of the target's noise with which each of `count` proposals of one block is picked.
-
-    With all of the noise, a perfect draft would pick the target's own tokens. The less a draft knows, the more its own
-    probabilities should count. All proposals but the first are made without knowing the token before them.
-    """
-    return [FIRST_NOISE_SHARE, *[LATER_NOISE_SHARE] * (count - 1)][:count]
-
-
-def pick_guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> list[int]:
-    """Pick one token per row of float32 `[R, V]`, bias and penalties included. noise: from `noise_shares`."""
-    warm = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature]
-    if logits.is_cuda:
-        kernels = build_sampling(logits.device)
-        tokens, found = kernels.find_extremes(logits)
-        if warm:
-            samplings = [draft_sampling(rows[index].sampler, noise[index]) for index in warm]
-            positions = [rows[at].position for at in warm]
-            kernels.draw_tokens(logits, found, warm, samplings, positions, tokens=tokens, found=found)
-        return list(tokens.tolist())
-    if not warm:
-        return list(logits.argmax(-1).tolist())
-    native = rows[0].sampler.native
-    if native is not None:
-        wanted = [
-            (draft_sampling(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)
-        ]
-        return [int(token) for (token, _, _), _ in native.pick(logits, logits, wanted)]
-    ids, scores = rank_candidates(logits, rows, noise)
-    return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
-
-
-def draft_sampling(sampler: Sampler, share: float) -> Sampling:
-    """Return the request's settings for a draft, made once. A share of the noise is that share of the temperature."""
-    found = sampler.draft_samplings.get(share)
-    own = sampler.sampling
-    if found is None:
-        found = evolve(own, temperature=share * own.temperature, top_p=TOP_P_SHARE * own.top_p, logprobs=-1)
-        sampler.draft_samplings[share] = found
-    return found
-
-
-def rank_candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens of each row, int64 `[R, n]`, and the scores that a draw compares, float32 `[R, n]`.
-
-    A score is logit / temperature + a share of the noise, and -inf for a token that the request truncates. For a greedy
-    row it is the logit.
-    """
-    found, ids = logits.topk(min(CANDIDATES, logits.shape[-1]))
-    asked = [row.sampler.sampling for row in rows]
-    samplings = [sampling if sampling.temperature else Sampling(temperature=1) for sampling in asked]
-    warmth = make_column([sampling.temperature for sampling in samplings], found)
-    scaled = found / warmth
-    drawn = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
-    shares_used = [share * (sampling.temperature > 0) for share, sampling in zip(noise, asked, strict=True)]
-    scores = scaled + drawn * make_column(shares_used, drawn)
-    shares = (scaled - (logits / warmth).logsumexp(-1, keepdim=True)).exp()
-    before = shares.cumsum(-1) - shares
-    most = make_column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
-    out = torch.arange(ids.shape[1], device=ids.device) >= most
-    out |= before >= make_column([TOP_P_SHARE * sampling.top_p for sampling in samplings], before)
-    out |= shares < shares[:, :1] * make_column([sampling.min_p for sampling in samplings], shares)
-    return ids, scores.masked_fill_(out, -math.inf).float()
+def is_same_device(one: torch.device, other: torch.device) -> bool:
+    """Are they the same device? One without a number is the first of its type."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def cut_after_stops(tree: Tree, stops: frozenset[int]) -> Tree:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
+from adapters.device.speculation.launched_proposals import LaunchedProposals
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
 from adapters.models.decoder.shard import Kept, ReadableRows
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
+from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.step import Step
@@ -85,8 +88,18 @@ class DraftModel(Protocol):
 class LocalDraft(DraftModel, Protocol):
     """A draft of this process: the caller picks the proposals from its logits."""
 
+    @property
+    def device(self) -> torch.device: ...
+
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Compute logits for the proposals of each request. `pick` gets the logits and chooses the tokens."""
+        ...
+
+    def launch_proposals(self, requests: Sequence[BlockRequest], pick: LaunchPicks) -> Tensor | None:
+        """Launch the proposals of each request and their picks, without waiting. Return int64 `[requests, most]`.
+
+        None: the host has to know a token before the next one can be proposed.
+        """
         ...
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
@@ -182,6 +195,13 @@ class Proposer(Protocol):
         """
         ...
 
+    def launch_proposals(self, requests: Sequence[DraftRequest]) -> LaunchedProposals | None:  # noqa: ARG002 - a default
+        """Launch a chain for each of these requests that may have one; None if `propose` has to be asked instead.
+
+        The target reads the proposals on the device, and the host does so after the target's forward.
+        """
+        return None
+
     def plan_fused_step(self, request: DraftRequest) -> FusedPlan | None:  # noqa: ARG002 - a default
         """Plan proposals that the library makes within a decode step; None if `propose` has to be asked instead."""
         return None
@@ -206,12 +226,14 @@ def make_members(
     copies: Mapping[int, Tokens],
     taken: Mapping[int, tuple[int, DecodingSlot]],
     capacity: int,
+    *,
+    runs_ahead: bool = False,
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
     All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: by slot, what
     is proposed instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
-    capacity: rows of a slot.
+    capacity: rows of a slot. runs_ahead: the target's forwards are launched ahead of the host, so proposals may be too.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []
@@ -221,10 +243,18 @@ def make_members(
             trees[slot] = chain((state.tokens[-1], *copies[slot]))
         elif effect.propose and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
+    launched = None
     if proposer is not None and requests:
-        trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
+        launched = proposer.launch_proposals(requests) if runs_ahead else None
+        if launched is None:
+            trees.update(zip((one.slot for one in requests), proposer.propose(requests), strict=True))
     for slot, (index, (_, state)) in taken.items():
-        tree = trees.get(slot) or chain((state.tokens[-1],))
+        token = state.tokens[-1]
+        launched_chain = None if launched is None else launched.find_chain(slot)
+        if launched_chain is not None:
+            members.append(StepMember(index, slot, state, launched_chain.make_stand_in(token), launched_chain))
+            continue
+        tree = trees.get(slot) or chain((token,))
         matching = state.sampler.matching
         members.append(
             StepMember(index, slot, state, tree if matching is None else prune_tree(tree, matching.count_allowed))

@@ -21,7 +21,7 @@ from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights, LaunchPicks
 from adapters.models.kernels.formats.row_format import RowLayout, row_types
 from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interfaces.layer_interface import Kernels, Rope
@@ -141,6 +141,10 @@ class CachedDraft(ABC, Generic[L]):
     @abstractmethod
     def propose(self, requests: Sequence[BlockRequest], pick: ChooseTokens) -> None:
         """Compute logits for up to `count` proposals of each request. `pick` gets the logits and chooses the tokens."""
+
+    def launch_proposals(self, requests: Sequence[BlockRequest], pick: LaunchPicks) -> Tensor | None:  # noqa: ARG002
+        """Do the same without waiting for a pick. Return int64 `[requests, most]`; None if that is not possible."""
+        return None
 
     def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:  # noqa: ARG002 - a default
         """Return what proposes `count` tokens within a decode step of the compiled library; None if nothing does."""

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 from torch import Tensor
 
 from adapters.models.decoder.layers.attention_heads import finish_attention, select_heads
@@ -34,20 +35,16 @@ from adapters.models.decoder.layers.latent_layer import LatentLayer
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, count_cache_rows
-from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
-from adapters.models.drafts.kept_states import KEPT_STATES, copy_kept_states, find_kept_row, list_target_rows
+from adapters.models.drafts.chained_batch import FIRST_KEPT, ChainedBatch, StateSource
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights, LaunchPicks
+from adapters.models.drafts.kept_states import KEPT_STATES, copy_kept_states
 from adapters.models.drafts.sequential_draft import SequentialDraft
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
 from adapters.models.kernels.interfaces.product_list import TILE, Heads
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.kernels.step_batch import BlockBatch
 
-FIRST_KEPT = 1  # the first row of `ChainedDraft._hidden` that keeps a state; the one before it holds zeros
 OWN_ROW = AttentionMask(causal=True)  # a row sees the context and itself
-# Where a row's hidden state comes from: the target's rows of the same step, the kept state of the row before, or the
-# draft's own forward for the proposal before.
-StateSource: TypeAlias = Literal["step", "kept", "draft"]
 
 
 @frozen(eq=False)
@@ -95,52 +92,6 @@ class EnteredLayer:
 
     residual: Tensor
     normed: Tensor
-
-
-@define(eq=False)
-class ChainedBatch(BlockBatch):
-    """A batch with two more views. Their values are row numbers of `ChainedDraft._hidden`.
-
-    sources  the row with the hidden state that this row continues; 0, whose values are zeros, if there is none.
-    kept_at  the row that keeps this row's own hidden state; the row behind those of all slots if it is not kept.
-
-    source: where these states come from. Set it before `load`.
-    """
-
-    slots_held: int
-    source: StateSource = field(init=False, default="step")
-    sources: Tensor = field(init=False)
-    kept_at: Tensor = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._padding = (*self._padding, 0, self.step_rows - 1)
-        super().__attrs_post_init__()
-        self.sources, self.kept_at = self.table[6:].unbind(0)
-
-    @property
-    def step_rows(self) -> int:
-        """The first row with hidden states of the step's own rows."""
-        return FIRST_KEPT + self.slots_held * KEPT_STATES + 1
-
-    def _columns(self, step: Step) -> tuple[list[int], ...]:
-        sources = list[int]()
-        targets = list[int]()
-        for segment in step.segments:
-            sources += self._find_sources(segment, self.step_rows + len(sources))
-            targets += list_target_rows(FIRST_KEPT, segment, self.step_rows - 1)
-        return *super()._columns(step), sources, targets
-
-    def _find_sources(self, segment: Segment, row: int) -> list[int]:
-        """Return the sources of a segment's rows. row: of the step, its first one."""
-        if self.source == "draft":
-            return list(range(row, row + segment.count))
-        kept = find_kept_row(FIRST_KEPT, segment.slot, segment.start - 1)
-        if self.source == "kept":
-            return [kept] * segment.count
-        before = [row + index - 1 if (segment.start + index) % KEPT_STATES else 0 for index in range(segment.count)]
-        if segment.start % KEPT_STATES:
-            before[0] = kept
-        return before
 
 
 @define(eq=False)
@@ -224,6 +175,27 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
             self._prepare(buffers.batch, step, tokens, [0] * len(step.segments), "step")
             self._kernels.launch(name, buffers.batch, lambda: self._run_context(loaded, buffers, projected=projected))
 
+    def launch_proposals(self, requests: Sequence[BlockRequest], pick: LaunchPicks) -> Tensor:
+        """Launch one forward and one pick for each proposal. The device moves the rows from one to the next itself.
+
+        All requests get as many proposals as the one that asks for most: more rows of a step cost next to nothing.
+        """
+        loaded = self._require_weights()
+        self._check_requests(requests)
+        count = len(requests)
+        most = max(request.count for request in requests)
+        logits = self._run_draft_step(loaded, requests, [request.token for request in requests], 0)
+        with use_inference_mode(), use_device(self._device):
+            proposed = torch.empty(count, most, dtype=torch.int64, device=self._device)
+            buffers = self._find_buffers(len(logits), projected=False)
+            for draft_step in range(most):
+                if draft_step:
+                    buffers.batch.advance(proposed[:, draft_step - 1])
+                    self._kernels.prepare_step(buffers.batch)
+                    self._kernels.launch("propose", buffers.batch, partial(self._run_layer, loaded, buffers))
+                proposed[:, draft_step].copy_(pick(logits[:count], draft_step))
+        return proposed
+
     def _run_draft_step(
         self, loaded: W, asking: Sequence[BlockRequest], tokens: Sequence[int], draft_step: int
     ) -> Tensor:
@@ -237,7 +209,7 @@ class ChainedDraft(SequentialDraft[W], Generic[C, W]):
             before = [self._find_first(request) for request in asking]
             source: StateSource = "draft" if draft_step else "kept"
             self._prepare(buffers.batch, step, torch.tensor(tokens[: len(asking)]), before, source)
-            self._kernels.launch("propose", buffers.batch, lambda: self._run_layer(loaded, buffers))
+            self._kernels.launch("propose", buffers.batch, partial(self._run_layer, loaded, buffers))
         return buffers.logits
 
     def _prepare(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from attrs import field, frozen
@@ -13,6 +13,10 @@ from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.step import Step
+
+# Launches the picks of a draft step, the first of which is 0, and returns them: from float32 logits `[R, V]` one token
+# for each row, int64 `[R]` on the same device. The host does not wait.
+LaunchPicks: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 @frozen(kw_only=True)

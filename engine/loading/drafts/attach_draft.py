@@ -71,11 +71,10 @@ def add_draft(
 def build_text_proposer(options: Options, neighbours: DraftNeighbours) -> SuffixProposer | None:
     """Return what copies earlier text, if the options want it and copies can be verified exactly.
 
-    Only where copies were asked for, a warning says why there are none. Where the target runs ahead of the host, they
-    have to be asked for: a launch that may copy ends when one of its requests does, and the device waits for the next.
+    Only where copies were asked for, a warning says why there are none.
     """
     asked = options.speculation.draft
-    if not copies_text(asked, options.model.model) or (asked == AUTO and neighbours.shard.spec.runs_ahead):
+    if not copies_text(asked, options.model.model):
         return None
     level = logging.INFO if asked == AUTO else logging.WARNING
     if neighbours.numerics.mode != "buckets":

@@ -11,7 +11,7 @@ from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.sampling.sampler import Sampler
-from adapters.device.speculation import drafting
+from adapters.device.speculation import guesses
 from adapters.device.speculation.draft_context import DeferredRowBuffer
 from adapters.device.speculation.drafting import Drafting, ProposalPicker, ProposalRequest
 from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
@@ -28,6 +28,7 @@ from tests.device.driver import (
     VOCAB,
     Driver,
     drive,
+    let_run_ahead,
     prompt_of,
     straightforward,
 )
@@ -223,8 +224,8 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
     """The fake draft knows no noise beyond the first row, where its logits are the target's: with all of the noise and
     all of what may be drawn it must be right there.
     """
-    monkeypatch.setattr(drafting, "FIRST_NOISE_SHARE", 1.0)
-    monkeypatch.setattr(drafting, "TOP_P_SHARE", 1.0)
+    monkeypatch.setattr(guesses, "FIRST_NOISE_SHARE", 1.0)
+    monkeypatch.setattr(guesses, "TOP_P_SHARE", 1.0)
     driver, draft, _ = drafted()
     decode = await agreed(driver, prompt_of(45, 20), sampling=sampling)
     assert min(decode) >= 2
@@ -234,13 +235,62 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
     assert driver.executor.close()
 
 
+@KINDS
+async def test_a_chain_that_is_launched_ahead_of_the_host_gives_the_same_answers(sampling):
+    """Penalties need each token on the host, so nothing is launched with them."""
+    for noise in (0.0, 1.0):
+        done = []
+        for ahead in (False, True):
+            driver, draft, _ = drafted(is_sequential=True, noise=noise)
+            if ahead:
+                let_run_ahead(driver)
+            done.append(await agreed(driver, prompt_of(45, 20), sampling=sampling))
+            assert bool(draft.launched) == (ahead and sampling is not PENALISED)
+            assert driver.executor.close()
+        assert done[0] == done[1], "the same proposals"
+        assert sampling is not GREEDY or (max(done[0]) == 8 if not noise else 1 < max(done[0]) < 8)
+
+
+async def test_launched_chains_of_several_slots_have_the_lengths_that_were_asked_for():
+    driver, draft, fake = drafted(is_sequential=True)
+    let_run_ahead(driver)
+    prompts = [prompt_of(43 + slot, 20 + slot) for slot in range(3)]
+    clients = [await driver.open(prompt, slot=slot) for slot, prompt in enumerate(prompts)]
+    for client in clients:
+        await client.prefill()
+    while len(clients[0].answer) < 16:
+        wanted = [client.round(propose) for client, propose in zip(clients, (7, 0, 3), strict=True)]
+        for client, outcome in zip(clients, await driver.perform(*wanted), strict=True):
+            client.take(outcome)
+    assert [[one.count for one in asked] for asked in draft.launched] == [[7, 3]] * 2
+    assert [[len(done.tokens) for done in client.done] for client in clients] == [[8, 8], [1, 1], [4, 4]]
+    assert [step.rows for step in fake.steps[-2:]] == [13, 13]
+    for client, prompt in zip(clients, prompts, strict=True):
+        assert client.answer == straightforward(FakeShard(), prompt, GREEDY, len(client.answer))
+    assert driver.executor.close()
+
+
+async def test_a_launched_chain_for_which_there_is_no_memory_proposes_nothing():
+    driver, draft, _ = drafted(is_sequential=True)
+    let_run_ahead(driver)
+    draft.exhausted.add("propose")
+    assert await agreed(driver, prompt_of(45, 20), count=3) == [1, 1, 1]
+    draft.exhausted.clear()
+    driver.requests += 1
+    assert await agreed(driver, prompt_of(45, 20), slot=1, count=8) == [8]
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("nodes", [0, 12], ids=["chain", "tree"])
 @pytest.mark.parametrize("offset", range(9))
-async def test_a_decode_step_ends_with_the_first_token_that_ends_the_answer(offset, nodes):
+async def test_a_decode_step_ends_with_the_first_token_that_ends_the_answer(offset, nodes, ahead):
     prompt = prompt_of(46, 20)
     answer = straightforward(FakeShard(), prompt, GREEDY, 40)
     index = next(at for at in range(offset, 40) if answer[at] not in answer[:at])
-    driver, _, fake = drafted(nodes)
+    driver, _, fake = drafted(nodes, is_sequential=ahead)
+    if ahead:
+        let_run_ahead(driver)
     client = await driver.open(prompt, stops=(answer[index], 96))
     await client.prefill()
     while answer[index] not in client.answer:

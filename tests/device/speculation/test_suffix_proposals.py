@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import define, evolve, field
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation import suffix_proposer
-from adapters.device.speculation.proposer import DecodingSlot
+from adapters.device.speculation.proposer import DecodingSlot, TextProposer
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
@@ -24,7 +24,17 @@ from effects.grammar import Grammar
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
 from engine.tools.bench.forced_answer import force_answers
-from tests.device.driver import GREEDY, PENALISED, SAMPLED, Caller, Driver, drive, let_run_ahead, prompt_of
+from tests.device.driver import (
+    GREEDY,
+    PENALISED,
+    SAMPLED,
+    Caller,
+    Driver,
+    drive,
+    let_run_ahead,
+    prompt_of,
+    straightforward,
+)
 from tests.device.fake_shard import FakeShard
 
 MATCHER = build_text_matcher()
@@ -298,4 +308,66 @@ async def test_plain_steps_that_run_ahead_say_what_matches(shard):
     (done,) = await driver.perform(EffectRequest(effect_request.request, evolve(effect_request.effect, steps=8)))
     tokens = [*client.tokens, *done.tokens]
     assert done.matched == expected(tokens)[0]
+    assert driver.executor.close()
+
+
+@define
+class Script(TextProposer):
+    """Matches at chosen lengths of the text, and what it copies is wrong."""
+
+    at: frozenset[tuple[int, int]]  # slot, and its tokens
+    copied: list[int] = field(factory=list[int])  # slots, in the order in which they copied
+    lengths: dict[int, int] = field(factory=dict[int, int])
+
+    def find_matches(self, slots):
+        self.lengths |= {slot: len(state.tokens) for slot, state in slots}
+        return [self.read_match(slot, state) for slot, state in slots]
+
+    def read_match(self, slot, state):
+        return 40 * ((slot, len(state.tokens)) in self.at)
+
+    def copy(self, slot, count):
+        self.copied.append(slot)
+        return (0,) * count
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("matches", [False, True], ids=["no match", "a match"])
+async def test_a_launch_whose_members_have_changed_goes_on_until_there_is_a_match(ahead, matches):
+    """The first request ends after 4 tokens. After 7, nothing is copied for the second one: the launch ends there."""
+    fake, prompts = FakeShard(), (prompt_of(50, 20), prompt_of(51, 20))
+    answers = [straightforward(fake, prompt, GREEDY, 30) for prompt in prompts]
+    text = Script(frozenset({(1, 27)} if matches else ()))
+    driver = drive(fake, text_proposer=text)
+    if ahead:
+        let_run_ahead(driver)
+    clients = [await driver.open(prompt, slot=slot) for slot, prompt in enumerate(prompts)]
+    for client in clients:
+        await client.prefill()
+    steps = [copying(client, a_rule(3, 7, steps=9), count) for client, count in zip(clients, (4, 20), strict=True)]
+    first, second = await driver.perform(*steps)
+    assert [*first.tokens] == answers[0][:4]
+    assert [*second.tokens] == answers[1][: len(second.tokens)]
+    # The step behind the one with the match was launched before that one was read.
+    assert len(second.tokens) == (7 + ahead if matches else 20)
+    assert text.copied == []
+    assert driver.executor.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+async def test_while_no_member_has_ended_a_match_is_copied_within_the_launch(ahead):
+    fake, prompts = FakeShard(), (prompt_of(50, 20), prompt_of(51, 20))
+    answers = [straightforward(fake, prompt, GREEDY, 30) for prompt in prompts]
+    matching = frozenset({(1, 27), (1, 28), (1, 29)})  # as long as a step that was launched before is not counted
+    text = Script(matching)
+    driver = drive(fake, text_proposer=text)
+    if ahead:
+        let_run_ahead(driver)
+    clients = [await driver.open(prompt, slot=slot) for slot, prompt in enumerate(prompts)]
+    for client in clients:
+        await client.prefill()
+    outcomes = await driver.perform(*[copying(client, a_rule(3, 7, steps=9), 12) for client in clients])
+    for answer, done in zip(answers, outcomes, strict=True):
+        assert [*done.tokens] == answer[:12]
+    assert set(text.copied) == {1}
     assert driver.executor.close()

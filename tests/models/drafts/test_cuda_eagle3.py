@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.eagle3.draft import Eagle3Draft
+from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from tests.models.checkpoints import same_bits
 from tests.models.draft_models import TARGET
@@ -72,3 +73,19 @@ def test_bits_are_the_same_in_any_pieces_and_batches_however_often(dtype, tokens
     for _ in range(3):
         together = proposed(draft, *requests).logits
         assert all(all(map(same_bits, ours, theirs)) for ours, theirs in zip(together, alone, strict=True))
+
+
+def test_a_launched_chain_has_the_same_proposals_however_often(dtype, tokens):
+    kind = "reduced vocabulary"
+    draft = made(triton_cuda.TritonKernels(DEVICE), kind, dtype, DEVICE)
+    taps = taps_of(KINDS[kind], LENGTH, dtype)
+    requests = [ask(tokens, 130, 3, 2), ask(tokens, LENGTH, 0, 7), ask(tokens, 64, 2, 5), ask(tokens, LENGTH, 1, 1)]
+    for request in requests:
+        follow(draft, request.slot, tokens[: request.position], taps, [100])
+    kernels = build_sampling(DEVICE)
+    expected = proposed(draft, *requests).tokens
+    for _ in range(3):  # first without a graph, then recorded, then replayed
+        found = draft.launch_proposals(requests, lambda logits, _: kernels.find_extremes(logits)[0])
+        assert [row[: len(one)].tolist() for row, one in zip(found, expected, strict=True)] == expected
+        alone = [draft.launch_proposals([one], lambda logits, _: kernels.find_extremes(logits)[0]) for one in requests]
+        assert [row[0].tolist() for row in alone] == expected

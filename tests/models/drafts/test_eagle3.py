@@ -98,6 +98,26 @@ def test_the_same_bits_beside_others_who_want_more_or_less(pair, tokens):
         assert all(map(same_bits, alone.logits[0], together.logits[index]))
 
 
+def test_a_launched_chain_has_the_same_proposals(pair, tokens):
+    draft, taps = pair
+    for slot, length in enumerate((LENGTH, 64, 130, 7)):
+        follow(draft, slot, tokens[:length], taps, [128])
+    requests = [ask(tokens, LENGTH, 0, 3), ask(tokens, 64, 1, 7), ask(tokens, 130, 2, 1), ask(tokens, 7, 3, 7)]
+    expected = proposed(draft, *requests).tokens
+    steps: list[int] = []
+
+    def pick(logits: Tensor, draft_step: int) -> Tensor:
+        steps.append(draft_step)
+        assert len(logits) == len(requests)
+        return logits.argmax(-1)
+
+    found = draft.launch_proposals(requests, pick)
+    assert steps == [*range(7)]
+    assert found.shape == (4, 7)
+    assert [row[: len(one)].tolist() for row, one in zip(found, expected, strict=True)] == expected
+    assert proposed(draft, *requests).tokens == expected, "the next proposals begin where the target is"
+
+
 def test_the_same_bits_from_kept_rows_alone_and_in_another_slot(pair, tokens):
     draft, taps = pair
     follow(draft, 0, tokens[:LENGTH], taps, [256])

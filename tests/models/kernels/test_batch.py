@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.drafts.chained_draft import ChainedBatch
+from adapters.models.drafts.chained_batch import ChainedBatch
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import LISTED, Batch, BlockBatch, StateBatch
 

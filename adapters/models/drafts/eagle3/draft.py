@@ -27,7 +27,8 @@ from torch import Tensor
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
-from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
+from adapters.models.drafts.chained_batch import ChainedBatch
+from adapters.models.drafts.chained_draft import ChainedDraft, EnteredLayer
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.drafts.eagle3.weights import LoadedEagle3, load_eagle3

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.shard import TargetHead
-from adapters.models.drafts.chained_draft import ChainedBatch, ChainedDraft, EnteredLayer
+from adapters.models.drafts.chained_batch import ChainedBatch
+from adapters.models.drafts.chained_draft import ChainedDraft, EnteredLayer
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head

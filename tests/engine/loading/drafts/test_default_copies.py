@@ -67,10 +67,11 @@ def test_only_copies_that_were_asked_for_are_missed(caplog: pytest.LogCaptureFix
 
 
 @needs_library
-@pytest.mark.parametrize(("asked", "copies"), [("auto", False), ("suffix", True)])
-def test_where_a_device_runs_ahead_copies_are_asked_for(asked: str, copies: bool) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(("asked", "copies"), [("auto", True), ("suffix", True), ("none", False)])
+def test_text_is_copied_by_default_wherever_the_target_is(asked: str, copies: bool, runs_ahead: bool) -> None:
     options = build_options(model="/models/a", draft=asked)
-    assert (build_text_proposer(options, make_neighbours(runs_ahead=True)) is not None) == copies
+    assert (build_text_proposer(options, make_neighbours(runs_ahead=runs_ahead)) is not None) == copies
 
 
 @needs_library

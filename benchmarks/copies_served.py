@@ -1,0 +1,182 @@
+"""Copies of earlier text over HTTP: a server that copies (`--draft suffix`) beside one that does not, asked in turn.
+
+    python -m benchmarks.copies_served [--shape 8b] [--levels 1,16,64] [--rounds 6] [--record]
+
+Both servers run at once, and only one of them is asked at a time. Prompts and answers are new text of a model with
+random weights, drawn at temperature 1. There are two kinds of it:
+
+* new: all tokens of the vocabulary are drawn, so no three tokens come twice.
+* chance: 16 tokens are drawn only. So three tokens that come twice are frequent, and what follows them is seldom right:
+  whoever copies loses by it. No real text is as bad.
+
+A round asks each server once, and rounds begin with either in turn. The first one is dropped, because both servers
+learn in it. A figure is the median over rounds of the tokens a second with copies over those without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from benchmarks.arguments import benchmark_parser
+from benchmarks.first_requests import SHAPES, checkpoint
+from benchmarks.peer_servers import listen, serve_ours
+from benchmarks.results import Figure, Goal, name_shape, publish, slug
+from benchmarks.tables import median, print_table
+from engine.tools.bench.bench_prompts import draw_tokens, make_random
+
+WAYS = {"plain": "none", "copies": "suffix"}
+KINDS = ("new", "chance")
+FEW = range(1000, 1016)  # tokens of the text with chance matches
+BIAS = 60  # of these tokens: no other one is drawn
+MARGIN = 64  # rows beyond prompt and answer
+GOALS = {1: 0.98}  # by streams; else 1
+ANSWERS_OF_ONE = 2  # answers of a single stream, so that a turn takes as long as those of many streams
+
+
+@contextmanager
+def serve_both(model: Path, home: Path, slots: int, rows: int) -> Iterator[dict[str, str]]:
+    """Start both servers at once, and yield their addresses."""
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+
+        def start(way: str) -> str:
+            own = home / way
+            own.mkdir()
+            server = serve_ours(
+                model,
+                Path(__file__).parents[1],
+                ("--draft", WAYS[way], "--disk-prefix-cache", "off", "--host-cache-budget", "0"),
+                sized=True,
+            )
+            url, ready = stack.enter_context(listen(server, slots, rows, own))
+            print(f"{way}: ready after {ready:.1f} s", flush=True)
+            return url
+
+        yield dict(zip(WAYS, threads.map(start, WAYS), strict=True))
+
+
+def make_bodies(kind: str, streams: int, given: argparse.Namespace, seed: str) -> list[dict[str, Any]]:
+    """Make the requests of one turn: of each stream one, or several of a single one."""
+    draw = make_random(seed)
+    bodies = list[dict[str, Any]]()
+    for _ in range(streams):
+        prompt = draw_tokens(draw, given.prompts) if kind == "new" else tuple(draw.choices(FEW, k=given.prompts))
+        # Equal seeds would draw equal tokens, since the prompt changes the logits of such a model by little.
+        own = {"seed": draw.randrange(1 << 31), "temperature": 1.0}
+        body = {"prompt": list(prompt), "max_tokens": given.answers, **own}
+        if kind == "chance":
+            body["logit_bias"] = {str(token): BIAS for token in FEW}
+        bodies.append(body)
+    return bodies
+
+
+async def ask_all(url: str, batches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Send the requests of each batch at once, one batch after the other. Return the speed, and what was copied."""
+    found: list[dict[str, Any]] = []
+    limits = httpx.Limits(max_connections=max(map(len, batches)))
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def ask(body: Mapping[str, Any]) -> None:
+            answer = await client.post("/v1/completions", json=dict(body))
+            answer.raise_for_status()
+            found.append(answer.json())
+
+        started = time.perf_counter()
+        for batch in batches:
+            async with anyio.create_task_group() as tasks:
+                for body in batch:
+                    tasks.start_soon(ask, body)
+        spent = time.perf_counter() - started
+    tokens = sum(one["usage"]["completion_tokens"] for one in found)
+    told = [(one.get("rekindle") or {}).get("speculation") or {} for one in found]
+    counts = {name: sum(one.get(name, 0) for one in told) for name in ("proposed", "accepted")}
+    return {"tokens": tokens, "tok/s": tokens / spent, **counts}
+
+
+def measure(urls: Mapping[str, str], given: argparse.Namespace) -> list[dict[str, Any]]:
+    turns: dict[tuple[str, int], list[dict[str, dict[str, float]]]] = {}
+    levels = [int(level) for level in given.levels.split(",")]
+    for number in range(given.rounds + 1):
+        for kind in given.kinds.split(","):
+            for streams in levels:
+                count = ANSWERS_OF_ONE if streams == 1 else 1
+                took = dict[str, dict[str, float]]()
+                for way in sorted(WAYS, reverse=number % 2 == 1):
+                    batches = [
+                        make_bodies(kind, streams, given, f"{number} {kind} {streams} {at}") for at in range(count)
+                    ]
+                    took[way] = anyio.run(ask_all, urls[way], batches)
+                print(json.dumps({"round": number, "kind": kind, "streams": streams, **took}), flush=True)
+                turns.setdefault((kind, streams), []).append(took)
+    return [describe(kind, streams, taken[1:]) for (kind, streams), taken in turns.items()]
+
+
+def describe(kind: str, streams: int, turns: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    ratios = [turn["copies"]["tok/s"] / turn["plain"]["tok/s"] for turn in turns]
+    copied = [turn["copies"] for turn in turns]
+    return {
+        "text": kind,
+        "streams": streams,
+        "plain tok/s": median(turn["plain"]["tok/s"] for turn in turns),
+        "copies tok/s": median(one["tok/s"] for one in copied),
+        "median x": median(ratios),
+        "least x": min(ratios),
+        "most x": max(ratios),
+        "tokens": sum(one["tokens"] for one in copied),
+        "proposed": sum(one["proposed"] for one in copied),
+        "accepted": sum(one["accepted"] for one in copied),
+    }
+
+
+def make_figures(rows: Sequence[Mapping[str, Any]], subject: str) -> list[Figure]:
+    texts = {"new": "new text", "chance": "new text with chance matches"}
+    return [
+        Figure(
+            "speculation",
+            f"{subject}, {texts[row['text']]} with copies over without",
+            f"{row['streams']} streams",
+            "x",
+            row["median x"],
+            {"plain, tok/s": row["plain tok/s"]},
+            goal=Goal(at_least=GOALS.get(row["streams"], 1.0)),
+        )
+        for row in rows
+    ]
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--shape", choices=[*SHAPES], default="8b")
+    parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
+    parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
+    parser.add_argument("--levels", default="1,16,64")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--answers", type=int, default=256, help="tokens of an answer")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (model := folder / "model").exists():
+            checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
+        slots = max(int(level) for level in given.levels.split(","))
+        with serve_both(model, Path(scratch), slots, given.prompts + given.answers + MARGIN) as urls:
+            rows = measure(urls, given)
+    print_table("with copies against without", rows)
+    subject = name_shape(given.shape)
+    publish(given, f"copies_served-{slug(subject)}", {"rows": rows}, make_figures(rows, subject))
+
+
+if __name__ == "__main__":
+    main()
