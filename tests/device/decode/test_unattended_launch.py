@@ -1,4 +1,7 @@
-"""Launches that go on alone: the same tokens as asked for step by step, until somebody has to be asked."""
+"""Launches that run unattended: their tokens are those of steps that the core asks for one by one.
+
+Most of these steps are overlapped (`overlapped_decode.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner and the door: streams, batches, failures, cancellations and the end."""
+"""The event loop and the door: streams, batches, failures, cancellations and the end."""
 
 from __future__ import annotations
 

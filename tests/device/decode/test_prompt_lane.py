@@ -1,4 +1,4 @@
-"""Wide forwards of prompts on a lane of their own: they wait for their slot, and nobody who decodes waits for them."""
+"""Prompts on the prompt lane: they wait until their slot is open, and decode steps do not wait for them."""
 
 from __future__ import annotations
 
