@@ -95,7 +95,7 @@ MOST_FILES = 24  # of one folder, with its `__init__.py`
 MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
 MOST_FIELDS = 12  # of one object of options
-EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
+EVENT_LOOPS = {"event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
 MOST_PARTICIPLES = 0.005  # of all functions
 # Words that say nothing to a reader who has never met the author, and class names that were replaced.
 PRIVATE_WORDS = re.compile(

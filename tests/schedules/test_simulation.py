@@ -362,7 +362,7 @@ def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.M
 
 
 def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.policy.choose_window", lambda _: 3)
+    monkeypatch.setattr("states.policy.count_prompts_to_compare", lambda _: 3)
     assert "a prompt is compared once" in caught()
 
 
