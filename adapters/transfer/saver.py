@@ -63,8 +63,8 @@ MAX_SNAPSHOT_NS = 2_000_000_000
 # prefill that leaves one takes far longer. So an earlier copy has ended before a third one
 # begins; otherwise the lane would wait for it.
 MOST_COPIES = 2
-# The pace of a snapshot that nobody paces any more: it may copy at once, pin memory, and wait for memory until its time
-# (MAX_SNAPSHOT_NS) is over.
+# The pace of a snapshot that the engine no longer waits for: it may copy at once, pin memory, and wait for memory until
+# its time (MAX_SNAPSHOT_NS) is over.
 UNPACED = PaceSnapshot(may_copy=True)
 
 
