@@ -255,8 +255,8 @@ def choose_rows_to_load(
 
     Without positional state, the last rows are loaded while the first ones are computed (`choose_front`). Positional
     state cannot be mixed in this way: a loaded state belongs to one row. There, one of the found checkpoints is chosen,
-    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed. If the slot lacks none
-    of them, the span is empty, and the state alone is loaded.
+    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed. If the slot lacks
+    none of them, the span is empty, and the state alone is loaded.
 
     restore_ends: ascending, from `list_restore_ends`.
     """

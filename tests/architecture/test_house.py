@@ -288,6 +288,13 @@ def test_no_room_has_more_modules_than_a_reader_can_survey() -> None:
     assert {str(room.relative_to(ROOT)): count for room, count in counts.items() if count > MOST_FILES} == {}
 
 
+def test_the_map_of_the_core_names_each_of_its_modules_once() -> None:
+    """The folder is large, so its docstring groups the modules by subject."""
+    by_subject = init(ROOT / "states").partition("By subject:")[2]
+    names = sorted(path.name for path in (ROOT / "states").glob("*.py") if path.name != "__init__.py")
+    assert sorted(re.findall(r"`(\w+\.py)`", by_subject)) == names
+
+
 def test_no_function_takes_more_than_eight_parameters() -> None:
     """Kernels excepted: their parameters are tensors and sizes that a compiled function takes one by one."""
     found = []
