@@ -19,7 +19,7 @@ class PrefixFound:
 
     lease: LeaseId
     length: int  # tokens, a multiple of the block size
-    tier: Tier
+    tier: Tier  # that most of these rows come from; some may come from other tiers, but times are those of this one
     shared: int = 0  # tokens in common with the most similar recent prompt, if they were compared
     checkpoints: tuple[int, ...] = ()  # ascending, a few of the last ones; all lie behind the `beyond` that was asked
 

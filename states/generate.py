@@ -92,7 +92,7 @@ def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) 
 
     The executor knows the stop tokens and the limit, and keeps nothing past them. They are applied here once more, so
     that a client never gets more. Tokens that the client had before the slot's rows were lost are compared and not sent
-    again. While they are compared, and at the end of the answer, no launch may continue alone.
+    again. While they are compared, and at the end of the answer, no launch may run unattended.
     """
     prompt = state.prompt
     job = prompt.job

@@ -188,7 +188,7 @@ def decide_lookup(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> 
         return Decision(False, "scope_off")
     if has_missing_blocks(settings, slot_lease, prompt):
         return Decision(True, "ask")
-    if choose_window(prompt):
+    if count_prompts_to_compare(prompt):
         return Decision(True, "compare")
     return Decision(False, "on_device")
 
@@ -198,8 +198,8 @@ def has_missing_blocks(settings: Settings, slot_lease: SlotLease, prompt: Prompt
     return slot_lease.valid_rows < round_down_to_block(settings, prompt.prefill_rows)
 
 
-def choose_window(prompt: Prompt) -> int:
-    """Return how many recent prompts the lookup compares the job's prompt with; 0: none.
+def count_prompts_to_compare(prompt: Prompt) -> int:
+    """Count the recent prompts that the lookup compares the job's prompt with (`FindPrefix.window`).
 
     They are compared once, before other tokens than the job's may be served.
     """
@@ -231,7 +231,10 @@ def decide_snapshot(settings: Settings, left: RequestRemainder) -> Decision:
     return Decision(True, "new_rows")
 
 
-# --- which rows are loaded, and which are computed ---
+# --- the planner: which rows of a found prefix are loaded, and which are computed ---
+#
+# `use_found_prefix` (`states/lookup.py`) asks it when the store has found and leased a prefix. The store has named the
+# tier that most of the prefix is in.
 
 
 def list_restore_ends(settings: Settings, slot_lease: SlotLease, prompt: Prompt, found: PrefixFound) -> list[int]:
@@ -252,7 +255,8 @@ def choose_rows_to_load(
 
     Without positional state, the last rows are loaded while the first ones are computed (`choose_front`). Positional
     state cannot be mixed in this way: a loaded state belongs to one row. There, one of the found checkpoints is chosen,
-    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed.
+    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed. If the slot lacks
+    none of them, the span is empty, and the state alone is loaded.
 
     restore_ends: ascending, from `list_restore_ends`.
     """

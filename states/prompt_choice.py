@@ -2,7 +2,8 @@
 
 Prompts do not take equal turns, or all of them would end late. The one goes first that will soonest be finished, or
 soonest have the rows that a follower waits for. After MAX_OVERTAKES such turns the prompt that has waited longest goes
-first, so that long prompts make progress, too.
+first, so that long prompts make progress, too. Where several prompts share a launch, each of them that goes before the
+prompt that has waited longest counts as one turn.
 
 While several prompts wait for the prompt lane, a launch has FORWARDS forwards at most. It has one of two forms:
 
@@ -13,7 +14,8 @@ While several prompts wait for the prompt lane, a launch has FORWARDS forwards a
 
 Example. Chunks have 256 rows, and prompts of 100, 120, 200 and 300 rows wait, the shortest first. The launch has two
 forwards: the first one computes 100 and 120 rows, the second one 200 rows. The prompt of 300 rows goes in the next
-launch, alone.
+launch, alone. Had the prompt of 300 rows waited longest, the first launch would have 100 and 120 rows only: both have
+overtaken it, so it is its turn, and it ends the list.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ FORWARDS = 2
 def choose_other_effect(
     lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
 ) -> tuple[Lane, EffectRequest]:
-    """Choose among waiting effects that are no decode steps, and count overtaken turns.
+    """Choose one of the waiting effects that are no decode steps, and count the turns in which the first is overtaken.
 
     An effect that is no prompt goes when it is first in line. It overtakes nothing, and from then on nothing overtakes
     it. While a prompt is first in line, any waiting prompt may go, also one behind an effect that is no prompt.

@@ -166,7 +166,7 @@ class DeviceExecutor:
         """Give the request up: work for it that has not started will not start, and what has started finishes."""
         self._in_flight.abandon(request)
 
-    def halt(self, request: RequestId, _: StopLaunch) -> None:
+    def stop_launch(self, request: RequestId, _: StopLaunch) -> None:
         """End the launch that this request is in after its current step, because other requests wait for the lane.
 
         Work that may not run between two steps ends a running launch (`DeviceLane.post`), so an empty piece is enough.

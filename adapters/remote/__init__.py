@@ -1,1 +1,4 @@
-"""Shards in other processes: what crosses to them, who serves there, and how the server asks them."""
+"""Shards, drafts and prompt scorers in other processes.
+
+Begin with `protocol/` (what crosses), then `client/` (how the server asks) and `daemon/` (who answers there).
+"""

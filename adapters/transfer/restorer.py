@@ -1,7 +1,7 @@
 """Copies kept rows back into slots while the device lane works, and tells the lane when a slot holds them.
 
 The problem: to read 100 MiB from a disk and copy them to a GPU takes tens of milliseconds. The lane must compute for
-other requests meanwhile, and for the same one: the planner may compute the front of a prompt while its rest is loaded.
+other requests meanwhile, and for the same one: it may compute the front of a prompt while the rest is loaded.
 
 How a restore works (`Restorer.restore`):
 
@@ -21,8 +21,9 @@ acknowledged; so threads may write them. Only the lane changes what the slot is 
 whatever happens. A failure leaves the rows before it, from the front on without a gap. A target with positional state
 needs all of its rows and the checkpoint, or it gets none.
 
-Example: 0..512 of a prompt are kept, 0..256 in host memory and the rest in two files; the planner computes 0..64. There
-are three moves: 64..256, 256..384 and 384..512. If the last file is damaged, the answer is `BlocksRestored(64, 384)`.
+Example: 0..512 of a prompt are kept, 0..256 in host memory and the rest in two files; 0..64 are computed meanwhile.
+There are three moves: 64..256, 256..384 and 384..512. If the last file is damaged, the answer is
+`BlocksRestored(64, 384)`.
 """
 
 from __future__ import annotations

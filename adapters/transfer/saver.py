@@ -15,12 +15,14 @@ How a snapshot is taken (`Saver.save`):
 
 Invariants: until the snapshot is answered, its slot belongs to the request and no row of it changes, so another thread
 may read them. Rows are kept from the first one on without a gap: when time or memory ends, the rest is dropped and
-counted (`Store.dropped_rows`). There is one saver thread, so snapshots are taken one after the other.
+counted (`Store.dropped_rows`). A snapshot has MAX_SNAPSHOT_NS from its turn on the saver's thread on, including the
+time in which it waits for its gate. One run is copied in any case. There is one saver thread, so snapshots are taken
+one after the other.
 
 When the next run may be copied, and whether more memory may be pinned or waited for, is decided in the core
 (`states/pacing.py`). It sends `PaceSnapshot` to the one snapshot that is being taken; `pace_snapshot` puts it into
-the `PaceGate` of that snapshot, at which the thread waits between two runs. A gate is closed at first. It is open for
-good once the engine no longer waits for the snapshot, so that the thread always ends.
+the `PaceGate` of that snapshot, at which the thread waits between two runs. A gate is closed at first. Once the engine
+no longer waits for the snapshot, the gate stays open (`UNPACED`), so that the thread always ends.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ MAX_SNAPSHOT_NS = 2_000_000_000
 # prefill that leaves one takes far longer. So an earlier copy has ended before a third one
 # begins; otherwise the lane would wait for it.
 MOST_COPIES = 2
-UNPACED = PaceSnapshot(may_copy=True)  # it may copy whenever it can, but not pin more memory or wait for it
+# The pace of a snapshot that the engine no longer waits for: it may copy at once, pin memory, and wait for memory until
+# its time (MAX_SNAPSHOT_NS) is over.
+UNPACED = PaceSnapshot(may_copy=True)
 
 
 @frozen

@@ -151,7 +151,7 @@ def estimate_needs(
             fixed += hosted - count_brought_experts(config, plan) * dtype.itemsize
         if plan[0] in placements:
             fixed -= table
-        fixed += options.checkpoints.state_checkpoints * sum(placement for _, placement in states)
+        fixed += options.checkpoints.state_checkpoints * sum(checkpoint_bytes for _, checkpoint_bytes in states)
         if device.type == "cuda":
             chunk = choose_chunk(options.runtime, plan)
             fixed += sum(config.shared_bytes(dtype, chunk, layers) for layers in here)
@@ -170,7 +170,7 @@ def estimate_needs(
                 fixed += config.vocab_size * config.hidden_size * dtype.itemsize
             if not drafted.is_local or plan[-1] not in placements:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
-        state = sum(held for held, _ in states)
+        state = sum(slot_bytes for slot_bytes, _ in states)
         name = str(device)
         free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))

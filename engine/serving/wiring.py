@@ -200,7 +200,7 @@ def list_notify_handlers(
     handlers: dict[type, tuple[NotifyEffect, ...]] = {
         OpenSlot: (executor.open,),
         Abandon: list_abandon_handlers(executor, None if compression is None else compression.scorer, transfer),
-        StopLaunch: (executor.halt,),
+        StopLaunch: (executor.stop_launch,),
         KeepFrozen: () if compression is None else (compression.freeze,),
         MoveExperts: (executor.move_experts,),
         PaceSteps: (executor.pace_steps,),

@@ -1,8 +1,8 @@
 """Prices of routes: how long a replica takes until a whole prompt is there, from its rates and what it holds.
 
-These are the planner's own times (`states/rates.py`), summed up once for each set of rates, so that a price takes a
-microsecond. The planner also computes rows while it loads others (`states/policy.py`). That is left out here: it makes
-a restore at most twice as quick, and does so on every replica.
+The times are those that a replica plans restores with (`states/rates.py`). They are summed up once for each set of
+rates, so that a price takes a microsecond. A replica may also compute rows while it loads others (`choose_front` in
+`states/policy.py`). That is left out here: it makes a restore at most twice as quick, and does so on every replica.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ async def loaded() -> AsyncIterator[LoadedModel]:
 
 
 class Recording:
-    """One request, whose restore is done when its front is not yet, recorded as the runner would."""
+    """One request, whose restore is done when its front is not yet, recorded as the event loop would."""
 
     def __init__(self, target: LoadedModel, file: Path) -> None:
         self.file, self.target, self.events = file, target, deque[Event]()

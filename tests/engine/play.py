@@ -1,4 +1,4 @@
-"""A whole engine around a scripted device: real fold, runner, door, meter and recorder; only the model is not."""
+"""A whole engine around a scripted device: real fold, event loop, door, meter and recorder; only the model is not."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ScriptedDevice:
 
 @define
 class PlayedEngine:
-    runner: EventLoop
+    event_loop: EventLoop
     door: Submissions
     device: ScriptedDevice
     clock: list[int]
@@ -140,25 +140,25 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = Submissions(runner, meter, {}, LiveFigures, closed.append, CacheMisses({}, settings).find_divergence)
+    event_loop = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
+    door = Submissions(event_loop, meter, {}, LiveFigures, closed.append, CacheMisses({}, settings).find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:
         invariants.check_world(after)
         meter.observe(envelope, outs, before, after)
 
-    runner.observe = watch
-    runner.journal = None if recorder is None else recorder.record
+    event_loop.observe = watch
+    event_loop.journal = None if recorder is None else recorder.record
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(runner.run)
-            yield PlayedEngine(runner, door, device, clock, closed)
+            tasks.start_soon(event_loop.run)
+            yield PlayedEngine(event_loop, door, device, clock, closed)
             with anyio.fail_after(60):
                 await door.drain(5)
-            runner.close()
+            event_loop.close()
     finally:
-        runner.close()
+        event_loop.close()
         if recorder is not None:
             recorder.close()
 

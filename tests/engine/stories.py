@@ -158,7 +158,7 @@ def a_prompt_beside_its_neighbour() -> str:
 
 
 def a_long_prompt_that_gives_way() -> str:
-    """A has the lane of prompts to itself, and is halted for B, which comes first; last rows are on the other lane."""
+    """A has the lane of prompts to itself, and is stopped for B, which comes first; last rows are on the other lane."""
     story = Teller(evolve(PLAIN, prompt_lane_min_rows=30, chunks_per_prefill=4))
     outs = story.tell(A, Submitted(Job(tuple(range(200)), 1)))
     assert launched(outs) == [EffectRequest(A, RunPrefill(SlotId(0), 0, 128))]

@@ -231,7 +231,7 @@ async def test_the_conversation_is_there_after_a_reload_and_goes_on(seen: Seen) 
     async with seen.page() as page:
         await ask(page, "First")
         await page.until(IDLE)
-        first = seen.device.prompts[seen.engine.runner.world.slots.slots[0].holder or 0]
+        first = seen.device.prompts[seen.engine.event_loop.world.slots.slots[0].holder or 0]
         await page.reload()
         await page.until(READY)
         assert await page.text(".user .said") == "First"
@@ -257,7 +257,7 @@ async def test_an_answer_that_is_stopped_drains_and_leaves_the_world(seen: Seen,
     async with seen.page() as page:
         await ask(page)
         await page.until("document.querySelector('.assistant .said p:not(.thinking)')")
-        assert len(seen.engine.runner.world.requests) == 1
+        assert len(seen.engine.event_loop.world.requests) == 1
         if how == "button":
             await page.click("#stop")
         else:
@@ -269,8 +269,8 @@ async def test_an_answer_that_is_stopped_drains_and_leaves_the_world(seen: Seen,
         )
         seen.device.go.set()
         await seen.idle()
-        assert not seen.engine.runner.world.requests
-        assert all(not lane.running for lane in seen.engine.runner.world.lanes.values())
+        assert not seen.engine.event_loop.world.requests
+        assert all(not lane.running for lane in seen.engine.event_loop.world.lanes.values())
         assert seen.engine.closed[-1].finish == "cancelled"
         await page.until("document.querySelector('#requests tr .of-answer small').innerText === 'cancelled'")
         await page.until("document.querySelector('#requests-note').innerText.startsWith('none running')")

@@ -150,7 +150,7 @@ class Device:
     beside: deque[Launch] = field(factory=deque)
     taking: list[EffectRequest] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
-    halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
+    stopped: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
     weights: dict[ModelName, WeightsLocation] = field(init=False)
     checkpoints: list[Tokens] = field(init=False)  # what the positional state in each stands for
@@ -227,7 +227,7 @@ class Device:
         leaving = {
             effect_request.request for effect_request, then in zip(effect_requests, onward, strict=True) if then is None
         }
-        self.abandoned, self.halted = self.abandoned - leaving, self.halted - leaving
+        self.abandoned, self.stopped = self.abandoned - leaving, self.stopped - leaving
         if staying:
             members = (*staying, *self.joining(queue))
             if members != staying or leaving:
@@ -261,12 +261,12 @@ class Device:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
         one = effect_request.effect
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
-            goes_on = outcome.stop < one.stop and effect_request.request not in self.abandoned | self.halted
+            goes_on = outcome.stop < one.stop and effect_request.request not in self.abandoned | self.stopped
             return EffectRequest(effect_request.request, evolve(one, start=outcome.stop)) if goes_on else None
         if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or count_steps_left(one, outcome) < 1:
             return None
         slot = self.slots[one.slot]
-        if effect_request.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
+        if effect_request.request in self.abandoned | self.stopped or set(outcome.tokens) & set(slot.stops):
             return None
         at = len(slot.tokens) - 1
         left = count_steps_left(one, outcome)

@@ -488,7 +488,7 @@ class Simulator:
                 self.device.lane.append(out)
                 self.may_copy[request] = False
             case EffectRequest(request, StopLaunch()):
-                self.halt(request)
+                self.stop_launch(request)
             case EffectRequest() if is_of_pace(out):
                 self.pace(out)
             case EffectRequest():
@@ -531,10 +531,12 @@ class Simulator:
         if request in {effect_request.request for effect_request in (*self.loading, *moving)}:
             self.store.abandoned.add(request)
 
-    def halt(self, request: RequestId) -> None:
-        assert any(request in self.launched.get(lane, ()) for lane in (MAIN, PROMPTS)), "nobody is there to be halted"
+    def stop_launch(self, request: RequestId) -> None:
+        assert any(request in self.launched.get(lane, ()) for lane in (MAIN, PROMPTS)), (
+            "no launch runs that could be stopped"
+        )
         if request in self.flying():
-            self.device.halted.add(request)
+            self.device.stopped.add(request)
 
     def flying(self) -> set[RequestId]:
         """Members of the launches that the device is at."""

@@ -146,14 +146,14 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
     """And nobody is told twice to."""
     halts = 0
     for seed in range(first, first + CHUNK):
-        simulator, halted = play(seed, reading), set[RequestId]()
+        simulator, stopped = play(seed, reading), set[RequestId]()
         assert not simulator.world.requests
         for out in (out for _, outs in simulator.history for out in outs):
             if isinstance(out, Launch):
-                halted -= {effect_request.request for effect_request in out.effect_requests}
+                stopped -= {effect_request.request for effect_request in out.effect_requests}
             elif isinstance(out.effect, StopLaunch):
-                assert out.request not in halted
-                halted.add(out.request)
+                assert out.request not in stopped
+                stopped.add(out.request)
                 halts += 1
     assert halts > CHUNK // 10
 
@@ -366,7 +366,7 @@ def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.M
 
 
 def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.policy.choose_window", lambda _: 3)
+    monkeypatch.setattr("states.policy.count_prompts_to_compare", lambda _: 3)
     assert "a prompt is compared once" in caught()
 
 

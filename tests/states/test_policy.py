@@ -137,7 +137,7 @@ def test_lookup(settings: Settings, changes: dict[str, Any], decision: Decision)
 
 @pytest.mark.parametrize(("changes", "window"), [({}, 0), ({"job": AUTO}, 30), ({"job": AUTO, "compressed": True}, 0)])
 def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[str, Any], window: int) -> None:
-    assert policy.choose_window(some(STORE, **changes).early[1]) == window
+    assert policy.count_prompts_to_compare(some(STORE, **changes).early[1]) == window
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
 
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
-    """Who decodes goes on alone meanwhile, and is halted for the newcomer; a few rows are no reason for a lane."""
+    """A decoding request runs unattended, and is stopped for the new one. Few rows need no lane of their own."""
     beside = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
     world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
     assert outs[-1] == Launch((EffectRequest(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)

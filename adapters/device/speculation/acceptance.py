@@ -1,4 +1,7 @@
-"""The acceptance of proposals: what each member of a batched decode step keeps of them."""
+"""The acceptance of proposals: what each member of a batched decode step keeps of them.
+
+It is pure: `decode/decode_step.py` runs the forward, and passes on what the target picked behind each row.
+"""
 
 from __future__ import annotations
 

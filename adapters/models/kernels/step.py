@@ -30,10 +30,10 @@ class Segment:
 class Step:
     """One forward as data: the segments' rows in order, padded up to `bucket` rows.
 
-    A prefill chunk is one segment. A batched decode has one segment of one row per request. A verification has one
-    segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
-    chain pieces of the tree in depth-first order, so the row before a piece's first row is the last row so far at the
-    position before it. Only the root is at the first position.
+    A prefill chunk is one segment. A batched decode has one segment of one row per request. A verification has
+    one segment per request: its last token and the proposals after it. A tree of proposals has several segments of one
+    slot, one after the other: its chain pieces in depth-first order. The parent of a piece's first row is the latest
+    row of an earlier piece that is one position before it. Only the root is at the first position.
 
     rows_only: no logits or hidden states will be asked for, as in prefill. The target's last layer then stops once
     its keys and values are written; auxiliary hidden states of earlier layers are written as always.

@@ -32,9 +32,10 @@ class DeviceNeed:
 
     available: what it has.
     fixed: weights, buffers and checkpoints.
-    row: one token in each slot. own: the part of `row` that every slot has for itself even if slots share pages.
-    state: each slot.
-    once: one token of the longest sequence, for all slots together.
+    row: the rows of one token of one slot. own: the part of `row` that every slot has for itself even if slots share
+    pages.
+    state: the positional state of one slot.
+    once: what one position takes that all slots share, such as its sines and cosines.
     """
 
     name: str
@@ -88,7 +89,7 @@ def fit_slots(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: 
     tried = [
         Fit(count, longest)
         for count in ((slots,) if slots else (*more, *SLOT_COUNTS))
-        if (longest := next((each for each in list_lengths(context, limit) if has_room(needs, count, each)), 0))
+        if (longest := next((length for length in list_lengths(context, limit) if has_room(needs, count, length)), 0))
     ]
     enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
@@ -129,22 +130,22 @@ def fills_slots(needs: Sequence[DeviceNeed], fit: Fit) -> bool:
 
 def find_longest_context(needs: Sequence[DeviceNeed], limit: int, slots: int, context: int, memory: int) -> Fit:
     """Return the longest context of which the pool holds one sequence. Its context is 0 if the pool holds none."""
-    for each in list_lengths(context, limit):
-        if (found := count_pages(needs, slots, each, memory)) * PAGE >= each:
-            return Fit(slots, each, pages=found)
+    for length in list_lengths(context, limit):
+        if (found := count_pages(needs, slots, length, memory)) * PAGE >= length:
+            return Fit(slots, length, pages=found)
     return Fit(slots, 0)
 
 
 def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: int) -> int:
     """Return the pages of the pool, at most as many as all slots can use."""
-    each = [PAGE * (need.row - need.own) for need in needs]
+    page_bytes = [PAGE * (need.row - need.own) for need in needs]
     left = [
         need.available - need.compute_taken(Fit(slots, context, pages=1)) + page
-        for need, page in zip(needs, each, strict=True)
+        for need, page in zip(needs, page_bytes, strict=True)
     ]
     # A host that has only weights has no rows.
-    paged = [one // page for one, page in zip(left, each, strict=True) if page]
-    most = memory // sum(each) if memory else min(paged)
+    paged = [one // page for one, page in zip(left, page_bytes, strict=True) if page]
+    most = memory // sum(page_bytes) if memory else min(paged)
     return max(0, min(most, slots * -(-context // PAGE)))
 
 

@@ -1,4 +1,4 @@
-"""Decode steps and a piece of a prompt in one forward: each gets what it gets alone, whatever becomes of the others."""
+"""Mixed forwards: decode steps and a piece of a prompt each get what they get alone, also if others of them fail."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def test_decisions_about_background_work_are_in_the_trace_and_replay(tmp_p
             if effect.may_copy:
                 may_copy.set()
 
-        notify: dict[type, object] = running.runner.executors.notify  # type: ignore[assignment]
+        notify: dict[type, object] = running.event_loop.executors.notify  # type: ignore[assignment]
         notify[PaceSnapshot] = (pace,)
         await collect(running.door.submit(Job(tuple(range(40)), 2)))
         with anyio.fail_after(20):

@@ -111,7 +111,7 @@ async def test_who_waits_is_told_last_and_so_many_are_told_and_no_more() -> None
         assert [one.stage == "Waiting" for one in told[:2]] == [False, False]
         assert all(one.stage == "Waiting" and one.done == 0 for one in told[2:])
         assert len(told) == 40
-        world = playing.runner.world
+        world = playing.event_loop.world
         waiting = next(state for state in world.requests.values() if isinstance(state, Waiting))
         crowd = evolve(world, requests={**{1000 + n: waiting for n in range(90)}, **world.requests})
         crowded = named(crowd, playing.door.meter, 0)

@@ -34,7 +34,7 @@ from pathlib import Path
 import pytest
 from adapters.models.kernels.cpu.native import compiled
 compiled.FOLDER = Path(sys.argv[1])
-sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "tests/device/decode/test_rounds.py"]))
+sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "tests/device/decode/test_native_decode.py"]))
 """
 
 

@@ -72,11 +72,11 @@ class KvCache:
         self._pieces = dict[int, Piece]()  # by page, the piece that it permits
         self._permits = dict[Piece, int]()  # the other way round
         self._counts = [0] * self.slots  # pages of each
-        self._make((len(names), len(self.layout.parts), *shape), dtype, device)
+        self._allocate_rows((len(names), len(self.layout.parts), *shape), dtype, device)
         # Keys and values of each layer, `[slots, KV, rows, hd]`: the same object where a row is both.
         self.layers: list[tuple[Tensor, Tensor]] = self._open_layers()
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate_rows(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._memory: mmap.mmap | None = None
         if device.type == "cpu" and torch.Size(shape).numel():
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -256,7 +256,7 @@ class PagedKvCache(KvCache):
 
     table: Tensor
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate_rows(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         layers, parts, slots, heads, rows, width = shape
         most = -(-rows // self.page)  # of a slot
         self._all = torch.zeros(layers, parts, self.pages, heads, self.page, width, dtype=dtype, device=device)

@@ -87,16 +87,16 @@ class WindowPages(KvCache):
     ) -> None:
         """window, bucket: rows of a window, and of the widest step. lasting: indices of layers."""
         slots = shape[0]
-        self._own = len(names) * count_window_rows(window) // CHUNK  # pages of each slot, for all layers
+        self._pages_per_slot = own = len(names) * count_window_rows(window) // CHUNK  # for all layers
         shared = count_shared_rows(bucket, len(names), len(lasting)) // CHUNK
-        super().__init__(names, shape, dtype=dtype, device=device, pages=slots * self._own + shared)
-        every = [*range(0, 2 * self.pages, 2)]
-        self._unused = [every[slot * self._own : (slot + 1) * self._own] for slot in range(slots)]
-        self._shared = every[slots * self._own :]
+        super().__init__(names, shape, dtype=dtype, device=device, pages=slots * own + shared)
+        numbers = [*range(0, 2 * self.pages, 2)]  # of all pages, as tables have them
+        self._unused = [numbers[slot * own : (slot + 1) * own] for slot in range(slots)]
+        self._shared = numbers[slots * own :]
         self._held = [range(0)] * slots  # the parts of each slot's rows that have pages, in all layers
         self._lasting = frozenset(lasting)
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate_rows(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         layers, parts, slots, heads, rows, width = shape
         most = -(-rows // self.page)  # of a slot
         entries = slots * most
@@ -104,7 +104,7 @@ class WindowPages(KvCache):
         self._all = torch.zeros(self.pages, parts, heads, self.page, width, dtype=dtype, device=device)
         self.table = torch.zeros(layers, -(-entries // ALIGNED) * ALIGNED, dtype=torch.int32, device=device)
         self._tables = torch.unflatten(self.table[:, :entries], 1, (slots, most))
-        self._own_tables = [*self._tables]  # of each layer
+        self._layer_tables = [*self._tables]  # of each layer
         self._numbers = np.zeros((layers, slots, most), np.int32)  # the same on the host
 
     def _open_layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -156,16 +156,16 @@ class WindowPages(KvCache):
         unused = self._unused[slot].copy()
         shared = self._shared.copy()
         late = list[int]()
-        for layer, own in enumerate(numbers):
-            own[first_new:] = [unused.pop() if unused else shared.pop() for _ in range(first_new, len(during))]
-            (late if layer in self._lasting else unused).extend(own[:gone].tolist())
+        for layer, layer_pages in enumerate(numbers):
+            layer_pages[first_new:] = [unused.pop() if unused else shared.pop() for _ in range(first_new, len(during))]
+            (late if layer in self._lasting else unused).extend(layer_pages[:gone].tolist())
         self._write_tables(slot, during, numbers)
         self._held[slot] = after
         self._unused[slot] = unused + late
         self._shared = shared
 
     def keep_only(self, slot: int, start: int, stop: int) -> None:
-        """Take the pages of rows outside `[start, stop)` away, and share those that the slot has too many."""
+        """Take the pages of rows outside `[start, stop)` away. Pages beyond the slot's own number are shared again."""
         held = self._held[slot]
         wanted = self._find_pages(start, stop)
         kept = range(max(held.start, wanted.start), min(held.stop, wanted.stop)) or range(0)
@@ -174,7 +174,7 @@ class WindowPages(KvCache):
             gone = [number for number in held if number not in kept]
             unused += self._numbers[:, slot, gone].flatten().tolist()
             self._held[slot] = kept
-        if (excess := len(unused) + len(self._numbers) * len(kept) - self._own) > 0:
+        if (excess := len(unused) + len(self._numbers) * len(kept) - self._pages_per_slot) > 0:
             self._shared += unused[-excess:]
             del unused[-excess:]
 
@@ -192,7 +192,7 @@ class WindowPages(KvCache):
     # --- rows ---
 
     def find_table(self, layer: int) -> Tensor:
-        return self._own_tables[layer]
+        return self._layer_tables[layer]
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
         raise ValueError(f"rows {start}..{stop} of slot {slot} are in other pages in each layer")
@@ -223,8 +223,8 @@ class WindowPages(KvCache):
         first = start - pages.start * self.page
         whole[:, :, first : first + count] = rows
         paged = torch.unflatten(whole, 2, (len(pages), self.page)).transpose(1, 2)
-        for part, own in zip(self.layers[layer], paged, strict=True):
-            part.index_copy_(0, index, own)
+        for part, part_pages in zip(self.layers[layer], paged, strict=True):
+            part.index_copy_(0, index, part_pages)
 
     def copy_span(self, source: int, target: int, start: int, stop: int) -> None:
         for layer in range(len(self.layers)):

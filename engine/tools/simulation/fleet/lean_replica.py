@@ -145,7 +145,7 @@ class LeanReplica:
         self.store.on_change("device", [key for key in slot.held - before if self._copies[key] == 1], lost)
 
     def _choose_front(self, valid: int, runs: Sequence[KeptRun]) -> int:
-        """Return the row from which on kept rows are loaded, as the planner does, by the tier that has most of them."""
+        """Return the row from which on rows are loaded, as `choose_front` does, by the tier that has most of them."""
         if not runs:
             return valid
         lengths = dict[Tier, int]()

@@ -1,4 +1,4 @@
-"""Wide forwards of prompts on a lane of their own: they wait for their slot, and nobody who decodes waits for them."""
+"""Prompts on the prompt lane: they wait until their slot is open, and decode steps do not wait for them."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def launched(client: Caller, stop: int) -> Launch:
     return Launch((EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
 
 
-@pytest.mark.parametrize("how", ["goes on", "halted", "given up"])
+@pytest.mark.parametrize("how", ["goes on", "stopped", "given up"])
 async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants_its_lane(ahead, how):
     driver, shard = ahead
     reader = prompt_of(1, 4 * CHUNK + 1)
@@ -218,8 +218,8 @@ async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reading)
             await anyio.to_thread.run_sync(shard.begun.wait)
-            if how == "halted":
-                driver.executor.halt(client.request, StopLaunch())
+            if how == "stopped":
+                driver.executor.stop_launch(client.request, StopLaunch())
             elif how == "given up":
                 driver.executor.abandon(client.request)
             shard.going.set()

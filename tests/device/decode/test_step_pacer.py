@@ -1,4 +1,4 @@
-"""The clock of a GPU, by which steps are kept apart."""
+"""The step pacer: decode steps on a GPU keep an interval by the clock of the GPU."""
 
 from __future__ import annotations
 

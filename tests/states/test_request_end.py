@@ -1,4 +1,4 @@
-"""Draining, Snapshotting, Parking: what happens behind the client's back."""
+"""Draining, Snapshotting and Parking: what happens to a request after its stream is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows are computed while the rest is loaded, and the times that decide it."""
+"""Which rows of a found prefix are loaded and which are computed (`choose_rows_to_load`), and the times behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Launches that go on alone: the same tokens as asked for step by step, until somebody has to be asked."""
+"""Launches that run unattended: their tokens are those of steps that the core asks for one by one.
+
+Most of these steps are overlapped (`overlapped_decode.py`).
+"""
 
 from __future__ import annotations
 
@@ -235,7 +238,7 @@ async def test_it_goes_on_no_further_than_the_step_it_is_at_where_somebody_waits
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(went, driver, *clients, steps=STEPS))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(clients[1].request, StopLaunch())
+            driver.executor.stop_launch(clients[1].request, StopLaunch())
             held.set()
     assert {len(client.answer) for client in clients} == {1}
 
@@ -251,7 +254,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(partial(went, driver, third, steps=STEPS, joins=True))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(first.request, StopLaunch())
+            driver.executor.stop_launch(first.request, StopLaunch())
             held.set()
     assert [len(client.answer) for client in (first, second, third)] == [2, 2, 1]
 
@@ -330,9 +333,9 @@ async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):
     assert [len(client.answer) for client in clients] == [STEPS, 3, STEPS], "what has begun is finished"
 
 
-async def test_who_has_left_the_lane_is_not_halted(driver):
+async def test_who_has_left_the_lane_is_not_stopped(driver):
     (client,) = await opened(driver, samplings=(GREEDY,), stops=((),))
-    driver.executor.halt(client.request, StopLaunch())
+    driver.executor.stop_launch(client.request, StopLaunch())
     await went(driver, client, steps=STEPS)
     assert len(client.answer) == STEPS
 

@@ -1,4 +1,4 @@
-"""The runner and the door: streams, batches, failures, cancellations and the end."""
+"""The event loop and the door: streams, batches, failures, cancellations and the end."""
 
 from __future__ import annotations
 
@@ -187,14 +187,14 @@ async def test_failures_are_named(error: Exception, kind: str) -> None:
     names = list[str]()
     device = ScriptedDevice(fails=lambda _: error)
     async with engine(device=device) as running:
-        observe = running.runner.observe
+        observe = running.event_loop.observe
         assert observe is not None
 
         def noted(envelope: Envelope, *more: Any) -> None:
             names.append(getattr(envelope.happened.event, "kind", ""))
             observe(envelope, *more)
 
-        running.runner.observe = noted
+        running.event_loop.observe = noted
         await collect(running.door.submit(SHORT))
     assert kind in names
 
@@ -215,7 +215,7 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
         ticket.cancel("client_gone")
         _, closed = await collect(ticket)
         assert closed.finish == "cancelled"
-        assert running.runner.world.requests, "the running chunk still has to answer"
+        assert running.event_loop.world.requests, "the running chunk still has to answer"
         device.before = None
         release.set()
         again, warm = await collect(running.door.submit(LONG))
@@ -238,14 +238,14 @@ def asks_of(device: ScriptedDevice, *, closed: int) -> list[EffectRequest]:
 
 async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None:
     async with engine() as running:
-        ticket, observe, seen = running.door.submit(LONG), running.runner.observe, list[str]()
+        ticket, observe, seen = running.door.submit(LONG), running.event_loop.observe, list[str]()
         assert observe is not None
 
         def noted(envelope: Envelope, *more: Any) -> None:
             seen.append(type(envelope.happened.event).__name__)
             observe(envelope, *more)
 
-        running.runner.observe = noted
+        running.event_loop.observe = noted
         ticket.set_listener(lambda: ticket.cancel("client_gone"))
         await anyio.sleep(0.01)
         _, closed = await collect(ticket)
@@ -258,7 +258,7 @@ async def test_a_bug_ends_the_engine_whoever_has_brought_the_event() -> None:
         async with engine() as running:
             await anyio.lowlevel.checkpoint()
             with pytest.raises(IllegalEvent):
-                running.runner.post(ForRequest(RequestId(99), Decoded((1,))))
+                running.event_loop.post(ForRequest(RequestId(99), Decoded((1,))))
             with pytest.raises(anyio.ClosedResourceError):
                 running.door.submit(SHORT)
             await anyio.sleep_forever()
@@ -273,9 +273,9 @@ async def test_cancelling_after_the_end_changes_nothing() -> None:
         ticket = running.door.submit(SHORT)
         await collect(ticket)
         ticket.cancel("client_gone")
-        seq = running.runner.seq
+        seq = running.event_loop.seq
         await anyio.sleep(0.01)
-        assert running.runner.seq == seq
+        assert running.event_loop.seq == seq
 
 
 async def test_a_continuation_keeps_its_rows_and_says_so() -> None:
@@ -352,7 +352,7 @@ async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(
     async with engine(evolve(SETTINGS, store=True), perform={FindPrefix: find}) as running:
         await anyio.wait_all_tasks_blocked()  # it has begun
         ticket = running.door.submit(LONG)
-        (state,) = running.runner.world.requests.values()
+        (state,) = running.event_loop.world.requests.values()
         assert isinstance(state, stage)
         tokens, closed = await collect(ticket)
     assert tokens == expected(LONG)
@@ -363,7 +363,7 @@ async def test_a_timer_is_an_effect_that_an_event_answers(monkeypatch: pytest.Mo
     monkeypatch.setitem(DELAYS_NS, "trim_interval", 10 * MS)
     elapsed = anyio.Event()
     async with engine() as running:
-        watch, events = running.runner.observe, list[object]()
+        watch, events = running.event_loop.observe, list[object]()
 
         def noted(envelope: Envelope, *others: Any) -> None:
             assert watch is not None
@@ -372,12 +372,12 @@ async def test_a_timer_is_an_effect_that_an_event_answers(monkeypatch: pytest.Mo
                 events.append(envelope.happened.event)
                 elapsed.set()
 
-        running.runner.observe = noted
+        running.event_loop.observe = noted
         await collect(running.door.submit(SHORT))
         with anyio.fail_after(20):
             await elapsed.wait()
         assert events == [TimerElapsed("trim_interval", 1)]
-        assert running.runner.world.pacing.trimming.phase == "rested"
+        assert running.event_loop.world.pacing.trimming.phase == "rested"
 
 
 async def test_an_engine_that_closes_waits_for_no_timer() -> None:
@@ -385,7 +385,7 @@ async def test_an_engine_that_closes_waits_for_no_timer() -> None:
     with anyio.fail_after(20):
         async with engine() as running:
             await collect(running.door.submit(SHORT))
-            assert running.runner.world.pacing.trimming.phase == "counting"
+            assert running.event_loop.world.pacing.trimming.phase == "counting"
 
 
 async def test_a_drain_ends_with_the_event_of_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +447,7 @@ async def test_nothing_is_left_behind() -> None:
         for n in range(50):
             await collect(running.door.submit(Job(prompt=(n, n + 1), max_tokens=2)))
         await anyio.sleep(0.01)
-        assert not running.runner.world.requests
+        assert not running.event_loop.world.requests
         assert not running.door._tickets  # noqa: SLF001
         assert len(running.door.meter._spent) == MAX_RECENT_SHOWN  # noqa: SLF001 - the last ones are shown
         assert not running.door.meter._current_stage  # noqa: SLF001

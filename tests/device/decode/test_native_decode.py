@@ -1,4 +1,7 @@
-"""Decode steps of a single request in one call: the outcomes, rows and context of calls for each of their parts."""
+"""Native decode steps: one call of the compiled library leaves what separate calls for the parts of a step leave.
+
+Compared are outcomes, rows, and the context of the draft.
+"""
 
 from __future__ import annotations
 
