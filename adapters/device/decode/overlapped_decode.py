@@ -116,7 +116,7 @@ class OverlappedDecode:
         if not isinstance(effect, RunDecode) or effect.copying is None:
             return False
         state = self.find_ready_slot(effect_request.request, effect)
-        return isinstance(state, SlotState) and self.copies.count(effect, state) > 0
+        return isinstance(state, SlotState) and self.copies.count(effect, state) > (0, 0)
 
     def run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take steps until every request has its last outcome, or one of them would copy earlier text.
@@ -173,7 +173,7 @@ class OverlappedDecode:
                 for member in staying:
                     member.steps_left -= 1
                 return [member for member in staying if not member.has_ended]
-            has_match = any(self.copies.count(member.effect, member.state) for member in running.members)
+            has_match = any(self.copies.count(member.effect, member.state) > (0, 0) for member in running.members)
             self._in_flight = following
             running = following
         return ()
