@@ -70,7 +70,8 @@ def run_steps(texts: Sequence[Tokens], steps: int) -> list[StepCost]:
         searched = time.thread_time_ns()
         chosen = copies.choose(members)
         costs.append(StepCost(searched - started, time.thread_time_ns() - searched))
-        assert step < MATCH_CLASSES[-1] or sum(map(len, chosen.values())) == WIDTH * len(texts), "something else"
+        copied = sum(tree.size for tree in chosen.values())
+        assert step < MATCH_CLASSES[-1] or copied == WIDTH * len(texts), "something else"
     return costs
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import Proposer, TextProposer
+from adapters.device.speculation.proposer import CopiedText, Proposer, TextProposer
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.eagle3.checkpoint import TOKEN_MAP, list_eagle3_tensors
@@ -95,9 +95,12 @@ class ForcedCopies(TextProposer):
         self._lengths[slot] = len(state.tokens)
         return MATCH_CLASSES[-1]
 
-    def copy(self, slot: int, count: int) -> Tokens:
-        coming = self.known[self._lengths[slot] :][:count]
-        return tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming))
+    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
+        coming = self.known[self._lengths[slot] :][:chain]
+        return CopiedText(tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming)))
+
+    def read_beside(self, slot: int) -> int:
+        return 0
 
 
 @frozen(eq=False)

@@ -1,6 +1,6 @@
 """The promise, measured: the same tokens with and without speculation, cold and restored from each tier, batched, with
-a draft that stays or one that comes and goes, as chains and as trees, beside requests that share a head and leave, and
-executed again from a trace.
+a draft that stays or one that comes and goes, with copies of earlier text, as chains and as trees, beside requests that
+share a head and leave, and executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
@@ -8,7 +8,8 @@ executed again from a trace.
 
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
-for Gemma 4 `--draft assistant` an assistant. With `--gguf Q8_0` it is a GGUF file with weights of that type.
+for Gemma 4 `--draft assistant` an assistant. For the demos `--draft` also takes the kinds of `benchmarks.demo_drafts`:
+dflash2, dspark, gguf, eagle3. With `--gguf Q8_0` it is a GGUF file with weights of that type.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 
@@ -42,6 +43,8 @@ from attrs import define, evolve, field
 from adapters.store.disk.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.arguments import benchmark_parser
+from benchmarks.demo_drafts import KINDS as DEMO_DRAFTS
+from benchmarks.demo_drafts import save_demo_draft
 from benchmarks.exactness_followers import answer_among_companions
 from benchmarks.family_checkpoints import FAMILIES, save_family
 from benchmarks.listening import Listening
@@ -49,7 +52,7 @@ from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.subjects import NAMES
 from benchmarks.subjects import prompts as held_out_prompts
 from benchmarks.tables import print_table
-from effects.decode import Logprob
+from effects.decode import MATCH_CLASSES, Logprob
 from effects.ids import Tokens
 from effects.job import Job, Report, Sampling
 from effects.ports import Closed
@@ -63,14 +66,18 @@ from engine.serving.re_execute import execute
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import Options, build_options, evolve_options
 from engine.settings.paths import find_model_folder
-from states.rates import Rates, TimedStep
+from states.rates import ClassGains, Rates, TimedStep
 from states.residency import resolve_residency
+from states.speculation_control import SERVER_MEMORY
+from states.step_prices import UNIT
+from states.suffix_control import list_copy_widths
 
 ANSWER = 48  # tokens
 LONGEST = 700  # tokens of a prompt
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 OFF, FULL = Scope("off"), Scope("full")
 TREE = 22
+FREE = (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000))  # steps of which the widest cost no more
 LEAST_DISTINCT = 0.25  # of the tokens of an answer; fewer would say little
 
 
@@ -242,8 +249,19 @@ class Comparison:
             self.target,
             self.jobs,
             tree=TREE,
-            rates=Rates(decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 32, 1001, 1000))),
+            rates=Rates(decode=FREE),
         )
+
+    async def copies(self) -> list[Answered]:
+        """As if the longest chains of copies cost no more than a plain decode step."""
+        return await together(self.target, self.jobs, rates=Rates(decode=FREE[:1], copy_times=FREE[1:]), max_branch=0)
+
+    async def branches(self) -> list[Answered]:
+        """As if trees of copies cost no more either, and branches were often right."""
+        widths = list_copy_widths(self.target.settings)
+        often = ClassGains(SERVER_MEMORY, tuple(UNIT * width // 2 for width in widths), 8 * UNIT)
+        rates = Rates(decode=FREE[:1], copy_times=FREE[1:], branch_times=FREE[1:], copied=(often,) * len(MATCH_CLASSES))
+        return await together(self.target, self.jobs, rates=rates)
 
     async def continued(self) -> list[Answered]:
         """Each after one that shares two thirds of its prompt, in the slots."""
@@ -292,7 +310,10 @@ class Comparison:
         return found
 
 
-MODES = ("cold", "batched", "continued", "trees", "scoped", "followers", "host", "disk", "silent", "executed")
+MODES = (
+    *("cold", "batched", "continued", "trees", "scoped", "copies", "branches"),
+    *("followers", "host", "disk", "silent", "executed"),
+)
 
 
 def made(
@@ -355,7 +376,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             compared.target = await load_target(killed)
             compared.listening = Listening(compared.target) if given.digests else None
             await compared.run("from disk, of a process that was killed", compared.restored)
-            if "silent" in modes and compared.target.draft is not None:
+            if "silent" in modes and proposes(compared.target):
                 await compared.run_silent("from disk", compared.restored)
             await compared.target.close()
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
@@ -364,6 +385,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
     found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
     kinds = [kind for kind in (given.dtype, given.kv_dtype, given.quantize) if kind not in ("auto", "none")]
     kinds += [f"{given.gguf} in GGUF"] if given.gguf else []
+    kinds += [] if given.family or given.kind == "auto" else [given.kind]
     kinds += [] if given.cpu_experts == "auto" else [f"{given.cpu_experts} layers' experts on the CPU"]
     subject = ", ".join([Path(given.model).stem, *kinds])
     name = "-".join(["exactness", slug(subject)])
@@ -377,6 +399,11 @@ def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
     return Figure("exactness", subject, f"{len(rows)} ways", f"of {count:,} differ", differing, goal=Goal(at_most=0))
 
 
+def proposes(target: LoadedModel) -> bool:
+    """Return whether the target has a draft, or copies earlier text."""
+    return target.draft is not None or target.settings.max_copied > 0
+
+
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
     ways = {
         "cold": ("cold and alone", compared.cold),
@@ -384,17 +411,25 @@ async def compare(compared: Comparison, modes: Sequence[str]) -> None:
         "continued": ("continued in a slot", compared.continued),
         "trees": (f"trees of {TREE}", compared.trees),
         "scoped": ("request-scoped draft", compared.scoped),
+        "copies": ("copies as chains", compared.copies),
+        "branches": ("copies as trees", compared.branches),
         "followers": ("beside others of the same head", compared.followers),
     }
     if compared.target.draft is None:
         ways = {mode: way for mode, way in ways.items() if mode not in {"trees", "scoped"}}
+    elif compared.target.shard.states.tree_obstacle:
+        ways.pop("trees")  # it would verify chains
+    if not compared.target.settings.max_copied:
+        ways = {mode: way for mode, way in ways.items() if mode not in {"copies", "branches"}}
+    elif not compared.target.settings.max_branch:
+        ways.pop("branches")
     for mode, (name, work) in ways.items():
         if mode in modes:
             await compared.run(name, work)
     if "host" in modes:
         await compared.run("cold, and kept", compared.restored)
         await compared.run("from host memory", compared.restored)
-    if "silent" in modes and compared.target.draft is not None:
+    if "silent" in modes and proposes(compared.target):
         await compared.run_silent(*ways["batched"])
         if "host" in modes:
             await compared.run_silent("from host memory", compared.restored)
@@ -437,7 +472,10 @@ def main() -> int:
     parser.add_argument("--digests", action="store_true", help="all logits are compared as well")
     parser.add_argument("--leave", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.kind = Path(given.draft).stem
     with tempfile.TemporaryDirectory() as folder:
+        if not given.family and given.draft in DEMO_DRAFTS:
+            given.draft = str(save_demo_draft(given.draft, given.model, Path(folder)))
         if given.family:
             model, draft = save_family(given.family, Path(folder), given.draft, given.gguf)
             given.model = str(model)

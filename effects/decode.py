@@ -47,8 +47,12 @@ class Decoded:
     # Tokens before the next one that agree with an earlier position of a text, so that what followed there may be
     # copied. 0: there are fewer than three, or no text is searched.
     matched: int = 0
-    copied: bool = False  # what was proposed was copied, and no draft was asked
+    copied: int = 0  # proposals of the chain that was copied; other proposals are its branch. 0: a draft was asked
     rows: int = 0  # of the step's forward, of all members, where any of them copied; 0: none did
+    branched: bool = False  # a member's copies had a branch, so the forward verified a tree
+    # Of `tokens`, those on the branch of what was copied. Where no branch was proposed: 1 if the target went on instead
+    # as the branch would have begun.
+    beside: int = 0
 
 
 @frozen
@@ -57,12 +61,20 @@ class Copying:
 
     The core makes the rule in advance, because the executor finds matches between two steps and does not ask the core
     there. A step before which the request's text has a match proposes as many copied tokens as `counts` says for the
-    class of that match. They replace the proposals of a draft.
+    class of that match. They replace the proposals of a draft. Beside that chain it may propose one branch.
     """
 
     counts: tuple[int, ...]  # tokens, for each of MATCH_CLASSES; 0: nothing is copied
     rows: int  # that a step with copies feeds at most, of all members
     steps: int  # with proposals that the launch may take without asking, however many of them are right
+    # Tokens of a branch beside the chain of `counts`, for each of MATCH_CLASSES: what followed at another position.
+    branches: tuple[int, ...] = (0,) * len(MATCH_CLASSES)
+
+
+def make_copying(width: int, branch: int, steps: int) -> Copying:
+    """Return the rule of one request that copies `width` tokens after every match, `branch` of them on a branch."""
+    every = len(MATCH_CLASSES)
+    return Copying((width - branch,) * every, 1 + width, steps, (branch,) * every)
 
 
 @frozen

@@ -36,7 +36,7 @@ from effects.all import EffectRequest, Launch
 from effects.decode import Copying, RunDecode
 from effects.ids import PROMPTS, RequestId
 from effects.prefill import RunPrefill
-from states import residency, speculation_control, step_prices, suffix_control
+from states import copy_branches, residency, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
 from states.lane import Lane, can_launch, choose_lane, join_waiting, remove_answered, start_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
@@ -265,10 +265,9 @@ def plan_proposals(
         plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and prices.plain_suspect)
         plan = speculation_control.plan_launch(candidates, prices, rates, 0 if plain_is_due else row_limit)
     if copies:
-        times = suffix_control.merge_copy_times(rates)
-        prices = step_prices.estimate_prices(times, shape.span, shape.members, row_limit)
-        plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and prices.plain_suspect)
-        plan = suffix_control.plan_copies(plan, controls, prices, rates, 0 if plain_is_due else row_limit)
+        copy_prices = copy_branches.estimate_copy_prices(rates, shape, row_limit)
+        plain_is_due = proposing_steps >= PLAIN_STEP_INTERVAL or (proposing_steps and copy_prices.chains.plain_suspect)
+        plan = suffix_control.plan_copies(plan, controls, copy_prices, rates, 0 if plain_is_due else row_limit)
     if not any(plan.proposals):
         return plan
     return evolve(plan, steps=min(plan.steps, PLAIN_STEP_INTERVAL - proposing_steps))
@@ -287,10 +286,9 @@ def join_launch(
     if not settings.max_copied or not any(control and control.copy_widths for control in controls):
         return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
     shape = get_step_shape(members)
-    times = suffix_control.merge_copy_times(rates)
-    prices = step_prices.estimate_prices(times, shape.span, shape.members, settings.batch_rows)
+    prices = copy_branches.estimate_copy_prices(rates, shape, settings.batch_rows)
     # What has not been measured is estimated: the rule only says what is worth another launch.
-    prices = evolve(prices, needs_plain_step=False)
+    prices = evolve(prices, chains=evolve(prices.chains, needs_plain_step=False))
     plan = Plan((0,) * len(members), steps=UNLIMITED_STEPS)
     plan = suffix_control.plan_copies(plan, controls, prices, rates, settings.batch_rows)
     joining = tuple(

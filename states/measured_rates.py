@@ -12,7 +12,7 @@ from effects.decode import Decoded, RunDecode
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt, PromptCompressed
 from effects.restore import BlocksRestored
-from states import policy, rates, speculation_control, step_prices, suffix_control
+from states import copy_records, policy, rates, speculation_control, step_prices
 from states.events import EffectOutcome
 from states.lane import Lane, count_further_steps, is_first_of_step, is_time_comparable
 from states.launch_choice import get_step_shape
@@ -82,9 +82,9 @@ def learn_from_decode(
         shape = get_step_shape(lane.running)
         if decoded.rows:
             # A step in which other members ask a draft takes longer than its copies.
-            if suffix_control.copies_alone(lane.plan) or len(lane.running) == 1:
+            if copy_records.copies_alone(lane.plan) or len(lane.running) == 1:
                 shape = evolve(shape, rows=decoded.rows)
-                known_rates = suffix_control.record_copy_time(known_rates, shape, decoded.ns)
+                known_rates = copy_records.record_copy_time(known_rates, shape, decoded.ns, branched=decoded.branched)
         elif decoded.proposed == propose:
             known_rates = known_rates.with_decode_times(
                 step_prices.record_step_time(known_rates.decode, shape, decoded.ns)
@@ -93,7 +93,7 @@ def learn_from_decode(
         return known_rates  # the rest is what is learned of proposals
     if is_first:
         further_steps = count_further_steps(decoded)
-        known_rates = suffix_control.record_further_steps(known_rates, lane.plan, decoded, further_steps)
+        known_rates = copy_records.record_further_steps(known_rates, lane.plan, decoded, further_steps)
     return speculation_control.record_speculation_outcome(settings, known_rates, lane.plan, decoded)
 
 
@@ -104,4 +104,4 @@ def learn_from_copies(
     speculation = state.speculation
     if not isinstance(speculation, MayPropose):
         return known_rates
-    return suffix_control.record_copies(settings, known_rates, speculation.control, decoded, lane.member_count)
+    return copy_records.record_copies(settings, known_rates, speculation.control, decoded, lane.member_count)

@@ -45,10 +45,11 @@ class ClassGains:
 
     seen: int  # decode steps in which something was copied after such a match
     gains: tuple[int, ...]  # copied tokens that are expected to be right, in thousandths, one for each width
+    beside: int = 0  # tokens of a branch beside them that are expected to be right instead, in thousandths
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values, as `Rates` does."""
-        if min(self.seen, *self.gains, 0) < 0:
+        if min(self.seen, self.beside, *self.gains, 0) < 0:
             raise ValueError(f"impossible gains: {self}")
 
 
@@ -80,6 +81,7 @@ class Rates:
     copied: tuple[ClassGains, ...] = ()  # one for each class of matches
     copy_steps_until_trial: int = 0  # until copies are tried again although they are not expected to pay
     copy_next_trial_gap: int = 1  # decode steps from the next trial of copies to the one after it
+    branch_times: DecodeTimes = ()  # as `copy_times`, of steps in which a member's copies have a branch
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
@@ -88,7 +90,7 @@ class Rates:
         copying = (self.copy_steps_until_trial, self.copy_next_trial_gap)
         if (
             min(chain(single, copying, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
-            or min(chain(*self.copy_times), default=0) < 0
+            or min(chain(*self.copy_times, *self.branch_times), default=0) < 0
             or len(self.prefill) > 64
         ):
             raise ValueError(f"impossible rates: {self}")
@@ -114,6 +116,7 @@ class Rates:
             self.copied,
             self.copy_steps_until_trial,
             self.copy_next_trial_gap,
+            self.branch_times,
         )
 
 

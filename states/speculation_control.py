@@ -102,16 +102,18 @@ def update_draft_gains(control: SpeculationControl, done: Decoded) -> tuple[tupl
     """Return `gains` and `seen` of a request's control after one more outcome."""
     if not done.proposed or done.copied:
         return control.gains, control.seen
-    return update_gains(control, control.seen, done, REQUEST_MEMORY), control.seen + 1
+    gains = update_gains(control, control.seen, (done.proposed, done.accepted), REQUEST_MEMORY)
+    return gains, control.seen + 1
 
 
-def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
+def update_gains(control: SpeculationControl, seen: int, counts: tuple[int, int], memory: int) -> tuple[int, ...]:
     """Return the expected gains after one more decode step with proposals. They rested on `seen` such steps before.
 
-    They are moving averages, with weights that rest on at most `memory` steps.
+    They are moving averages, with weights that rest on at most `memory` steps. counts: the proposals of that step, and
+    how many of them were right.
     """
     weight = min(seen + PRIOR_STEPS, memory)
-    samples = sample_gains(control, done.proposed, done.accepted)
+    samples = sample_gains(control, *counts)
     return tuple((gain * (weight - 1) + sample) // weight for gain, sample in zip(control.gains, samples, strict=True))
 
 
@@ -319,7 +321,8 @@ def record_speculation_outcome(settings: Settings, rates: Rates, plan: Plan, don
     balance = max(balance, rates.account) if plan.self_funded else balance
     if not done.proposed or done.copied:
         return evolve(rates, account=balance)
-    gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
+    counts = done.proposed, done.accepted
+    gains = update_gains(make_control(settings, rates), rates.seen, counts, SERVER_MEMORY)
     return evolve(rates, gains=gains, seen=rates.seen + 1, account=balance)
 
 
@@ -338,10 +341,11 @@ def charge_step(plan: Plan, done: Decoded) -> int:
     price = plan.price
     is_uncertain = plan.charges_measured_time or plan.price_doubted
     if done.rows:
-        copied = plan.copy_prices.price_of(done.rows)
+        prices = plan.copy_prices.branches if done.branched else plan.copy_prices.chains
+        copied = prices.price_of(done.rows)
         # Where a draft proposes as well, other members may have asked it in the same step.
         price = max(price, copied) if any(plan.proposals) and len(plan.proposals) > 1 else copied
-        is_uncertain = round_up_to_bucket(done.rows) in plan.copy_prices.doubted_buckets
+        is_uncertain = round_up_to_bucket(done.rows) in prices.doubted_buckets
     if not is_uncertain or not done.ns or not plan.plain_ns:
         return price
     return min(max(price, UNIT * done.ns // plan.plain_ns), price + UNIT)

@@ -15,6 +15,17 @@ NO_PRICES = StepPrices()
 
 
 @frozen
+class CopyPrices:
+    """The prices of steps in which something is copied. branches: of those in which a member's copies have a branch."""
+
+    chains: StepPrices = NO_PRICES
+    branches: StepPrices = NO_PRICES
+
+
+NO_COPY_PRICES = CopyPrices()
+
+
+@frozen
 class Plan:
     """The proposals of the members of a step, and what they cost the step."""
 
@@ -30,7 +41,7 @@ class Plan:
     steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
     # What the members copy, as `states/suffix_control.py` has chosen; empty: nothing.
     copying: tuple[Copying | None, ...] = ()
-    copy_prices: StepPrices = NO_PRICES  # of steps in which something is copied
+    copy_prices: CopyPrices = NO_COPY_PRICES
     copy_trials: frozenset[int] = frozenset()  # classes of matches after which copies are not expected to pay
 
 
@@ -50,3 +61,4 @@ class SpeculationControl:
     copy_widths: tuple[int, ...] = ()  # this and what follows is of `states/suffix_control.py`
     copied: tuple[ClassGains, ...] = ()  # as in `Rates.copied`, of this request
     matched: int = 0  # as in `Decoded`, of the last outcome
+    max_branch: int = 0  # as in `Settings`

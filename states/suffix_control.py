@@ -24,6 +24,7 @@ launch goes on while copies are right, wrong or missing.
 * Classes that are not expected to pay are tried now and then. One countdown serves all classes and requests: 1, 2, 4
   ... up to 512 decode steps lie between two trials. A trial that fails doubles this number. A trial that pays halves
   it, and the next trial may follow at once.
+* A copied chain may have a branch, where the model verifies trees (`states/copy_branches.py`).
 
 With a draft, a request copies where that gives more tokens for the time than the draft's proposals would.
 
@@ -38,20 +39,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from heapq import merge
 from typing import NamedTuple
 
 from attrs import evolve
 
 from effects.decode import MATCH_CLASSES, Copying, Decoded, find_match_class
 from states import speculation_control
-from states.rates import ClassGains, DecodeTimes, Rates
+from states.copy_branches import (
+    count_branch_tokens,
+    count_chain_accepted,
+    estimate_tree_gain,
+    update_beside,
+)
+from states.rates import ClassGains, Rates
 from states.settings import Settings
 from states.speculation_control import (
     FRUITLESS_STEPS,
-    LONGEST_TRIAL_GAP,
     REQUEST_MEMORY,
-    SERVER_MEMORY,
     count_bearable_steps,
     estimate_chain_gain,
     find_balance,
@@ -59,8 +63,8 @@ from states.speculation_control import (
     rate_drafts,
     update_gains,
 )
-from states.speculation_plan import Plan, SpeculationControl
-from states.step_prices import UNIT, Shape, StepPrices, record_step_time
+from states.speculation_plan import CopyPrices, Plan, SpeculationControl
+from states.step_prices import UNIT
 
 # How likely the next copied token is right, in thousandths, before anything is known of a class.
 PRIOR_ACCEPTANCES = (400, 600, 750, 850, 900)
@@ -89,7 +93,8 @@ def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
     widths = list_copy_widths(settings)
     if not widths:
         return control
-    return evolve(control, copy_widths=widths, copied=forget_steps(find_server_gains(widths, rates)))
+    copied = forget_steps(find_server_gains(widths, rates))
+    return evolve(control, copy_widths=widths, copied=copied, max_branch=settings.max_branch)
 
 
 def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains, ...]:
@@ -100,7 +105,7 @@ def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains
 
 def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
     """Return the gains as a new request starts from them: it has had no steps itself."""
-    return tuple(ClassGains(0, one.gains) for one in copied)
+    return tuple(ClassGains(0, one.gains, one.beside) for one in copied)
 
 
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
@@ -115,7 +120,7 @@ def update_control(control: SpeculationControl, done: Decoded) -> SpeculationCon
     balance = speculation_control.update_balance(control.account, control.plan, done)
     return SpeculationControl(
         *(control.widths, gains, control.branching, seen, balance, control.plan),
-        *(control.copy_widths, copied, done.matched),
+        *(control.copy_widths, copied, done.matched, control.max_branch),
     )
 
 
@@ -127,8 +132,10 @@ def update_class_gains(
     if at < 0:
         return copied
     before = copied[at]
-    now = update_gains(SpeculationControl(widths, before.gains), before.seen, done, memory)
-    return (*copied[:at], ClassGains(min(before.seen + 1, memory), now), *copied[at + 1 :])
+    counts = done.copied, count_chain_accepted(done)
+    now = update_gains(SpeculationControl(widths, before.gains), before.seen, counts, memory)
+    beside = update_beside(before, widths, done, memory)
+    return (*copied[:at], ClassGains(min(before.seen + 1, memory), now, beside), *copied[at + 1 :])
 
 
 # --- what the members of a launch copy ---
@@ -140,12 +147,14 @@ class CopyOption(NamedTuple):
     at: int  # the index of the width
     width: int
     price: int
+    branch: int = 0  # of these tokens, those on a branch
 
 
 class ClassChoice(NamedTuple):
     """The number of tokens that are copied after matches of one class."""
 
     width: int  # 0: nothing is copied
+    branch: int = 0  # of these tokens, those on a branch
     is_trial: bool = False  # copying is not expected to pay, and is tried once more
     could_pay: bool = False  # nothing is copied, but copying would pay if all copies were right
 
@@ -158,17 +167,21 @@ class CopyTerms(NamedTuple):
     """
 
     members: int
-    prices: StepPrices
+    prices: CopyPrices
     balance: int
     tokens_without_copies: int
     row_limit: int
     is_trial_due: bool
 
+    def price_of(self, rows: int, *, branched: bool) -> int:
+        """Return the price of a step of this many rows. branched: some copies have a branch."""
+        return (self.prices.branches if branched else self.prices.chains).price_of(rows)
+
 
 def plan_copies(
     plan: Plan,
     controls: Sequence[SpeculationControl | None],
-    prices: StepPrices,
+    prices: CopyPrices,
     rates: Rates,
     row_limit: int,
 ) -> Plan:
@@ -176,11 +189,12 @@ def plan_copies(
 
     The result holds for as many steps as `plan` at most.
 
-    prices: of steps with copies. row_limit: rows of a step; 0: a plain step is due.
+    row_limit: rows of a step; 0: a plain step is due.
     """
     has_draft = any(plan.proposals)
-    if prices.needs_plain_step or not row_limit:
-        return plan if has_draft else evolve(plan, plain_ns=prices.plain_ns, steps=1)
+    plain_ns = prices.chains.plain_ns
+    if prices.chains.needs_plain_step or not row_limit:
+        return plan if has_draft else evolve(plan, plain_ns=plain_ns, steps=1)
     members = len(controls)
     balance, is_self_funded = find_balance(controls, rates)
     tokens_without_copies = max(UNIT * members, rate_drafts(plan, controls))
@@ -195,39 +209,49 @@ def plan_copies(
     if not any(widest):
         if has_draft:
             return plan
-        return evolve(plan, plain_ns=prices.plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
-    rows = limit_rows(members + sum(widest), members + max(widest), terms)
-    step_count = count_bearable_steps(max(plan.price, prices.price_of(rows)), balance)
-    copying = tuple(
-        Copying(
-            tuple(one.width for one in choices) or (0,) * len(MATCH_CLASSES),
-            rows,
-            min(step_count, plan.steps) if has_draft else step_count,
-        )
-        for choices in chosen
-    )
+        return evolve(plan, plain_ns=plain_ns, steps=steps, reason=plan.reason or "does_not_pay")
+    branched = any(one.branch for choices in chosen for one in choices)
+    rows = limit_rows(members + sum(widest), members + max(widest), terms, branched=branched)
+    step_count = count_bearable_steps(max(plan.price, terms.price_of(rows, branched=branched)), balance)
+    if branched and prices.branches.doubted_buckets:
+        step_count = 1  # the first steps with branches tell what they cost
+    if has_draft:
+        step_count = min(step_count, plan.steps)
+    copying = tuple(make_rule(choices, rows, step_count) for choices in chosen)
     trials = frozenset(group for choices in chosen for group, one in enumerate(choices) if one.is_trial)
     return evolve(
         plan,
         copying=copying,
         copy_prices=prices,
         copy_trials=trials,
-        plain_ns=prices.plain_ns,
+        plain_ns=plain_ns,
         self_funded=is_self_funded,
         steps=steps,
     )
 
 
+def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
+    """Return the rule by which a member copies. choices: for each class of matches; none: it copies nothing."""
+    counts = tuple(one.width - one.branch for one in choices)
+    branches = tuple(one.branch for one in choices)
+    nothing = (0,) * len(MATCH_CLASSES)
+    return Copying(counts or nothing, rows, steps, branches or nothing)
+
+
 def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassChoice]:
     """Choose how many tokens a member copies after matches of each class."""
     options = list_copy_options(control.copy_widths, terms)
+    trees = list_tree_options(control, options, terms)
     members = terms.members
     found = list[ClassChoice]()
     for known in control.copied:
         rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
-        best = max(options, key=rates.__getitem__, default=None)
+        if known.beside:
+            gains = {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
+            rates |= {one: rate_copies(members, gain, one.price) for one, gain in gains.items()}
+        best = max(rates, key=rates.__getitem__, default=None)
         if best is not None and rates[best] > terms.tokens_without_copies:
-            found.append(ClassChoice(best.width))
+            found.append(ClassChoice(best.width, best.branch))
             continue
         could_pay = (
             one for one in options if rate_copies(members, UNIT * one.width, one.price) > terms.tokens_without_copies
@@ -247,7 +271,7 @@ def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOptio
     that is dearer than the smallest one, they can pay for FRUITLESS_STEPS of them.
     """
     options = [
-        CopyOption(at, width, terms.prices.price_of(terms.members + width))
+        CopyOption(at, width, terms.price_of(terms.members + width, branched=False))
         for at, width in enumerate(widths)
         if terms.members + width <= terms.row_limit
     ]
@@ -260,12 +284,30 @@ def list_copy_options(widths: Sequence[int], terms: CopyTerms) -> list[CopyOptio
     ]
 
 
+def list_tree_options(control: SpeculationControl, chains: Sequence[CopyOption], terms: CopyTerms) -> list[CopyOption]:
+    """List the trees that one member may copy: as many tokens as each of these chains, some of them on a branch.
+
+    The accounts can pay for FRUITLESS_STEPS such steps of which no copy is right. If it is not known what trees cost,
+    only a request that decodes alone may find out.
+    """
+    if not control.max_branch or (terms.members > 1 and terms.prices.branches.doubted_buckets):
+        return []
+    options = [
+        one._replace(
+            price=terms.price_of(terms.members + one.width, branched=True),
+            branch=count_branch_tokens(one.width, control.max_branch),
+        )
+        for one in chains
+    ]
+    return [one for one in options if one.branch and FRUITLESS_STEPS * (one.price - UNIT) <= terms.balance]
+
+
 def rate_copies(members: int, gain: int, price: int) -> int:
     """Return the tokens that a step gives in the time of a plain step, in thousandths, where one member gains that."""
     return UNIT * (UNIT * members + gain) // price
 
 
-def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
+def limit_rows(wanted: int, least: int, terms: CopyTerms, *, branched: bool) -> int:
     """Return the most rows that a step of the launch may have when several members copy at once.
 
     They are halved until the accounts can pay for FRUITLESS_STEPS such steps of which no copy is right.
@@ -274,76 +316,6 @@ def limit_rows(wanted: int, least: int, terms: CopyTerms) -> int:
     the one with most; the result is never below that.
     """
     rows = min(wanted, terms.row_limit)
-    while rows > least and FRUITLESS_STEPS * (terms.prices.price_of(rows) - UNIT) > terms.balance:
+    while rows > least and FRUITLESS_STEPS * (terms.price_of(rows, branched=branched) - UNIT) > terms.balance:
         rows = max(least, rows // 2)
     return rows
-
-
-def merge_copy_times(rates: Rates) -> DecodeTimes:
-    """Return the times of plain steps and of steps with copies, in the format of `Rates.decode`."""
-    return tuple(merge((one for one in rates.decode if not one.rows), rates.copy_times))
-
-
-# --- what a launch teaches all requests ---
-
-
-def record_steps(rates: Rates, plan: Plan, count: int) -> Rates:
-    """Return the rates after this many steps of a launch have begun. Steps that copied something are not among them."""
-    for _ in range(count):
-        rates = speculation_control.record_step(rates, plan)
-    return count_down_to_trial(rates, count)
-
-
-def count_down_to_trial(rates: Rates, count: int) -> Rates:
-    """Return the rates after this many decode steps, each of which brings the next try of copies nearer."""
-    if not rates.copy_steps_until_trial:
-        return rates
-    return evolve(rates, copy_steps_until_trial=max(0, rates.copy_steps_until_trial - count))
-
-
-def record_launch_begin(rates: Rates, plan: Plan) -> Rates:
-    """Return the rates after a launch has begun, which begins its first step.
-
-    If only copies are proposed, it is not known yet whether this step will copy. `record_further_steps` counts it then.
-    """
-    return rates if copies_alone(plan) else record_steps(rates, plan, 1)
-
-
-def record_further_steps(rates: Rates, plan: Plan, done: Decoded, count: int) -> Rates:
-    """Return the rates after an outcome of a launch's first member, whose outcomes stand for the steps of all members.
-
-    count: steps that were not recorded yet. It is not used if only copies are proposed: then the outcome itself says
-    how many steps it reports, and whether they copied (`Decoded.rows`).
-    """
-    if not copies_alone(plan):
-        return record_steps(rates, plan, count)
-    return count_down_to_trial(rates, done.steps) if done.rows else record_steps(rates, plan, done.steps)
-
-
-def copies_alone(plan: Plan) -> bool:
-    """Return whether the launch may copy text while no draft proposes anything."""
-    return bool(plan.copying) and not any(plan.proposals)
-
-
-def record_copies(settings: Settings, rates: Rates, control: SpeculationControl, done: Decoded, members: int) -> Rates:
-    """Return the rates after an outcome whose proposals were copied.
-
-    A trial that fails doubles the steps between trials. One that pays halves them, and the next may follow at once.
-
-    control: the control of the request that copied, before the outcome. members: the number of requests in the launch.
-    """
-    widths = list_copy_widths(settings)
-    copied = update_class_gains(find_server_gains(widths, rates), widths, control.matched, done, SERVER_MEMORY)
-    plan = control.plan
-    if find_match_class(control.matched) not in plan.copy_trials:
-        return evolve(rates, copied=copied)
-    paid = UNIT * done.accepted > members * (speculation_control.charge_step(plan, done) - UNIT)
-    gap = rates.copy_next_trial_gap
-    following = max(1, gap // 2) if paid else min(2 * gap, LONGEST_TRIAL_GAP)
-    return evolve(rates, copied=copied, copy_steps_until_trial=0 if paid else gap, copy_next_trial_gap=following)
-
-
-def record_copy_time(rates: Rates, shape: Shape, took_ns: int) -> Rates:
-    """Return the rates after a step with copies took this long."""
-    times = record_step_time(merge_copy_times(rates), shape, took_ns)
-    return evolve(rates, copy_times=tuple(one for one in times if one.rows))

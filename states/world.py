@@ -44,7 +44,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, pacing, policy, rates, residency, slot_admission, slots, suffix_control
+from states import copy_records, experts, pacing, policy, rates, residency, slot_admission, slots
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
 from states.events import (
@@ -312,7 +312,7 @@ class Fold:
                     self.slots, prefill = slots.assign_checkpoint(*given)
                     lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
                 if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
-                    self.rates = suffix_control.record_launch_begin(self.rates, lane.plan)
+                    self.rates = copy_records.record_launch_begin(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
                 self.outputs.append(Launch(launched, number))
             case EffectOutcome(request, outcome):

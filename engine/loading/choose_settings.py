@@ -19,7 +19,7 @@ from engine.loading.calibration.calibrate_compute import (
     choose_prefill_span,
     load_or_measure_rates,
 )
-from engine.loading.drafts.attach_draft import count_most_copied
+from engine.loading.drafts.attach_draft import count_most_branch, count_most_copied
 from engine.loading.drafts.load_draft import (
     BATCH_ROWS,
     choose_proposal_widths,
@@ -79,9 +79,10 @@ def choose_settings(
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
+    max_branch = count_most_branch(parts.text_proposer, shard)
     # By default copies do not make a start longer: what they cost is learned from the first ones that are made.
     timed = () if options.speculation.draft == AUTO else list_bucket_widths(max_copied)
-    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), timed)
+    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), timed, max_branch)
     locations = describe_locations(options, shard, draft)
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
     found = Settings(
@@ -101,6 +102,7 @@ def choose_settings(
         latency_target_ns=options.runtime.latency_target * 1_000_000,
         max_proposals=block,
         max_copied=max_copied,
+        max_branch=max_branch,
         tree=tree,
         no_trees=no_trees,
         residency=residency,

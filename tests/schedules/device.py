@@ -451,8 +451,13 @@ class Device:
         if failed is not None:
             self.spoil(slot, at, failed)
             return failed
-        copies = self.choose_copies(one)
-        proposed, right = self.drafted(copies or one.propose)
+        chain, branch = self.choose_copies(one)
+        proposed, right = self.drafted(chain + branch or one.propose)
+        copied = min(proposed, chain)
+        branch = proposed - copied if copied else 0
+        right = min(right, copied) if copied and not self.rng.randrange(2) else right
+        right = min(right, one.steps - 1) if copied else right
+        beside = self.rng.randint(0, min(branch, right)) if branch else self.rng.randrange(2) * (right < copied)
         cuts = self.settings.stateful or self.rng.random() < 0.9  # or leaves that to the core
         picked: list[int] = []
         for position in range(at, at + 1 + right):
@@ -469,16 +474,25 @@ class Device:
             ns=self.rng.choice((0, 5, 90)),
             accepted=min(len(picked), right),
             matched=self.rng.choice((0, 0, 3, 9, 40)) if self.settings.max_copied else 0,
-            copied=copies > 0 and proposed > 0,
+            copied=copied,
+            branched=branch > 0,
+            beside=min(beside, len(picked)),
         )
 
-    def choose_copies(self, one: RunDecode) -> int:
-        """How many tokens are copied: what the launch says for some match or other, as far as there is room."""
+    def choose_copies(self, one: RunDecode) -> tuple[int, int]:
+        """How many tokens are copied: what the launch says for some match or other, as far as there is room.
+
+        First those of the chain, then those of its branch.
+        """
         if one.copying is None:
-            return 0
+            return 0, 0
         assert self.settings.max_copied, "copies that nobody looks for"
         assert one.copying.steps > 0, "no step with proposals is left"
-        return max(0, min(self.rng.choice((0, *one.copying.counts)), one.steps - 1, one.copying.rows - 1))
+        assert max(one.copying.branches) <= self.settings.max_branch, "a branch that the model cannot verify"
+        rules = zip(one.copying.counts, one.copying.branches, strict=True)
+        chain, branch = self.rng.choice(((0, 0), *rules))
+        chain = max(0, min(chain, one.steps - 1, one.copying.rows - 1))
+        return chain, max(0, min(branch, one.copying.rows - 1 - chain)) if chain else 0
 
     def drafted(self, most: int) -> tuple[int, int]:
         """How many tokens the draft proposes, and how many of them are right: all, none, or some."""
@@ -631,4 +645,5 @@ def count_rows(outcomes: list[Any]) -> list[Any]:
     """The outcomes of a step, each with the rows of all if any of them copied."""
     steps = [one for one in outcomes if isinstance(one, Decoded)]
     rows = sum(1 + one.proposed for one in steps) if any(one.copied for one in steps) else 0
-    return [evolve(one, rows=rows) if rows and isinstance(one, Decoded) else one for one in outcomes]
+    branched = any(one.branched for one in steps)
+    return [evolve(one, rows=rows, branched=branched) if rows and isinstance(one, Decoded) else one for one in outcomes]

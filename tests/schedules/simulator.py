@@ -249,6 +249,7 @@ class Simulator:
             store=rng.random() < 0.6,
             max_proposals=block,
             max_copied=rng.choice((0, 0, 3, 7)),
+            max_branch=0 if stateful else rng.choice((0, 7)),
             residency=rng.choice(RESIDENCIES),
             scorer_max_tokens=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),

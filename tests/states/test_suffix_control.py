@@ -9,15 +9,16 @@ from effects.all import EffectRequest, Launch
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode, find_match_class
 from effects.ids import MAIN, SlotId
 from effects.stream import StopLaunch
-from states import launch_choice, speculation_control
+from states import copy_records, launch_choice, speculation_control
 from states import suffix_control as control
+from states.copy_branches import estimate_copy_prices
 from states.events import EffectOutcome, ForLaunch
 from states.lane import can_join
 from states.rates import ClassGains, Rates, TimedStep
 from states.request_states import MayPropose, Speculating
 from states.settings import Settings
-from states.speculation_plan import Plan
-from states.step_prices import UNIT, StepPrices, estimate_prices
+from states.speculation_plan import CopyPrices, Plan
+from states.step_prices import UNIT, Shape, StepPrices
 from states.world import World, make_world
 from tests.states.builders import ONE, PLAIN, TWO, a, a_job, advance, answering
 
@@ -35,7 +36,7 @@ def copier(matched: int = 0, **changes):
 
 
 def plan_for(*controls, rates: Rates = CHEAP, plan: Plan | None = None, row_limit: int = 64) -> Plan:
-    prices = estimate_prices(control.merge_copy_times(rates), 0, len(controls), 64)
+    prices = estimate_copy_prices(rates, Shape(0, len(controls)), 64)
     plain = Plan((0,) * len(controls), steps=launch_choice.UNLIMITED_STEPS)
     return control.plan_copies(plan or plain, controls, prices, rates, row_limit)
 
@@ -129,18 +130,18 @@ def test_what_does_not_pay_is_tried_when_a_trial_is_due() -> None:
 
 
 def test_a_trial_that_pays_brings_the_next_one_nearer_and_another_moves_it_away() -> None:
-    plan = evolve(plan_for(copier(copied=worthless(0))), copy_prices=PRICES)
+    plan = evolve(plan_for(copier(copied=worthless(0))), copy_prices=CopyPrices(PRICES))
     tried = copier(3, plan=plan)
     rates = evolve(CHEAP, copy_next_trial_gap=4)
-    wrong = control.record_copies(COPYING, rates, tried, Decoded((1,), 3, accepted=0, copied=True, rows=4), 1)
+    wrong = copy_records.record_copies(COPYING, rates, tried, Decoded((1,), 3, accepted=0, copied=3, rows=4), 1)
     assert (wrong.copy_steps_until_trial, wrong.copy_next_trial_gap) == (4, 8)
-    right = control.record_copies(COPYING, rates, tried, Decoded((1, 2, 3, 4), 3, copied=True, rows=4), 1)
+    right = copy_records.record_copies(COPYING, rates, tried, Decoded((1, 2, 3, 4), 3, copied=3, rows=4), 1)
     assert (right.copy_steps_until_trial, right.copy_next_trial_gap) == (0, 2)
-    other = control.record_copies(
-        COPYING, rates, evolve(tried, matched=40), Decoded((1,), 3, accepted=0, copied=True, rows=4), 1
+    other = copy_records.record_copies(
+        COPYING, rates, evolve(tried, matched=40), Decoded((1,), 3, accepted=0, copied=3, rows=4), 1
     )
     assert other.copy_next_trial_gap == 4, "a step that was expected to pay is no trial"
-    waited = control.record_further_steps(wrong, plan, Decoded((1,), 3, accepted=0, copied=True, rows=4), 0)
+    waited = copy_records.record_further_steps(wrong, plan, Decoded((1,), 3, accepted=0, copied=3, rows=4), 0)
     assert waited.copy_steps_until_trial == 3
 
 
@@ -166,8 +167,8 @@ def test_a_plain_step_comes_first_where_its_time_is_not_known() -> None:
 
 
 def test_an_outcome_teaches_the_class_of_the_match_before_it() -> None:
-    before = copier(40, plan=Plan((0,), copy_prices=PRICES))
-    after = control.update_control(before, Decoded((1,), 7, accepted=0, matched=4, copied=True, rows=8))
+    before = copier(40, plan=Plan((0,), copy_prices=CopyPrices(PRICES)))
+    after = control.update_control(before, Decoded((1,), 7, accepted=0, matched=4, copied=7, rows=8))
     assert after.matched == 4
     assert after.copied[:4] == before.copied[:4]
     assert after.copied[4].seen == 1
@@ -176,19 +177,17 @@ def test_an_outcome_teaches_the_class_of_the_match_before_it() -> None:
 
 
 def test_a_plain_step_of_a_launch_that_may_copy_is_charged_as_one() -> None:
-    plan = Plan((0,), copy_prices=PRICES)
+    plan = Plan((0,), copy_prices=CopyPrices(PRICES))
     assert speculation_control.charge_step(plan, Decoded((1,))) == UNIT
     assert speculation_control.charge_step(plan, Decoded((1,), rows=16)) == 2000, "another member copied"
-    doubted = evolve(plan, copy_prices=evolve(PRICES, doubted_buckets=frozenset({8})), plain_ns=100)
+    doubted = evolve(plan, copy_prices=CopyPrices(evolve(PRICES, doubted_buckets=frozenset({8}))), plain_ns=100)
     assert speculation_control.charge_step(doubted, Decoded((1,), rows=8, ns=150)) == 1500
 
 
 def test_copies_teach_nothing_of_a_draft_and_the_other_way_round() -> None:
     both = control.make_control(evolve(COPYING, max_proposals=7), CHEAP)
-    plan = Plan((7,), 1200, copy_prices=PRICES)
-    copied = control.update_control(
-        evolve(both, matched=9, plan=plan), Decoded((1,), 7, accepted=0, copied=True, rows=8)
-    )
+    plan = Plan((7,), 1200, copy_prices=CopyPrices(PRICES))
+    copied = control.update_control(evolve(both, matched=9, plan=plan), Decoded((1,), 7, accepted=0, copied=7, rows=8))
     assert copied.gains == both.gains
     assert copied.copied != both.copied
     drafted = control.update_control(evolve(both, matched=9, plan=plan), Decoded((1,), 7, accepted=0))
@@ -214,8 +213,8 @@ def test_a_member_copies_only_where_that_gives_more_than_its_draft() -> None:
 
 def test_times_of_copies_are_kept_beside_those_of_a_draft() -> None:
     shape = launch_choice.Shape(0, 1, 8)
-    rates = control.record_copy_time(
-        evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))), shape, 900
+    rates = copy_records.record_copy_time(
+        evolve(CHEAP, decode=(TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))), shape, 900, branched=False
     )
     assert rates.decode == (TimedStep(0, 1, 0, 1000, 0), TimedStep(0, 1, 8, 9000, 1000))
     assert rates.copy_times == (TimedStep(0, 1, 4, 1100, 1000), TimedStep(0, 1, 8, 1050, 1000))
@@ -228,16 +227,16 @@ def test_copies_that_are_never_right_cost_no_more_than_the_account(matched: int)
     while steps < 2000:
         plan = plan_for(state, rates=rates)
         state = evolve(state, plan=plan)
-        rates = control.record_launch_begin(rates, plan)
+        rates = copy_records.record_launch_begin(rates, plan)
         rule = plan.copying[0] if plan.copying else None
         for _ in range(rule.steps if rule else min(plan.steps, 2000)):
             width = rule.counts[find_match_class(matched)] if rule else 0
             rows = 1 + width if width else 0
-            done = Decoded((1,), width, accepted=0, matched=matched, copied=width > 0, rows=rows)
-            rates = control.record_further_steps(rates, plan, done, 1)
+            done = Decoded((1,), width, accepted=0, matched=matched, copied=width, rows=rows)
+            rates = copy_records.record_further_steps(rates, plan, done, 1)
             rates = speculation_control.record_speculation_outcome(COPYING, rates, plan, done)
             if width:
-                rates = control.record_copies(COPYING, rates, state, done, 1)
+                rates = copy_records.record_copies(COPYING, rates, state, done, 1)
             lost += speculation_control.charge_step(plan, done) - UNIT
             state = control.update_control(state, done)
             steps += 1
@@ -288,7 +287,7 @@ def test_a_launch_comes_with_what_to_copy_and_goes_on_whatever_matches() -> None
     for matched in (0, 3, 40):
         world, outs = advance(world, ForLaunch((EffectOutcome(ONE, outcome(matched)),)))
         assert not any(isinstance(out, EffectRequest) and isinstance(out.effect, StopLaunch) for out in outs)
-    right = Decoded(tuple(range(100, 108)), 7, ns=1500, more=True, matched=41, copied=True, rows=8)
+    right = Decoded(tuple(range(100, 108)), 7, ns=1500, more=True, matched=41, copied=7, rows=8)
     world, _ = advance(world, ForLaunch((EffectOutcome(ONE, right),)))
     state = world.requests[ONE]
     assert isinstance(state, Speculating)

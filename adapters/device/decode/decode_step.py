@@ -37,6 +37,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 
 from attrs import define, evolve, field
 
@@ -184,8 +185,8 @@ class DecodeRunner:
         state = self.find_ready_slot(asked.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        copies = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot, ()) if may_copy else ()
-        taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
+        tree = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot) if may_copy else None
+        taken = native.step(effect.slot, state, effect.propose, self.proposer, tree)
         if taken is None:
             return None
         if not taken.tokens:
@@ -196,9 +197,10 @@ class DecodeRunner:
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
-        rows = 1 + taken.proposed if copies and taken.proposed else 0
+        copied = 0 if tree is None else taken.proposed
+        beside = self.copies.read_beside(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
-        return Decoded(*counts, matched=matched, copied=rows > 0, rows=rows)
+        return Decoded(*counts, matched=matched, copied=copied, rows=copied and 1 + copied, beside=beside)
 
     def step(
         self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None, *, may_copy: bool = True
@@ -248,10 +250,9 @@ class DecodeRunner:
         matches = self.copies.find_matches([(member.slot, member.state) for member in members])
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
-        rows = sum(1 + member.tree.size for member in members) if copies else 0
-        for member, found, matched in zip(members, verified.found, matches, strict=True):
-            copied = member.slot in copies and member.tree.size > 0
-            outcomes[member.index] = decode_outcome(member, found, took_ns, matched, copied=copied, rows=rows)
+        found = list(map(decode_outcome, members, verified.found, repeat(took_ns), matches))
+        for member, outcome in zip(members, self.copies.describe(found, members, copies), strict=True):
+            outcomes[member.index] = outcome
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _fail_step(

@@ -117,7 +117,7 @@ class OverlappedDecode:
         if not isinstance(effect, RunDecode) or effect.copying is None:
             return False
         state = self.find_ready_slot(effect_request.request, effect)
-        return isinstance(state, SlotState) and self.copies.count(effect, state) > 0
+        return isinstance(state, SlotState) and self.copies.count(effect, state) > (0, 0)
 
     def finds_expired_match(self, following: Sequence[EffectRequest | None], batch: RunningBatch) -> bool:
         """Would a request copy text in its next step, though members have ended or joined since the launch began?
@@ -180,7 +180,7 @@ class OverlappedDecode:
                 for member in staying:
                     member.steps_left -= 1
                 return [member for member in staying if not member.has_ended]
-            has_match = any(self.copies.count(member.effect, member.state) for member in running.members)
+            has_match = any(self.copies.count(member.effect, member.state) > (0, 0) for member in running.members)
             self._in_flight = following
             running = following
         return ()

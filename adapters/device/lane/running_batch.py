@@ -204,8 +204,10 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
     logprobs = earlier.logprobs + later.logprobs
     return Decoded(
         *(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more, later.matched),
-        copied=earlier.copied or later.copied,
+        copied=earlier.copied + later.copied,
         rows=max(earlier.rows, later.rows),
+        branched=earlier.branched or later.branched,
+        beside=earlier.beside + later.beside,
     )
 
 
@@ -222,6 +224,8 @@ def with_more_to_come(outcome: Decoded) -> Decoded:
         matched=outcome.matched,
         copied=outcome.copied,
         rows=outcome.rows,
+        branched=outcome.branched,
+        beside=outcome.beside,
     )
 
 

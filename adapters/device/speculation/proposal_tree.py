@@ -44,6 +44,15 @@ class Tree:
         """The number of proposals."""
         return len(self.tokens) - 1
 
+    @property
+    def chain_length(self) -> int:
+        """The proposals of the chain that it begins with, up to the first node that follows another one."""
+        return next((node for node in range(self.size) if self.parents[node + 1] != node), self.size)
+
+    @property
+    def has_branches(self) -> bool:
+        return self.chain_length < self.size
+
     def paths(self) -> list[Tokens]:
         """Return for every node the tokens after the fed one that lead to it, its own included."""
         found: list[Tokens] = [()]
@@ -109,6 +118,13 @@ def prune_tree(tree: Tree, count_allowed: Callable[[Tokens], int]) -> Tree:
 def chain(tokens: Tokens) -> Tree:
     """Return the tree in which each token follows the one before it."""
     return Tree(tokens, tuple(range(-1, len(tokens) - 1)))
+
+
+def fork_chain(tokens: Tokens, fork: int, branch: Tokens) -> Tree:
+    """Return a chain with one branch that follows its node `fork`. tokens: as in `chain`."""
+    first = len(tokens)
+    parents = (*range(-1, first - 1), *([fork, *range(first, first + len(branch) - 1)] if branch else ()))
+    return Tree((*tokens, *branch), parents)
 
 
 def grow_tree(

@@ -148,6 +148,17 @@ class DraftRequest:
     depth: int
 
 
+class CopiedText(NamedTuple):
+    """Tokens that are copied from earlier text: a chain, and a branch of which nothing was found if it is empty.
+
+    fork: the tokens of the chain that come before the branch.
+    """
+
+    chain: Tokens
+    fork: int = 0
+    branch: Tokens = ()
+
+
 class TextProposer(Protocol):
     """Proposes tokens without a model: where an earlier text ended as a slot's text does now, it copies what followed.
 
@@ -162,8 +173,12 @@ class TextProposer(Protocol):
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         ...
 
-    def copy(self, slot: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the position of that match."""
+    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
+        """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
+        ...
+
+    def read_beside(self, slot: int) -> int:
+        """Return `Decoded.beside` of the step before which `copy` was called last, once `find_matches` was called."""
         ...
 
 
@@ -223,7 +238,7 @@ class DecodingSlot(NamedTuple):
 
 def make_members(
     proposer: Proposer | None,
-    copies: Mapping[int, Tokens],
+    copies: Mapping[int, Tree],
     taken: Mapping[int, tuple[int, DecodingSlot]],
     capacity: int,
     *,
@@ -240,7 +255,7 @@ def make_members(
     trees: dict[int, Tree] = {}
     for slot, (_, (effect, state)) in taken.items():
         if slot in copies:
-            trees[slot] = chain((state.tokens[-1], *copies[slot]))
+            trees[slot] = copies[slot]
         elif effect.propose and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     launched = None

@@ -5,14 +5,16 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.acceptance import StepMember
+from adapters.device.speculation.proposal_tree import Tree, fork_chain
 from adapters.device.speculation.proposer import DecodingSlot, TextProposer
-from effects.decode import RunDecode, find_match_class
-from effects.ids import Tokens
+from effects.decode import Decoded, RunDecode, find_match_class
+from effects.ids import DeviceFailed, Tokens
 
 
 @frozen(eq=False)
@@ -26,33 +28,76 @@ class StepCopies:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         return [0] * len(slots) if self.proposer is None else self.proposer.find_matches(slots)
 
-    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tokens]:
-        """Return the tokens that each of these requests copies in the next step, by slot.
+    def read_beside(self, slot: int) -> int:
+        """Return `Decoded.beside` of a slot that has copied in the step whose matches were found last."""
+        return 0 if self.proposer is None else self.proposer.read_beside(slot)
+
+    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tree]:
+        """Return the proposals that each of these requests copies in the next step, by slot.
 
         Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
-        the launch may still give, and the rows of the slot. They end behind a token that ends the answer.
+        the launch may still give, and the rows of the slot. They end behind a token that ends the answer. A branch gets
+        the rows that the chain leaves.
         """
-        found: dict[int, Tokens] = {}
+        found: dict[int, Tree] = {}
         if self.proposer is None:
             return found
         rows = len(members)
         for effect, state in members:
-            wanted = self.count(effect, state)
-            if not wanted or effect.copying is None:
+            chain, branch = self.count(effect, state)
+            if not chain or effect.copying is None:
                 continue
-            count = min(wanted, effect.copying.rows - rows, effect.steps - 1, self.capacity - state.valid - 1)
-            if count > 0 and (tokens := cut_after_stop(self.proposer.copy(effect.slot, count), state.stops)):
-                found[effect.slot] = tokens
-                rows += len(tokens)
+            depth = min(effect.steps - 1, self.capacity - state.valid - 1)
+            left = effect.copying.rows - rows
+            chain = min(chain, left, depth)
+            if chain > 0 and (tree := self._copy(effect.slot, state, chain, min(branch, left - chain), depth)).size:
+                found[effect.slot] = tree
+                rows += tree.size
         return found
 
-    def count(self, effect: RunDecode, state: SlotState) -> int:
-        """Return how many tokens a member is to copy in its next step, by the match that its text has now."""
+    def describe(
+        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, Tree]
+    ) -> Sequence[Decoded | DeviceFailed]:
+        """Return the outcomes of a step's members with what they say of copies, once `find_matches` was called.
+
+        copies: what `choose` has returned. A grammar may have cut it since.
+        """
+        if not copies:
+            return found
+        rows = sum(1 + member.tree.size for member in members)
+        branched = any(member.tree.has_branches for member in members if member.slot in copies)
+        chains = [member.tree.chain_length if member.slot in copies else 0 for member in members]
+        return [
+            evolve(
+                outcome,
+                copied=chain,
+                rows=rows,
+                branched=branched,
+                beside=self.read_beside(member.slot) if chain else 0,
+            )
+            if isinstance(outcome, Decoded)
+            else outcome
+            for outcome, member, chain in zip(found, members, chains, strict=True)
+        ]
+
+    def _copy(self, slot: int, state: SlotState, chain: int, branch: int, depth: int) -> Tree:
+        """Return a tree of copies. depth: the tokens that may follow each other."""
+        assert self.proposer is not None
+        copied = self.proposer.copy(slot, chain, branch)
+        tokens = cut_after_stop(copied.chain, state.stops)
+        beside = cut_after_stop(copied.branch, state.stops)[: depth - copied.fork]
+        return fork_chain((state.tokens[-1], *tokens), copied.fork, beside if copied.fork < len(tokens) else ())
+
+    def count(self, effect: RunDecode, state: SlotState) -> tuple[int, int]:
+        """Return how many tokens a member is to copy in its next step, by the match that its text has now.
+
+        The first number is that of the chain, the second one that of its branch.
+        """
         copying = effect.copying
         if copying is None or self.proposer is None or not copying.steps:
-            return 0
+            return 0, 0
         group = find_match_class(self.proposer.read_match(effect.slot, state))
-        return copying.counts[group] if group >= 0 else 0
+        return (copying.counts[group], copying.branches[group]) if group >= 0 else (0, 0)
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:

@@ -14,6 +14,9 @@ tokens that followed an earlier occurrence of the same tokens are often right, a
 * A launch comes with the number of tokens to copy for each length of match (`Copying`). `StepCopies`
   obeys it before each step. So text is copied from one step to the next without asking the core.
 * The text goes on with its own copy, so a loop is continued as well.
+* Copies are a chain, perhaps with one branch: how the text went on at another position with a match, where the chain
+  goes on otherwise. Each search also says whether the step before would have been helped by a branch that was not
+  proposed. So the core knows what branches are worth before it has paid for any.
 
 Invariants: the same tokens in the same order give the same matches and proposals. Everything is in host memory, and
 bounded: MOST_TEXT tokens of a slot (and its answer), MOST_ARCHIVED of a salt, MOST_SALTS salts.
@@ -26,8 +29,8 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposer import CopiedText
 from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, IndexedText, TextMatcher
-from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
 MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
@@ -82,9 +85,18 @@ class SuffixProposer:
         known = self._texts.get(slot)
         return 0 if known is None or known.state is not state or known.read != len(state.tokens) else known.text.matched
 
-    def copy(self, slot: int, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the position of that match."""
-        return self._texts[slot].text.copy(count)
+    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
+        """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
+        text = self._texts[slot].text
+        tokens = text.copy(chain)
+        fork, beside = text.find_branch(len(tokens), branch)
+        text.note_proposed(len(tokens), len(beside))
+        return CopiedText(tokens, fork, beside)
+
+    def read_beside(self, slot: int) -> int:
+        """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.beside`)."""
+        known = self._texts.get(slot)
+        return 0 if known is None else known.text.beside
 
     def _read_text(self, slot: int, state: SlotState) -> IndexedText:
         """Return the slot's text with all tokens of its request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from hashlib import blake2b
 from itertools import chain
 
@@ -17,18 +17,20 @@ from attrs import evolve, frozen
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposer import CopiedText
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.step import Segment, Step
 from effects.all import EffectRequest, Outcome
-from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
-from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
+from effects.decode import MATCH_CLASSES, Decoded, RunDecode, make_copying
+from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.memory.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states import step_prices
+from states.copy_branches import count_branch_tokens
 from states.rates import FIRST_SPAN, DecodeTimes, Rates, TimedStep
 
 BUDGET_NS = 1_600_000_000  # for all decode steps; with a slow model each is measured once
@@ -38,7 +40,7 @@ PASSES = 4
 IN_A_ROW = 4  # steps of one width that follow each other in one launch
 STRIDE = 7919  # distance between the token ids that are used
 CONTEXT = 64  # rows before a measured decode step
-VERSION = 5  # of the kept rates
+VERSION = 6  # of the kept rates
 MOST_NS = 10**11
 # Attempts to confirm the kept rates: something may have disturbed the first one.
 TRIES = 2
@@ -60,13 +62,14 @@ class RateShape:
     """The sizes that rates are measured for.
 
     chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of a draft's proposals,
-    ascending. copied: numbers of copied tokens, ascending; empty where nothing is copied.
+    ascending. copied: numbers of copied tokens, ascending; empty where nothing is copied. max_branch: as in `Settings`.
     """
 
     chunk: int
     context: int
     widths: Sequence[int]
     copied: Sequence[int] = ()
+    max_branch: int = 0
 
 
 class UnsearchedText:
@@ -78,8 +81,11 @@ class UnsearchedText:
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]
 
-    def copy(self, slot: int, count: int) -> Tokens:  # noqa: ARG002 - of every text
-        return (1,) * count
+    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:  # noqa: ARG002 - of every text
+        return CopiedText((1,) * chain, 0, (2,) * branch)
+
+    def read_beside(self, slot: int) -> int:  # noqa: ARG002 - nothing is learned here
+        return 0
 
 
 def choose_mixed_rows(devices: Set[str], shard: Pipeline) -> int:
@@ -172,8 +178,8 @@ def take_quicker_steps(before: Rates, now: Rates) -> Rates:
 
 def to_json(rates: Rates) -> str:
     """Return rates as JSON for the calibration cache."""
-    times = {"prefill": rates.prefill, "decode": rates.decode, "copy_times": rates.copy_times}
-    return json.dumps({"version": VERSION, **times})
+    steps = {"decode": rates.decode, "copy_times": rates.copy_times, "branch_times": rates.branch_times}
+    return json.dumps({"version": VERSION, "prefill": rates.prefill, **steps})
 
 
 def from_json(text: str) -> Rates:
@@ -185,18 +191,21 @@ def from_json(text: str) -> Rates:
             "prefill": [*prefill],
             "decode": [*decode],
             "copy_times": [*copied],
+            "branch_times": [*branched],
             **more,
         } if number == VERSION and not more:
-            lists = [prefill, *decode, *copied]
+            lists = [prefill, *decode, *copied, *branched]
         case _:
             raise ValueError("not what this version keeps of times")
     if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
         raise ValueError("a time that cannot be")
-    return Rates(
-        prefill=tuple(prefill),
-        decode=tuple(TimedStep(span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
-        copy_times=tuple(TimedStep(span, members, rows, ns, plain) for span, members, rows, ns, plain in copied),
-    )
+    steps, copies, branches = map(read_times, (decode, copied, branched))
+    return Rates(prefill=tuple(prefill), decode=steps, copy_times=copies, branch_times=branches)
+
+
+def read_times(found: Sequence[Sequence[int]]) -> DecodeTimes:
+    """Return the times of steps that were read. Raises ValueError where one does not have five numbers."""
+    return tuple(TimedStep(span, members, rows, ns, plain) for span, members, rows, ns, plain in found)
 
 
 def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> Rates:
@@ -204,14 +213,20 @@ def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> R
     return Rates(
         prefill=measure_prefill(shard, shape.chunk, shape.context),
         decode=measure_decode(executor, shard, shape.context, shape.widths),
-        copy_times=measure_copies(executor, shard, shape) if shape.copied else (),
+        copy_times=measure_copies(executor, shard, shape, 0) if shape.copied else (),
+        branch_times=measure_copies(executor, shard, shape, shape.max_branch) if shape.copied else (),
     )
 
 
-def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> DecodeTimes:
-    """Measure the decode steps of one request that copies, in the format of `Rates.copy_times`."""
+def measure_copies(executor: DeviceExecutor, shard: Shard, shape: RateShape, branch: int) -> DecodeTimes:
+    """Measure the decode steps of one request that copies, in the format of `Rates.copy_times`.
+
+    branch: 0, or the most tokens of a branch. Then steps whose copies would be a chain are left out.
+    """
     copying = DeviceExecutor(evolve(executor.parts, text_proposer=UnsearchedText()))
-    times = measure_decode(copying, shard, shape.context, (0, *shape.copied), copies=True)
+    branches = {width: count_branch_tokens(width, branch) for width in shape.copied}
+    widths = {0: 0} | {width: count for width, count in branches.items() if count or not branch}
+    times = measure_decode(copying, shard, shape.context, list(widths), branches=widths) if len(widths) > 1 else ()
     return tuple(one for one in times if one.rows)
 
 
@@ -268,11 +283,11 @@ def measure_decode(
     widths: Sequence[int],
     *,
     passes: int = PASSES,
-    copies: bool = False,
+    branches: Mapping[int, int] | None = None,
 ) -> DecodeTimes:
     """Measure the decode steps of one request, its draft included, in the format of `Rates.decode`.
 
-    copies: the proposals are copied, and no draft is asked.
+    branches: the proposals are copied, and no draft is asked; of each width, so many of them are a branch.
 
     Widths take turns, so that a disturbance costs one time of each width and not all times of one. The quickest time
     counts. Some steps of a width follow each other in one launch as in serving: the device continues alone, and each
@@ -299,9 +314,9 @@ def measure_decode(
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
-        step = RunDecode(slot, len(tokens) - 1, tokens[-1], 0 if copies else width, steps=IN_A_ROW)
-        if copies and width:
-            rule = Copying((width,) * len(MATCH_CLASSES), 1 + width, IN_A_ROW)
+        step = RunDecode(slot, len(tokens) - 1, tokens[-1], width if branches is None else 0, steps=IN_A_ROW)
+        if branches and width:
+            rule = make_copying(width, branches[width], IN_A_ROW)
             step = evolve(step, steps=IN_A_ROW * (1 + width), copying=rule)
         return EffectRequest(RequestId(0), step)
 

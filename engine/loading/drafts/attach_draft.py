@@ -13,7 +13,7 @@ from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.models.kernels.interfaces.layer_interface import Kernels
-from adapters.models.kernels.interfaces.text_matching import MOST_COPIED
+from adapters.models.kernels.interfaces.text_matching import MOST_BRANCH, MOST_COPIED
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
@@ -93,3 +93,8 @@ def count_most_copied(text_proposer: TextProposer | None, shard: Pipeline, batch
     """Return the most tokens that one decode step may copy. Recurrent state limits them as it limits a draft."""
     most = 0 if text_proposer is None else min(MOST_COPIED, batch_rows - 1)
     return min(most, shard.states.block - 1) if shard.states.specs else most
+
+
+def count_most_branch(text_proposer: TextProposer | None, shard: Pipeline) -> int:
+    """Return the most tokens that the branch of a copied chain may have; 0: the target verifies chains only."""
+    return 0 if text_proposer is None or shard.states.tree_obstacle else MOST_BRANCH

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.speculation.suffix_proposer import SuffixProposer
 from effects.all import EffectRequest, Launch
-from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
+from effects.decode import Decoded, RunDecode, make_copying
 from effects.grammar import Grammar
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
@@ -29,6 +31,7 @@ from engine.settings.user_error import UserError
 from engine.tools.bench.forced_answer import force_answers
 from engine.tools.bench.speculation_options import SpeculationBenchOptions
 from engine.tools.simulation.logs.read_log import Logs, read_logs
+from states.copy_branches import count_branch_tokens
 
 SLOT = SlotId(0)
 
@@ -68,7 +71,7 @@ def run_speculation_bench(wanted: SpeculationBenchOptions) -> int:
     texts = choose_requests(read_logs(wanted.log, model), wanted)
     if not texts:
         raise UserError("--log: no request there has a prompt and an answer of two tokens or more")
-    figures = [anyio.run(measure_draft, name, wanted, texts) for name in wanted.drafts]
+    figures = [one for name in wanted.drafts for one in anyio.run(measure_draft, name, wanted, texts)]
     if wanted.json:
         print(json.dumps([describe_figures(one) for one in figures], indent=2))
     else:
@@ -91,8 +94,11 @@ def choose_requests(logs: Logs, wanted: SpeculationBenchOptions) -> list[tuple[T
 
 async def measure_draft(
     name: str, wanted: SpeculationBenchOptions, texts: Sequence[tuple[Tokens, Tokens]]
-) -> DraftFigures:
-    """Give all answers with one kind of draft. Raises UserError."""
+) -> list[DraftFigures]:
+    """Give all answers with one kind of draft. Raises UserError.
+
+    Copies are measured twice where the model verifies trees: as chains, and with branches.
+    """
     kept = {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft_residency": "persistent"}
     target = await load_target(build_options(model=wanted.model, draft=name, slots=1, **kept))
     try:
@@ -103,22 +109,35 @@ async def measure_draft(
             raise UserError(f"--draft {name}: {wanted.model} has no such draft, so nothing is proposed")
         answers = {str(number): answer for number, (_, answer) in enumerate(texts)}
         match = force_answers(answers, target.checkpoint.config.vocab_size)
-        executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=match))
-        replay = AnswerReplay(executor, settings.chunk, settings.max_context, copies, width, DraftFigures(name))
-        with count_progress(f"answers with {name}", len(texts)) as step:
-            for number, (prompt, answer) in enumerate(texts):
-                await replay.give_answer(number, prompt, answer)
-                step()
-        return replay.figures
+        branch = count_branch_tokens(width, settings.max_branch) if copies else 0
+        ways = {name: 0} | ({f"{name}, trees": branch} if branch else {})
+        found = list[DraftFigures]()
+        for way, count in ways.items():
+            executor = DeviceExecutor(evolve(forget_texts(target.executor.parts), match_grammar=match))
+            sizes = settings.chunk, settings.max_context
+            replay = AnswerReplay(executor, *sizes, copies, width, count, DraftFigures(way))
+            with count_progress(f"answers with {way}", len(texts)) as step:
+                for number, (prompt, answer) in enumerate(texts):
+                    await replay.give_answer(number, prompt, answer)
+                    step()
+            found.append(replay.figures)
+        return found
     finally:
         await target.close()
+
+
+def forget_texts(parts: ExecutorParts) -> ExecutorParts:
+    """Return the parts of an executor that has not copied anything yet: it knows no earlier answers."""
+    known = parts.text_proposer
+    return evolve(parts, text_proposer=SuffixProposer(known.matcher)) if isinstance(known, SuffixProposer) else parts
 
 
 @define
 class AnswerReplay:
     """Gives answers on an executor, one after the other.
 
-    copies: proposals are copied from earlier text. width: tokens that a decode step proposes.
+    copies: proposals are copied from earlier text. width: tokens that a decode step proposes. branch: of these, the
+    tokens on the branch of a copied chain.
     """
 
     executor: DeviceExecutor
@@ -126,6 +145,7 @@ class AnswerReplay:
     context: int
     copies: bool
     width: int
+    branch: int
     figures: DraftFigures
 
     async def give_answer(self, number: int, prompt: Tokens, answer: Tokens) -> None:
@@ -143,7 +163,7 @@ class AnswerReplay:
             step = RunDecode(SLOT, len(tokens) - 1, tokens[-1], min(self.width, left - 1))
             if self.copies:
                 # The launch ends with its first step that copies something.
-                rule = Copying((self.width,) * len(MATCH_CLASSES), 1 + self.width, steps=1)
+                rule = make_copying(self.width, self.branch, steps=1)
                 step = evolve(step, propose=0, steps=left, copying=rule)
             done = await self._perform(request, step)
             assert isinstance(done, Decoded)
@@ -169,7 +189,7 @@ def describe_figures(figures: DraftFigures) -> dict[str, object]:
 def print_figures(figures: Sequence[DraftFigures], wanted: SpeculationBenchOptions) -> None:
     """Print a table with a row for each kind of draft."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("draft")
+    table.add_column("draft", no_wrap=True)
     for name in ("tokens", "steps", "proposing", "proposed", "accepted", "right", "tokens a step"):
         table.add_column(name, justify="right")
     for one in figures:

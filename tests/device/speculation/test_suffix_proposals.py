@@ -125,7 +125,7 @@ def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
     for request, (salt, length) in enumerate([("a", 5), ("b", 0), ("", 0)], 2):
         later = a_state([9, *answer[10:15]], request, salt=salt)
         assert proposer.find_matches([(request, later)]) == [length]
-        assert proposer.copy(request, 3) == tuple(answer[15:18] if length else ())
+        assert proposer.copy(request, 3).chain == tuple(answer[15:18] if length else ())
 
 
 def test_an_answer_without_a_stop_token_is_archived_when_its_slot_is_opened_again():
@@ -181,7 +181,9 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     text = [*range(1, 40), 5, 6, 7, 8, 9]
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
     copies.find_matches(list(enumerate(states)))
-    return copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
+    found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
+    assert all(tree.tokens[0] == 9 and not tree.has_branches for tree in found.values())
+    return {slot: tree.tokens[1:] for slot, tree in found.items()}
 
 
 def test_as_many_tokens_are_copied_as_the_launch_says_for_the_match():

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from effects.ids import Tokens
 
 MOST_COPIED = 31  # tokens that follow a match and are found with it (texts.h)
+MOST_BRANCH = 7  # tokens of a branch beside them
 END_OF_TEXT = -1
+
+
+class Branch(NamedTuple):
+    """The second-place continuation of a text. fork: the tokens of the chain that come before it."""
+
+    fork: int
+    tokens: Tokens
+
+
+NO_BRANCH = Branch(0, ())
 
 
 class IndexedText(Protocol):
@@ -29,6 +40,26 @@ class IndexedText(Protocol):
 
     def copy(self, count: int) -> Tokens:
         """Return up to `count` tokens that followed at the earlier position, at most MOST_COPIED."""
+        ...
+
+    @property
+    def beside(self) -> int:
+        """The tokens that had come when the text was searched last and stand on the branch of the match before.
+
+        If that branch was not proposed: 1 if it begins with the first token that differs from the chain.
+        """
+        ...
+
+    def find_branch(self, chain: int, count: int) -> Branch:
+        """Return how else the text could go on, where `chain` copied tokens are proposed: at most `count` tokens.
+
+        It is what followed at another earlier position, where the chain goes on otherwise. Of these positions that
+        counts which has the longest match, then the most frequent next token, then the earliest one in the chain.
+        """
+        ...
+
+    def note_proposed(self, chain: int, branch: int) -> None:
+        """Note how many tokens of the chain and of its branch are proposed. The next search computes `beside`."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -137,6 +137,8 @@ def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
     code.rekindle_round.argtypes = [pointer, number, number]
     code.rekindle_match_texts.argtypes = [pointer, size]
     code.rekindle_match_texts.restype = None
+    code.rekindle_find_branch.argtypes = [pointer, size]
+    code.rekindle_find_branch.restype = None
     level = code.rekindle_level()
     return NativeLibrary(code, level, choose_level(code, level)), ""
 

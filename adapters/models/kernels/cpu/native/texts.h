@@ -5,6 +5,7 @@
 #define MOST_MATCHED 64  // tokens of a match that are counted
 #define MOST_PLACES 16   // that are looked at, the newest first
 #define MOST_COPIED 31   // tokens that follow a match
+#define MOST_BRANCH 7    // tokens of a branch beside them
 
 // A place is the number of a token that others stand before. Places from PREFIX_TOKENS to `indexed` are in the chains.
 typedef struct {
@@ -14,13 +15,28 @@ typedef struct {
     int64_t count, indexed, bits; // tokens; places; of a hash
 } text_t;
 
+// A place that was compared: `length` tokens before it agree with the end of the text.
+typedef struct {
+    const text_t *source;
+    int64_t place, length;
+} place_t;
+
 typedef struct {
     text_t *own, *archive; // archive: not there, or tokens of other texts with negative ones between them
+    // what was proposed of the last match, by the caller: tokens of the chain and of its branch
+    int64_t chain_asked, branch_asked;
     // what is found
     const text_t *source;   // the text to copy from
     int64_t place, matched; // the token that is copied first, and the tokens before it that agree; 0: nothing is found
     int64_t copies;         // tokens that follow
     int32_t copied[MOST_COPIED];
+    int64_t beside; // tokens that have come since the last search and stand on the branch of that match
+    // the branch that `find_branch` found last: its tokens, and the tokens of the chain before them
+    int64_t fork, branch_length;
+    int32_t branch[MOST_BRANCH];
+    int64_t end;       // tokens of the own text when it was searched
+    int64_t compared;  // places, the own text's first
+    place_t places[2 * MOST_PLACES];
 } match_t;
 
 static uint32_t hash_prefix(const int32_t *tokens, int64_t bits) {
@@ -54,7 +70,9 @@ static void search_text(const text_t *text, const int32_t *end, int64_t known, m
         const int64_t most = known < place ? known : place;
         int64_t length = 0;
         while (length < most && length < MOST_MATCHED && at[-1 - length] == end[-1 - length]) length++;
-        if (*at < 0 || length < PREFIX_TOKENS || length < best || (length == best && !kinds)) continue;
+        if (*at < 0 || length < PREFIX_TOKENS) continue;
+        match->places[match->compared++] = (place_t){text, place, length};
+        if (length < best || (length == best && !kinds)) continue;
         if (length > best) kinds = 0;
         best = length;
         long kind = 0;
@@ -91,12 +109,88 @@ static void copy_text(match_t *match) {
     match->copies = count;
 }
 
+// A way to go on that differs from a chain: its place, the tokens of the chain before it, and the places that agree.
+typedef struct {
+    const place_t *at;
+    int64_t fork, votes;
+} fork_t;
+
+// The tokens that follow a place, as they were when the text was searched.
+static int64_t count_following(const match_t *match, const place_t *at) {
+    return (at->source == match->own ? match->end : at->source->count) - at->place;
+}
+
+// Finds the second-place continuation: how else the text could go on where the first `chain` copied tokens do. Of the
+// compared places that follow the chain for a while and then differ, that counts which has the longest match, then that
+// with whose next token most of them go on, then that which differs first.
+static void find_branch(match_t *match, int64_t chain) {
+    fork_t forks[2 * MOST_PLACES];
+    long kinds = 0, chosen = 0;
+    match->fork = match->branch_length = 0;
+    for (int64_t i = 0; i < match->compared; i++) {
+        const place_t *const at = match->places + i;
+        const int32_t *const next = at->source->tokens + at->place;
+        const int64_t following = count_following(match, at);
+        int64_t fork = 0;
+        while (fork < chain && fork < following && next[fork] == match->copied[fork]) fork++;
+        if (fork == chain || fork >= following || next[fork] < 0) continue;
+        long kind = 0;
+        for (; kind < kinds; kind++) {
+            const place_t *const known = forks[kind].at;
+            if (forks[kind].fork == fork && known->source->tokens[known->place + fork] == next[fork]) break;
+        }
+        if (kind == kinds) forks[kinds++] = (fork_t){at, fork, 0};
+        forks[kind].votes++;
+        if (at->length > forks[kind].at->length) forks[kind].at = at;
+    }
+    if (!kinds) return;
+    for (long kind = 1; kind < kinds; kind++) {
+        const fork_t *const one = forks + kind, *const best = forks + chosen;
+        const int64_t longer = one->at->length - best->at->length, more = one->votes - best->votes;
+        if (longer > 0 || (longer == 0 && (more > 0 || (more == 0 && one->fork < best->fork)))) chosen = kind;
+    }
+    const fork_t *const best = forks + chosen;
+    const int32_t *const next = best->at->source->tokens + best->at->place + best->fork;
+    const int64_t most = count_following(match, best->at) - best->fork;
+    int64_t count = 0;
+    for (; count < most && count < MOST_BRANCH && next[count] >= 0; count++) match->branch[count] = next[count];
+    match->fork = best->fork;
+    match->branch_length = count;
+}
+
+void rekindle_find_branch(match_t *match, int64_t chain) {
+    find_branch(match, chain < match->copies ? chain : match->copies);
+}
+
+// The tokens on the branch of the last match, of those that have come since. If no branch was proposed, that is 1 where
+// the first token that differs from the chain is the one that the branch would have begun with.
+static int64_t count_beside(match_t *match) {
+    const text_t *const own = match->own;
+    const int64_t came = own->count - match->end;
+    const int64_t chain = match->chain_asked < match->copies ? match->chain_asked : match->copies;
+    const int64_t most = match->branch_asked ? match->branch_asked : 1;
+    if (!match->matched || came <= 0) return 0;
+    const int32_t *const fresh = own->tokens + match->end;
+    int64_t right = 0, count = 0;
+    while (right < came && right < chain && fresh[right] == match->copied[right]) right++;
+    if (right == came || right == chain) return 0;
+    find_branch(match, chain);
+    if (match->fork != right) return 0;
+    while (count < most && count < match->branch_length && right + count < came &&
+           fresh[right + count] == match->branch[count])
+        count++;
+    return count;
+}
+
 void rekindle_match_texts(match_t *const *matches, long count) {
     for (long i = 0; i < count; i++) {
         match_t *const match = matches[i];
         text_t *const own = match->own;
+        match->beside = match->chain_asked ? count_beside(match) : 0;
+        match->chain_asked = match->branch_asked = 0;
         match->source = NULL;
-        match->place = match->matched = match->copies = 0;
+        match->place = match->matched = match->copies = match->compared = 0;
+        match->end = own->count;
         index_text(own);
         search_text(own, own->tokens + own->count, own->count, match);
         if (match->archive && match->matched < MOST_MATCHED) {

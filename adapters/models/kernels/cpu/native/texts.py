@@ -10,10 +10,17 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
-from adapters.models.kernels.interfaces.text_matching import MOST_COPIED, IndexedText
+from adapters.models.kernels.interfaces.text_matching import (
+    MOST_BRANCH,
+    MOST_COPIED,
+    NO_BRANCH,
+    Branch,
+    IndexedText,
+)
 from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for
+MOST_COMPARED = 32  # places of a text and of an archive (texts.h)
 
 
 class TextOf(ctypes.Structure):
@@ -25,20 +32,37 @@ class TextOf(ctypes.Structure):
     ]
 
 
+class PlaceOf(ctypes.Structure):
+    """`place_t`."""
+
+    _fields_ = [("source", ctypes.c_void_p), ("place", ctypes.c_int64), ("length", ctypes.c_int64)]
+
+
 class MatchOf(ctypes.Structure):
     """`match_t`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("own", "archive", "source")),
+        *((name, ctypes.c_void_p) for name in ("own", "archive")),
+        *((name, ctypes.c_int64) for name in ("chain_asked", "branch_asked")),
+        ("source", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("place", "matched", "copies")),
         ("copied", ctypes.c_int32 * MOST_COPIED),
+        *((name, ctypes.c_int64) for name in ("beside", "fork", "branch_length")),
+        ("branch", ctypes.c_int32 * MOST_BRANCH),
+        *((name, ctypes.c_int64) for name in ("end", "compared")),
+        ("places", PlaceOf * MOST_COMPARED),
     ]
 
 
 @define(eq=False)
 class NativeText:
-    """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token."""
+    """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token.
 
+    searched: the archive that was searched last. What was found refers to its memory, so it has to live as long.
+    """
+
+    compiled: NativeLibrary
+    searched: IndexedText | None = field(init=False, default=None)
     described: TextOf = field(init=False, factory=TextOf)
     found: MatchOf = field(init=False, factory=MatchOf)
     address: int = field(init=False)  # of `described`
@@ -64,6 +88,21 @@ class NativeText:
 
     def copy(self, count: int) -> Tokens:
         return tuple(self.found.copied[: min(count, self.found.copies)])
+
+    @property
+    def beside(self) -> int:
+        count: int = self.found.beside
+        return count
+
+    def find_branch(self, chain: int, count: int) -> Branch:
+        if count <= 0 or not self.found.matched:
+            return NO_BRANCH
+        self.compiled.code.rekindle_find_branch(self.match_address, chain)
+        return Branch(self.found.fork, tuple(self.found.branch[: min(count, self.found.branch_length)]))
+
+    def note_proposed(self, chain: int, branch: int) -> None:
+        self.found.chain_asked = chain
+        self.found.branch_asked = branch
 
     @property
     def nbytes(self) -> int:
@@ -108,13 +147,18 @@ class NativeTextMatcher:
     compiled: NativeLibrary
 
     def make_text(self) -> NativeText:
-        return NativeText()
+        return NativeText(self.compiled)
 
     def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
         addresses = (ctypes.c_void_p * len(texts))()
+        searched_now = list[tuple[NativeText, NativeText | None]]()
         for index, (own, archive) in enumerate(texts):
             assert isinstance(own, NativeText)
             assert archive is None or isinstance(archive, NativeText)
             own.found.archive = None if archive is None else archive.address
             addresses[index] = own.match_address
+            searched_now.append((own, archive))
         self.compiled.code.rekindle_match_texts(addresses, len(texts))
+        # The call has read the archives that were searched before, so they are let go of only now.
+        for text, archive in searched_now:
+            text.searched = archive
