@@ -11,7 +11,8 @@ pytest.importorskip("obstore")
 
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import SharedStoreSettings, create_index, open_shared
-from adapters.store.shared.object_client import StoreUnusable, open_client
+from adapters.store.shared.open_client import open_client
+from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.store import Store
 from tests.store.kit import EVERYTHING, save
 from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharingServer, wait_for
