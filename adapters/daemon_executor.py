@@ -43,7 +43,7 @@ class DaemonExecutor(Executor):
                 self._threads[-1].start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         """Take no more calls. What was submitted still runs, and nothing waits for it, whatever the arguments say."""
         with self._lock:
             self._is_shut = True

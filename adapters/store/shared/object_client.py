@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from attrs import define, frozen
@@ -142,9 +142,8 @@ class ObjectClient:
         from obstore import put_async  # noqa: PLC0415
 
         async with limit_time(self, compute_patient_limit(sum(map(len, parts)))), expect_store():
-            await put_async(
-                self._store, name, b"".join(parts), mode="overwrite" if replace else "create", use_multipart=False
-            )
+            mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
+            await put_async(self._store, name, iter(parts), mode=mode, use_multipart=False)  # sent without a copy
 
     async def remove_object(self, name: str) -> None:
         """Remove an object, if it is there."""
