@@ -76,7 +76,7 @@ def test_an_object_is_replaced_only_where_that_is_allowed(root: Path, client: Fo
     assert read(client) == CONTENT
     write(client, b"other", replace=True)
     assert (root / NAME).read_bytes() == b"other"
-    assert os.listdir(root / "0123") == ["run"]
+    assert [path.name for path in (root / "0123").iterdir()] == ["run"]
 
 
 def test_what_a_killed_writer_leaves_is_no_object(root: Path, client: FolderClient) -> None:
