@@ -13,8 +13,11 @@ objects and as many requests at once: by the tier's own client (`moved`), and by
 decodes, checks and copies. Passes take turns; medians.
 
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
-So the same is measured with a store that gives `--pace` MB/s, 125 by default (1 Gbit/s): each operation of each way
-takes as long as its bytes take at that rate, all operations of one direction together.
+So the same is measured with stores that give fewer MB/s (`--paces`, 1250 and 125 by default: 10 and 1 Gbit/s). Each
+operation takes as long as its bytes take at that rate, all operations of one direction together. What is read is
+decoded when all of its bytes have come.
+
+Processor seconds per GB are those of this process. They say what a way costs where other work shares the machine.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -324,10 +327,16 @@ def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) ->
     return tier
 
 
+def measure_way(way: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds that a way took, and the processor seconds of this process."""
+    before_s = time.process_time()
+    return way(), time.process_time() - before_s
+
+
 def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory, bytes_a_s: float
 ) -> dict[str, float]:
-    """MB/s of every way, on the same objects. memory: mapped before, as a server's is. bytes_a_s: of the store."""
+    """Return MB/s and processor seconds per GB of every way, on the same objects. memory: mapped before, as a server's is. bytes_a_s: of the store."""
     unpaced = FOLDER_RUNS if url.startswith("file:") else S3_RUNS
     count = unpaced if bytes_a_s == inf else RUNS
     runs = make_runs(layout, count, codec)
@@ -348,12 +357,14 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
             ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
         ]
         order = -1 if turn % 2 else 1
-        found = {name: way() for name, way in (*ways[::order], *reads[::order])}
+        found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     figures = tier.collect_figures()
     assert (figures["written"], figures["read_bytes"]) == (count, sum(sizes)), figures
     assert tier.close(60)
     client.close()
-    return {name: sum(sizes) / seconds / 1e6 for name, seconds in found.items()}
+    size = sum(sizes)
+    speeds = {name: size / seconds / 1e6 for name, (seconds, _) in found.items()}
+    return speeds | {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
 
 
 def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
@@ -367,6 +378,7 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, 
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
     found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
+    found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
     for way, what in names:
         if way != "client":
             ratios = [row[f"{way}_{what}"] / row[f"client_{what}"] for row in rows[1:]]
