@@ -336,7 +336,10 @@ def measure_way(way: Callable[[], float]) -> tuple[float, float]:
 def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory, bytes_a_s: float
 ) -> dict[str, float]:
-    """Return MB/s and processor seconds per GB of every way, on the same objects. memory: mapped before, as a server's is. bytes_a_s: of the store."""
+    """Return MB/s and processor seconds per GB of every way, on the same objects.
+
+    memory: mapped before, as a server's is. bytes_a_s: of the store.
+    """
     unpaced = FOLDER_RUNS if url.startswith("file:") else S3_RUNS
     count = unpaced if bytes_a_s == inf else RUNS
     runs = make_runs(layout, count, codec)
