@@ -179,7 +179,7 @@ def make_body(messages: Sequence[dict[str, str]], number: int) -> dict[str, Any]
 
 
 @frozen
-class Answered:
+class FleetAnswer:
     """An answer: its tokens and its text, the tokens of the prompt that were restored, and the replica that gave it."""
 
     tokens: tuple[str, ...]
@@ -188,7 +188,7 @@ class Answered:
     replica: str
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answered:
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> FleetAnswer:
     """Return what a server or a fleet answers. Raises CutShortError or httpx.HTTPError."""
     if not body.get("stream"):
         response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
@@ -196,7 +196,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answered:
         choice = answer["choices"][0]
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         replica = response.headers.get(REPLICA_HEADER, "")
-        return Answered(tuple(read_tokens(choice)), choice["message"]["content"], cached, replica)
+        return FleetAnswer(tuple(read_tokens(choice)), choice["message"]["content"], cached, replica)
     tokens = list[str]()
     text = ""
     cached = 0
@@ -213,7 +213,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answered:
                 text += choice["delta"].get("content") or ""
             cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
         replica = response.headers.get(REPLICA_HEADER, "")
-    return Answered(tuple(tokens), text, cached, replica)
+    return FleetAnswer(tuple(tokens), text, cached, replica)
 
 
 class CutShortError(Exception):

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from adapters import demo
 from benchmarks.arguments import benchmark_parser
 from benchmarks.fleet import (
-    Answered,
+    FleetAnswer,
     CutShortError,
     ask,
     deploy,
@@ -88,7 +88,7 @@ def make_prompts(count: int) -> list[dict[str, Any]]:
     return prompts
 
 
-async def answer_alone(model: str, prompts: Sequence[dict[str, Any]], folder: Path) -> tuple[str, list[Answered]]:
+async def answer_alone(model: str, prompts: Sequence[dict[str, Any]], folder: Path) -> tuple[str, list[FleetAnswer]]:
     """Return the identity of a server of this model, and what it answers."""
     words = ["serve", model, *SMALL, "--port", "0", "--kv-cache-budget", "0"]
     with run_program(words, folder / "single.log") as (url, _):
@@ -98,7 +98,7 @@ async def answer_alone(model: str, prompts: Sequence[dict[str, Any]], folder: Pa
 
 
 @define(eq=False)
-class Traffic:
+class UpdateTraffic:
     """Requests that flow while the fleet is updated, and what became of them.
 
     expected: by the identity of a model, what a server of it answers alone. identities: of the replicas that were seen.
@@ -107,9 +107,9 @@ class Traffic:
 
     url: str
     prompts: Sequence[dict[str, Any]]
-    expected: dict[str, list[Answered]]
+    expected: dict[str, list[FleetAnswer]]
     identities: dict[str, str] = field(factory=dict)
-    given: list[tuple[int, Answered]] = field(factory=list)
+    given: list[tuple[int, FleetAnswer]] = field(factory=list)
     failures: list[str] = field(factory=list)
 
     async def keep_asking(self, seed: int) -> None:
@@ -132,7 +132,7 @@ class Traffic:
         self.identities |= {one["id"]: one["identity"] for one in found}
         return [one["id"] for one in found]
 
-    async def ask(self, client: httpx.AsyncClient, number: int, replica: str = "") -> Answered | None:
+    async def ask(self, client: httpx.AsyncClient, number: int, replica: str = "") -> FleetAnswer | None:
         """Ask for a prompt, of one replica if it is named. None: it failed, which is noted."""
         client.headers.pop("x-rekindle-replica", None)
         if replica:
@@ -171,7 +171,7 @@ class RowsSeen:
     back: list[int] = field(factory=list)
 
 
-async def check_reserved(traffic: Traffic, rows: RowsSeen, *, is_back: bool) -> None:
+async def check_reserved(traffic: UpdateTraffic, rows: RowsSeen, *, is_back: bool) -> None:
     """Ask one replica for the reserved prompts, then the other one, which restores them from the shared tier."""
     async with httpx.AsyncClient(base_url=traffic.url, timeout=600) as client:
         first, second = (await traffic.list_replicas(client))[:2]
@@ -209,7 +209,7 @@ async def read_shared_figures(client: httpx.AsyncClient, replica: str) -> dict[s
 
 
 async def update_models(
-    traffic: Traffic, models: Sequence[str], command: Sequence[str], address: str, given: argparse.Namespace
+    traffic: UpdateTraffic, models: Sequence[str], command: Sequence[str], address: str, given: argparse.Namespace
 ) -> tuple[RowsSeen, list[float]]:
     """Give the fleet one model after another under load. Return what was restored, and the seconds of each update."""
     rows = RowsSeen()
@@ -233,7 +233,7 @@ async def update_models(
     return rows, spent
 
 
-def count_telling_prompts(expected: dict[str, list[Answered]]) -> int:
+def count_telling_prompts(expected: dict[str, list[FleetAnswer]]) -> int:
     """Return how many prompts no two models answer alike."""
     by_prompt = zip(*expected.values(), strict=True)
     return sum(len({answer.tokens for answer in answers}) == len(expected) for answers in by_prompt)
@@ -246,7 +246,7 @@ def run_updates(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     names = given.models.split(",")
     models = [paths.get(name, name) for name in names]
     prompts = make_prompts(PROMPTS)
-    expected = dict[str, list[Answered]]()
+    expected = dict[str, list[FleetAnswer]]()
     identities = dict[str, str]()
     for name, model in dict(zip(names, models, strict=True)).items():
         identity, answers = anyio.run(answer_alone, model, prompts, folder)
@@ -260,7 +260,7 @@ def run_updates(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     words = ["fleet", *SMALL, "--port", str(given.port), "--kv-cache-dir", str(folder / "kv")]
     words += ["--kv-shared-tier", shared.as_uri()]
     with run_program([words[0], models[0], *words[1:]], folder / "fleet.log") as (url, address):
-        traffic = Traffic(url, prompts, expected)
+        traffic = UpdateTraffic(url, prompts, expected)
         rows, spent = anyio.run(update_models, traffic, models, words, address, given)
     counts = traffic.count_answers()
     by_model = {f"answers_of_{identities[identity]}": counts[identity] for identity in expected}
