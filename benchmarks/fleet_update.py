@@ -36,8 +36,8 @@ from safetensors.torch import load_file, save_file
 from adapters import demo
 from benchmarks.arguments import benchmark_parser
 from benchmarks.fleet import (
-    FleetAnswer,
     CutShortError,
+    FleetAnswer,
     ask,
     deploy,
     list_replicas,
@@ -56,7 +56,7 @@ RESERVED = 2
 CHANGED = "input_layernorm.weight"
 RESERVED_WORDS = 900  # of such a prompt; a short one is computed more quickly than it is restored
 SETTLED_READS = 4  # that show the same, half a second apart
-SETTLE_S = 120.0  # for runs to reach the shared tier, and for the other replica to see them
+SETTLE_S = 300.0  # for runs to reach the shared tier, and for the other replica to see them
 SMALL = ("--slots", "4", "--threads", "1", "--max-ctx", "4096", "--kv-cache-min-tokens", "64", "--alias", ALIAS)
 
 
