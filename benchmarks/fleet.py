@@ -49,6 +49,7 @@ from tests.store.shared_servers import BUCKET, MotoServer, find_moto, moto_serve
 ROOT = Path(__file__).parents[1]
 READY = re.compile(r"ready  (http://\S+)  .*?(?:ray=(\S+)  )?in ")
 WORDS = ("cache", "prefix", "replica", "router", "token", "session", "tensor", "kernel", "stream", "answer", "prompt")
+REPLICA_HEADER = "x-rekindle-replica"
 ANSWER_TOKENS = 24
 SYSTEM_WORDS = 500
 TURN_WORDS = 60
@@ -177,13 +178,25 @@ def make_body(messages: Sequence[dict[str, str]], number: int) -> dict[str, Any]
     return {**body, "stream": True, "stream_options": {"include_usage": True}} if number % 2 else body
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[tuple[str, ...], str, int]:
-    """Return the tokens of an answer, its text, and the tokens of the prompt that were restored."""
+@frozen
+class FleetAnswer:
+    """An answer: its tokens and its text, the tokens of the prompt that were restored, and the replica that gave it."""
+
+    tokens: tuple[str, ...]
+    text: str
+    cached: int
+    replica: str
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> FleetAnswer:
+    """Return what a server or a fleet answers. Raises CutShortError or httpx.HTTPError."""
     if not body.get("stream"):
-        answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+        response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+        answer = response.json()
         choice = answer["choices"][0]
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return tuple(read_tokens(choice)), choice["message"]["content"], cached
+        replica = response.headers.get(REPLICA_HEADER, "")
+        return FleetAnswer(tuple(read_tokens(choice)), choice["message"]["content"], cached, replica)
     tokens = list[str]()
     text = ""
     cached = 0
@@ -199,7 +212,8 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[tuple[st
                 tokens += read_tokens(choice)
                 text += choice["delta"].get("content") or ""
             cached = ((part.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens", cached)
-    return tuple(tokens), text, cached
+        replica = response.headers.get(REPLICA_HEADER, "")
+    return FleetAnswer(tuple(tokens), text, cached, replica)
 
 
 class CutShortError(Exception):
@@ -222,9 +236,9 @@ async def record_sessions(url: str, sessions: int, turns: int) -> list[list[Flee
             for number in range(session, turns, sessions):
                 messages.append({"role": "user", "content": write_text(dice, TURN_WORDS)})
                 body = {**make_body(messages, number), "prompt_cache_key": f"session-{session}"}
-                tokens, text, cached = await ask(client, body)
-                own.append(FleetTurn(body, tokens, cached))
-                messages.append({"role": "assistant", "content": text})
+                answer = await ask(client, body)
+                own.append(FleetTurn(body, answer.tokens, answer.cached))
+                messages.append({"role": "assistant", "content": answer.text})
             recorded.append(own)
     return recorded
 
@@ -249,7 +263,7 @@ async def replay_sessions(
 
 async def replay_turn(client: httpx.AsyncClient, turn: FleetTurn, outcome: Outcome) -> None:
     try:
-        tokens, _, cached = await ask(client, turn.body)
+        answer = await ask(client, turn.body)
     except CutShortError as error:
         outcome.different += error.tokens != turn.tokens[: len(error.tokens)]
         if error.tokens:
@@ -259,8 +273,8 @@ async def replay_turn(client: httpx.AsyncClient, turn: FleetTurn, outcome: Outco
     except httpx.HTTPError as error:
         outcome.failures.append(repr(error))
     else:
-        outcome.different += tokens != turn.tokens
-        outcome.cached += cached
+        outcome.different += answer.tokens != turn.tokens
+        outcome.cached += answer.cached
     outcome.answered += 1
 
 
@@ -321,12 +335,17 @@ async def disturb(
             else:
                 gate.open_until(end)
                 before = {one["id"] for one in await list_replicas(client)}
-                environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
-                await anyio.run_process([sys.executable, "-P", "-m", "engine", *update], env=environment)
+                await deploy(update)
                 await wait_for_others(client, before)
             spent_s = time.monotonic() - began
             print(f"{step}: turns {turn} to {gate.answered} of {given.turns}, {spent_s:.1f} s", flush=True)
     gate.open_until(given.turns)
+
+
+async def deploy(words: Sequence[str]) -> None:
+    """Run the command that updates a fleet, and wait until Ray Serve runs what it was given."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
+    await anyio.run_process([sys.executable, "-P", "-m", "engine", *words], env=environment)
 
 
 async def list_replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:

@@ -13,8 +13,11 @@ objects and as many requests at once: by the tier's own client (`moved`), and by
 decodes, checks and copies. Passes take turns; medians.
 
 A folder is read at the speed of memory, and there the checks of the whole tier cost as much processor time as reading.
-So the same is measured with a store that gives `--pace` MB/s, 125 by default (1 Gbit/s): each operation of each way
-takes as long as its bytes take at that rate, all operations of one direction together.
+So the same is measured with stores that give fewer MB/s (`--paces`, 1250 and 125 by default: 10 and 1 Gbit/s). Each
+operation takes as long as its bytes take at that rate, all operations of one direction together. What is read is
+decoded when all of its bytes have come.
+
+Processor seconds per GB are those of this process. They say what a way costs where other work shares the machine.
 
 `s3` is `moto`'s server process, written in Python: a real process that speaks the protocol, and slower than any store.
 """
@@ -30,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from math import inf
@@ -45,8 +48,10 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.block_keys import chain_keys, pack_tokens
 from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.files.file_format import Layout, Run, encode_run
-from adapters.store.open_store import SharedStoreSettings, open_shared
-from adapters.store.shared.object_client import ObjectClient, open_client
+from adapters.store.files.read_run import RunContent
+from adapters.store.shared.object_client import ObjectClient
+from adapters.store.shared.open_client import open_client
+from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import UPLOADS
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import Buffer, SlabMemory
@@ -67,6 +72,7 @@ RUN_BYTES = 4 << 20
 RUNS = 24
 FOLDER_RUNS = 96  # of a folder that is read at the speed of memory: fewer would be read within 20 ms
 S3_RUNS = 48  # of moto's server at its own speed; it keeps all objects in memory
+WAITING_BYTES = 1 << 30  # that may wait to be written
 PASSES = 5
 BLOCK = 64
 T = TypeVar("T")
@@ -174,27 +180,62 @@ class Pace:
 
     async def run(self, work: Awaitable[T], size: int) -> T:
         """Await work that moves so many bytes; it ends when they have passed."""
+        end_s = self._take(size)
+        done = await work
+        await sleep_until(end_s)
+        return done
+
+    async def pass_bytes(self, size: int) -> None:
+        """Wait until so many bytes have passed."""
+        await sleep_until(self._take(size))
+
+    def _take(self, size: int) -> float:
         now_s = time.perf_counter()
         with self._lock:
-            self._free_s = end_s = max(now_s, self._free_s) + size / self.bytes_a_s
-        done = await work
-        if (left_s := end_s - time.perf_counter()) > 0:
-            await asyncio.sleep(left_s)
-        return done
+            self._free_s = max(now_s, self._free_s) + size / self.bytes_a_s
+            return self._free_s
+
+
+async def sleep_until(end_s: float) -> None:
+    if (left_s := end_s - time.perf_counter()) > 0:
+        await asyncio.sleep(left_s)
 
 
 @define(eq=False)
 class PacedClient(ObjectClient):
-    """A client of a store that gives a limited rate."""
+    """A client of a store that gives a limited rate.
 
+    plain: does the work. What is read is decoded when the store has given all of its bytes, and not earlier.
+    """
+
+    plain: ObjectClient
     pace: Pace
 
     async def read_object(self, name: str, size: int) -> list[memoryview]:
-        return await self.pace.run(ObjectClient.read_object(self, name, size), size)
+        return await self.pace.run(self.plain.read_object(name, size), size)
+
+    async def read_content(
+        self,
+        name: str,
+        size: int,
+        workers: Executor,
+        decode: Callable[[RunContent], T],
+        then: Callable[[T], object],
+    ) -> T:
+        await self.pace.pass_bytes(size)
+        return await self.plain.read_content(name, size, workers, decode, then)
 
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
-        written = ObjectClient.write_object(self, name, parts, replace=replace)
+        written = self.plain.write_object(name, parts, replace=replace)
         await self.pace.run(written, sum(map(len, parts)))
+
+    def close(self) -> None:
+        self.plain.close()
+
+
+def make_paced(url: str, bytes_a_s: float) -> PacedClient:
+    plain = open_client(url)
+    return PacedClient(url, plain._store, plain, Pace(bytes_a_s))  # noqa: SLF001 - the library alone is compared with
 
 
 async def time_client_writes(client: PacedClient, files: Sequence[bytes], mark: str) -> float:
@@ -280,24 +321,32 @@ async def time_tier_reads(tier: SharedTier, memory: SlabMemory, workers: ThreadP
 
 def open_paced_tier(url: str, layout: Layout, codec: Fixed, bytes_a_s: float) -> SharedTier:
     """Open the tier with a client whose store gives this rate."""
-    tier = open_shared(layout, SharedStoreSettings(url), threading.RLock(), codec=codec)
-    plain = tier.client
-    tier.client = tier._publisher.client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
+    limits = SharedLimits(WAITING_BYTES, 0, inf)
+    tier = SharedTier(make_paced(url, bytes_a_s), layout, threading.RLock(), limits, CodecChooser(codec))
+    tier.start()
     return tier
+
+
+def measure_way(way: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds that a way took, and the processor seconds of this process."""
+    before_s = time.process_time()
+    return way(), time.process_time() - before_s
 
 
 def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
     url: str, layout: Layout, codec: Fixed, turn: int, memory: SlabMemory, bytes_a_s: float
 ) -> dict[str, float]:
-    """MB/s of every way, on the same objects. memory: mapped before, as a server's is. bytes_a_s: of the store."""
+    """Return MB/s and processor seconds per GB of every way, on the same objects.
+
+    memory: mapped before, as a server's is. bytes_a_s: of the store.
+    """
     unpaced = FOLDER_RUNS if url.startswith("file:") else S3_RUNS
     count = unpaced if bytes_a_s == inf else RUNS
     runs = make_runs(layout, count, codec)
     files = [b"".join(parts) for _, _, parts in runs]
     sizes = [*map(len, files)]
     mark = f"{layout.compute_root('rows').hex()}"
-    plain = open_client(url)
-    client = PacedClient(plain.url, plain._store, Pace(bytes_a_s))  # noqa: SLF001
+    client = make_paced(url, bytes_a_s)
     tier = open_paced_tier(url, layout, codec, bytes_a_s)
     with ThreadPoolExecutor(2 * RUNS_IN_FLIGHT) as workers:
         ways: list[tuple[str, Callable[[], float]]] = [
@@ -311,11 +360,14 @@ def measure_pass(  # noqa: PLR0917 - as `measure_rates` has them
             ("tier_read", lambda: asyncio.run(time_tier_reads(tier, memory, workers))),
         ]
         order = -1 if turn % 2 else 1
-        found = {name: way() for name, way in (*ways[::order], *reads[::order])}
+        found = {name: measure_way(way) for name, way in (*ways[::order], *reads[::order])}
     figures = tier.collect_figures()
     assert (figures["written"], figures["read_bytes"]) == (count, sum(sizes)), figures
     assert tier.close(60)
-    return {name: sum(sizes) / seconds / 1e6 for name, seconds in found.items()}
+    client.close()
+    size = sum(sizes)
+    speeds = {name: size / seconds / 1e6 for name, (seconds, _) in found.items()}
+    return speeds | {f"{name}_cpu": 1e9 * spent / size for name, (_, spent) in found.items()}
 
 
 def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, Any]:
@@ -329,6 +381,7 @@ def measure_rates(url: str, store: str, codec: Fixed, pace: float) -> dict[str, 
     names = [(way, what) for what in ("write", "read") for way in ("client", "moved", "tier")]
     found: dict[str, Any] = {"store": store if pace == inf else f"{store} at {pace:g} MB/s", "codec": codec}
     found |= {f"{way}_{what}_MB/s": median([row[f"{way}_{what}"] for row in rows[1:]]) for way, what in names}
+    found |= {f"{way}_{what}_cpu_s/GB": median([row[f"{way}_{what}_cpu"] for row in rows[1:]]) for way, what in names}
     for way, what in names:
         if way != "client":
             ratios = [row[f"{way}_{what}"] / row[f"client_{what}"] for row in rows[1:]]
@@ -380,7 +433,7 @@ def main() -> int:
     parser.add_argument("--only", default="exactness,rates")
     parser.add_argument("--writer", default="cpu:0,ipc+cpu:0", help="as --target-devices, of the server that writes")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--pace", type=float, default=125.0, help="MB/s of the slow store")
+    parser.add_argument("--paces", default="inf,1250,125", help="MB/s of stores; inf: the store's own speed")
     parser.add_argument("--leave", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.leave:
@@ -392,7 +445,7 @@ def main() -> int:
                 answers.append(anyio.run(compare_answers, given, model, url))
         if "rates" in given.only:
             codecs: tuple[Fixed, ...] = ("store", "zstd")
-            for pace, codec in product((inf, given.pace), codecs):
+            for pace, codec in product(map(float, given.paces.split(",")), codecs):
                 rates.append(measure_rates(url, given.store, codec, pace))
     if answers:
         print_table("Restored on B from what A published, against answers computed cold", answers)

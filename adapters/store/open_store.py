@@ -21,7 +21,7 @@ from adapters.store.files.file_format import Kind, Layout
 from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
-from adapters.store.shared.object_client import open_client
+from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier
 from adapters.store.slab_memory import ALIGN, SlabMemory

@@ -12,14 +12,17 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
 
-from engine.fleet.application import NAME, build_fleet
+from engine.fleet.application import INGRESSES, NAME, build_fleet
 from engine.fleet.fleet_options import FleetOptions, list_arguments
 from engine.fleet.local_ray import MARK, run_local_ray
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
 NAMESPACE = "serve"
+LATE_S = 5.0  # after the grace period, for an ingress to answer
 REFUSAL = "UserError:"  # in the line of a traceback that has the sentence for the user
 FAILURE = "Error:"  # precedes the traceback in what Ray Serve says about a deployment
 
@@ -36,7 +39,20 @@ def run_local_fleet(options: Options, fleet: FleetOptions) -> int:
         announce(options, fleet.replicas, time.monotonic() - began)
         stop.wait()
         print("shutting down: running requests may end first", file=sys.stderr, flush=True)
+        drain_ingresses(options.http.grace)
     return 0
+
+
+def drain_ingresses(grace_s: float) -> None:
+    """Let all requests end, at most so long. New ones are refused. Ray Serve would stop the proxy under them."""
+    draining = serve.get_deployment_handle(INGRESSES, NAME).broadcast("drain", grace_s)
+    try:
+        counts = draining.results(timeout_s=grace_s + LATE_S, return_exceptions=True)
+    except (TimeoutError, DeploymentUnavailableError, RayError) as error:
+        print(f"requests may have been cut: {error!r}", file=sys.stderr, flush=True)
+        return
+    if left := sum(count for count in counts if isinstance(count, int)):
+        print(f"{left} requests did not end within {grace_s:g} s (--grace)", file=sys.stderr, flush=True)
 
 
 def deploy_to_cluster(options: Options, fleet: FleetOptions) -> int:

@@ -9,6 +9,8 @@ import os
 import socket
 from typing import Final
 
+from engine.fleet.haproxy_script import set_haproxy_script
+
 # Ray's processes listen on loopback only, and look for each other there. Ray calls it so because that is its default on
 # these systems; `_node_ip_address` of `ray.init` has no such effect in 2.60.0.
 LOOPBACK_ONLY: Final = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -37,6 +39,7 @@ def prepare_environment(address: str) -> None:
         ports = {name: str(find_free_port()) for name in HAPROXY_PORTS}  # two fleets on one machine need two of each
         for name, value in {**ENVIRONMENT, **ports}.items():
             os.environ.setdefault(name, value)
+        set_haproxy_script()
 
 
 def is_loopback(address: str) -> bool:

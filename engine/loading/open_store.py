@@ -19,7 +19,7 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.files.private_folder import FolderUnusable
 from adapters.store.open_store import SharedStoreSettings, create_memory, open_store
-from adapters.store.shared.object_client import StoreUnusable
+from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier

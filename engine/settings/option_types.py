@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Group, Parameter, Token
 
 from adapters.models.kernels.formats.row_names import read_pair
-from adapters.store.shared.object_client import StoreUnusable, check_url
+from adapters.store.shared.store_url import StoreUnusable, check_url
 from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 

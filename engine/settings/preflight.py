@@ -23,7 +23,7 @@ from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.models.explain_refusal import explain_refused_architecture, explain_refused_type
 from adapters.store.files.private_folder import LOCK, FolderUnusable, PrivateFolder, check_private
-from adapters.store.shared.object_client import INSTALL
+from adapters.store.shared.store_url import INSTALL
 from engine.settings.model_catalog import locate_model
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name

@@ -129,6 +129,7 @@ def test_the_example_for_kubernetes_has_what_the_command_prints(capsys: pytest.C
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == yaml.safe_load(capsys.readouterr().out)
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert sum(group["replicas"] for group in groups) == 4
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_pods_on_kubernetes_may_use_what_their_options_name() -> None:

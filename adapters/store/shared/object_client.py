@@ -1,6 +1,6 @@
-"""A client of an object store, with limits of time and our own errors. The only module that imports `obstore`.
+"""A client of an object store, with limits of time and our own errors. It and `open_client.py` alone import `obstore`.
 
-Every operation ends within its limit, whatever the store does. `file://` folders are stores like any other.
+Every operation ends within its limit, whatever the store does. A folder has a client of its own (`folder_client.py`).
 """
 
 from __future__ import annotations
@@ -8,37 +8,29 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from attrs import define, frozen
 
-from adapters.store.shared.store_health import BASE_LIMIT_S, compute_limit, compute_patient_limit
+from adapters.store.files.read_run import RunContent
+from adapters.store.shared.object_pieces import ObjectPieces
+from adapters.store.shared.store_health import compute_limit, compute_patient_limit
+from adapters.store.shared.store_url import ENDPOINTS
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-SCHEMES = ("s3", "gs", "az", "file")
-ACCEPTED = "accepted: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder"
-INSTALL = "needs the package obstore: pip install 'rekindle[shared]'"
-# The variables that name the endpoint of a store, for stores that may be anywhere.
-ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_STORAGE_ENDPOINT",)}
 CAUSE = re.compile(r'^ +(?:message|error): "(.+)",$', re.MULTILINE)  # in the library's structures, the innermost last
 RANGE_BYTES = 4 << 20  # what one request reads; a larger object is read by several at once
-RETRIES = 2
-# Seconds of one attempt's own limits. An operation is cut off by `compute_limit` in any case.
-CONNECT_S = 1.0
 PAGE = 1000  # names of one answer to a listing
 MAX_LISTED = 1 << 20  # objects of a listing; more would take the memory of the server
-
-
-class StoreUnusable(Exception):
-    """The store cannot be used from the start. The message is one line that says why."""
+T = TypeVar("T")
 
 
 class StoreUnreachable(OSError):
@@ -124,14 +116,34 @@ class ObjectClient:
             found = await get_async(self._store, name)
             return memoryview(await found.bytes_async() if found.meta["size"] == size else b"")
 
+    async def read_content(
+        self,
+        name: str,
+        size: int,
+        workers: Executor,
+        decode: Callable[[RunContent], T],
+        then: Callable[[T], object],
+    ) -> T:
+        """Call `decode` with the content of an object, and `then` with the result, on one thread. Return the result.
+
+        size: as listed. workers: their threads may be used. Raises what `decode` and `then` raise as well.
+        """
+        pieces = ObjectPieces(await self.read_object(name, size))
+
+        def read() -> T:
+            found = decode(pieces)
+            then(found)
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(workers, read)
+
     async def write_object(self, name: str, parts: Sequence[bytes], *, replace: bool = False) -> None:
         """Write an object; it is there as a whole or not at all. Raises ObjectExists unless it may be replaced."""
         from obstore import put_async  # noqa: PLC0415
 
         async with limit_time(self, compute_patient_limit(sum(map(len, parts)))), expect_store():
-            await put_async(
-                self._store, name, b"".join(parts), mode="overwrite" if replace else "create", use_multipart=False
-            )
+            mode: Literal["overwrite", "create"] = "overwrite" if replace else "create"
+            await put_async(self._store, name, iter(parts), mode=mode, use_multipart=False)  # sent without a copy
 
     async def remove_object(self, name: str) -> None:
         """Remove an object, if it is there."""
@@ -142,6 +154,9 @@ class ObjectClient:
                 await delete_async(self._store, name)
         except FileNotFoundError:
             return
+
+    def close(self) -> None:
+        """End what the client has started. It is not used any more."""
 
 
 @asynccontextmanager
@@ -184,48 +199,3 @@ def split_ranges(size: int) -> list[tuple[int, int]]:
     count = max(1, (size + RANGE_BYTES // 2) // RANGE_BYTES)
     edges = [number * RANGE_BYTES for number in range(count)] + [size]
     return list(pairwise(edges))
-
-
-def open_client(url: str) -> ObjectClient:
-    """Return a client for a URL. Nothing is asked of the store yet. Raises StoreUnusable."""
-    check_url(url)
-    try:
-        from obstore.exceptions import BaseError  # noqa: PLC0415
-        from obstore.store import from_url  # noqa: PLC0415
-    except ImportError as error:
-        raise StoreUnusable(INSTALL) from error
-    options: dict[str, Any] = {}
-    if not url.startswith("file:"):
-        backoff = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=400)}
-        retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=BASE_LIMIT_S), "backoff": backoff}
-        timeouts = {"connect_timeout": timedelta(seconds=CONNECT_S), "timeout": timedelta(seconds=60)}
-        options = {"client_options": {**timeouts, "allow_http": allows_http(os.environ)}, "retry_config": retry}
-    else:
-        options = {"mkdir": True}
-    try:
-        return ObjectClient(url, from_url(url, **options))
-    except (BaseError, ValueError, OSError) as error:
-        raise StoreUnusable(shorten_error(error)) from error
-
-
-def allows_http(environment: Mapping[str, str]) -> bool:
-    """Return whether a store may be asked without encryption: its endpoint says so, or a variable for it does."""
-    endpoints = (environment.get(name, "") for names in ENDPOINTS.values() for name in names)
-    allowed = (environment.get(f"{store}_ALLOW_HTTP", "").lower() for store in ("AWS", "GOOGLE", "AZURE"))
-    return "true" in allowed or any(endpoint.startswith("http://") for endpoint in endpoints)
-
-
-def check_url(url: str) -> None:
-    """Raise StoreUnusable if a URL cannot name a store. It is also called where options are read."""
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise StoreUnusable(f"{error}; {ACCEPTED}") from error
-    if parts.scheme not in SCHEMES:
-        raise StoreUnusable(f"{url[:60]!r} is no store; {ACCEPTED}")
-    if parts.query or parts.fragment or parts.username or parts.password:
-        raise StoreUnusable(f"a store has no user, query or fragment in its URL; {ACCEPTED}")
-    if parts.scheme == "file" and (parts.netloc or not Path(unquote(parts.path)).is_absolute()):
-        raise StoreUnusable(f"{url[:60]!r} is no folder; {ACCEPTED}")
-    if parts.scheme != "file" and not parts.netloc:
-        raise StoreUnusable(f"{url[:60]!r} names no bucket; {ACCEPTED}")

@@ -11,7 +11,8 @@ thread with an event loop of its own does everything that no request waits for:
 * It *publishes*: it encodes runs that snapshots bring, and writes them (`publisher.py`).
 
 Lookups ask the index in memory and never the store. A read fetches the object in ranges on the caller's event loop and
-decodes it on the caller's threads, with the same checks as a file (`fill_target`). Then it is a run like any other.
+decodes it on the caller's threads, with the same checks as a file (`fill_target`). From a folder it is read and decoded
+piece by piece on threads of its client. Then it is a run like any other.
 
 An operation that fails or takes too long takes the tier away until a refresh works again (`store_health.py`). While it
 is away its index is empty to callers, so prompts are looked up in the other tiers and computed; /health names the
@@ -26,31 +27,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from attrs import define, field
 
+from adapters.daemon_executor import DaemonExecutor
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.files.codec import DECODERS, CodecChooser
 from adapters.store.files.file_format import Layout
-from adapters.store.files.read_run import Expected, fill_target
+from adapters.store.files.read_run import Expected, RunContent, fill_target
+from adapters.store.files.same_thread_executor import SameThreadExecutor
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.shared.availability import Availability, read_clock
 from adapters.store.shared.catalogue import Catalogue
 from adapters.store.shared.garbage_collector import GarbageCollector
-from adapters.store.shared.object_client import ObjectClient, StoreUnreachable, StoreUnusable
+from adapters.store.shared.object_client import ObjectClient, StoreUnreachable
 from adapters.store.shared.object_names import name_entry, name_sample
-from adapters.store.shared.object_pieces import ObjectPieces
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.publisher import UPLOADS, Publisher
 from adapters.store.shared.refresher import Refresher
+from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
 from adapters.watched_thread import WatchedThread
@@ -83,7 +88,9 @@ class SharedTier:
     thread: WatchedThread = field(init=False)
     _publisher: Publisher = field(init=False)
     _collector: GarbageCollector = field(init=False)
-    _decoders: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "shared-reader"))
+    _decoders: DaemonExecutor = field(factory=lambda: DaemonExecutor("shared-reader", DECODERS))
+    _same_thread: SameThreadExecutor = field(factory=SameThreadExecutor)
+    _reads: int = 0  # that are under way
     _empty: BlockIndex = field(init=False)
     availability: Availability = field(init=False)
     _refresher: Refresher = field(init=False)
@@ -130,8 +137,7 @@ class SharedTier:
         try:
             asyncio.run(self._sign_on())
         except OSError as error:
-            self._decoders.shutdown()
-            self._publisher.close()
+            self._close_parts()
             raise StoreUnusable(str(error)) from error
         self.thread.start()
 
@@ -148,9 +154,13 @@ class SharedTier:
         self.thread.join(timeout_s)
         if self.thread.is_alive():
             return False
+        self._close_parts()
+        return True
+
+    def _close_parts(self) -> None:
         self._decoders.shutdown()
         self._publisher.close()
-        return True
+        self.client.close()
 
     # --- from any thread ---
 
@@ -216,16 +226,14 @@ class SharedTier:
     ) -> Buffer:
         """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
 
-        then: called with the buffer on the thread of `workers` that has decoded it.
+        then: called with the buffer on the thread that has decoded it.
         Raises Damaged (the object is not found any more by then), OSError or MemoryError.
         """
-        pieces = await self._fetch(entry)
-        return await asyncio.get_running_loop().run_in_executor(workers, self._decode, entry, pieces, memory, then)
-
-    async def _fetch(self, entry: Entry) -> ObjectPieces:
         name = name_entry(self.catalogue.root, entry)
+        self._reads += 1
         try:
-            pieces = await self.client.read_object(name, entry.size)
+            decode = partial(self._decode, entry, memory)
+            buffer = await self.client.read_content(name, entry.size, workers, decode, then)
         except FileNotFoundError as error:
             self.counts["read_errors"] += 1
             self.catalogue.forget(entry)
@@ -234,20 +242,25 @@ class SharedTier:
             self.counts["read_errors"] += 1
             self.availability.report_failure(f"reading failed: {error}")
             raise
+        finally:
+            self._reads -= 1
         self.counts["read_bytes"] += entry.size
-        return ObjectPieces(pieces)
+        return buffer
 
-    def _decode(self, entry: Entry, pieces: ObjectPieces, memory: SlabMemory, then: ReadCallback) -> Buffer:
+    def _decode(self, entry: Entry, memory: SlabMemory, content: RunContent) -> Buffer:
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
         expected = Expected(entry.size, entry.run, self.layout)
         try:
-            fill_target(pieces, expected, self._decoders, buffer.data.numpy().data)
+            fill_target(content, expected, self._choose_helpers(), buffer.data.numpy().data)
         except Damaged as error:
             log.warning("a damaged object in the shared store is not used: %s: %s", name_entry(b"", entry), error)
             self.catalogue.note_damaged_entry(entry)
             raise
-        then(buffer)
         return buffer
+
+    def _choose_helpers(self) -> Executor:
+        """Return what decodes the parts of a run: other threads, or this one if other reads keep the cores busy."""
+        return self._same_thread if self._reads >= (os.cpu_count() or 1) else self._decoders
 
     # --- measurements, before any request is served ---
 
@@ -270,8 +283,11 @@ class SharedTier:
 
     def read_sample(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a sample as a run is read. Called on a thread without an event loop. Raises Damaged, OSError."""
-        pieces = ObjectPieces(asyncio.run(self.client.read_object(name, expected.size)))
-        fill_target(pieces, expected, self._decoders, target)
+
+        def fill(content: RunContent) -> None:
+            fill_target(content, expected, self._decoders, target)
+
+        asyncio.run(self.client.read_content(name, expected.size, self._same_thread, fill, lambda _: None))
 
     def collect_figures(self) -> dict[str, Any]:
         with self.lock:

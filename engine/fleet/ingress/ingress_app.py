@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import lru_cache
 
 import anyio
@@ -43,6 +44,7 @@ from engine.fleet.ingress.fleet_status import FleetStatus
 from engine.fleet.ingress.held_answer import HeldAnswer, ReplicaLost
 from engine.fleet.ingress.key_finder import KeyFinder
 from engine.fleet.ingress.merge_metrics import make_prefill_counter, make_repeat_counter
+from engine.fleet.ingress.open_requests import OpenRequests
 from engine.fleet.ingress.prompt_keys import APIS
 from engine.fleet.ingress.relay import REPLICA_HEADER, AskedRequest, ReplicaClient, ReplicaRefused
 from engine.fleet.ingress.remote_prefill import RemotePrefills
@@ -77,6 +79,7 @@ class IngressApp:
     options: EdgeOptions
     metrics: Metrics
     relay: ReplicaClient = field(factory=ReplicaClient)
+    open_requests: OpenRequests = field(factory=OpenRequests)
     budget: BodyBudget = field(init=False)
     holders: ResponseHolders = field(init=False)
     status: FleetStatus = field(init=False)
@@ -99,11 +102,18 @@ class IngressApp:
         newest = self.picker.newest or await self.picker.find_any()
         if not is_served(path, (*newest.facts.paths, *files.load_files(), FLEET)):
             raise unknown_path(path, sorted({*newest.facts.paths, FLEET}))
+        if self.open_requests.is_draining:
+            raise unavailable(SHUTTING_DOWN, self.options.times.retry_after_s)
+        # Nobody waits for the end of a stream of events: it has none.
+        with nullcontext() if path == EVENTS else self.open_requests.hold():
+            await self._read_and_answer(request, receive, send)
+
+    async def _read_and_answer(self, request: Request, receive: Receive, send: Send) -> None:
         # The body is kept until the request is answered, since it may have to be sent again.
         with self.budget.open_body(self.options.times.body_timeout_s) as incoming:
             body = await read_bytes(request, self.options, self.budget, incoming)
             asked = await self._read_request(request, body)
-            await run_until_disconnect(receive, lambda: self._answer(asked, scope, send))
+            await run_until_disconnect(receive, lambda: self._answer(asked, request.scope, send))
         if asked.read_later is not None:
             asked.read_later()
 

@@ -24,6 +24,7 @@ from adapters.text.model_text import Text
 from engine import __version__
 from engine.fleet.ingress.ingress_app import FLEET, IngressApp
 from engine.fleet.ingress.key_finder import KeyFinder
+from engine.fleet.ingress.open_requests import OpenRequests
 from engine.fleet.ingress.prompt_keys import PromptReader
 from engine.fleet.ingress.reading_thread import ReadingThread
 from engine.fleet.ingress.replica_picker import ReplicaPicker
@@ -46,6 +47,10 @@ class IngressReplica:
         configure(options.diagnostics.log_format, options.diagnostics.log_level)
         self.gate = IngressGate(options, begin_text(options.model).result(), ReplicaPicker(replicas))
 
+    async def drain(self, grace_s: float) -> int:
+        """Take no more requests. Return how many have not ended after the grace period. Called when the fleet stops."""
+        return await self.gate.open_requests.drain(grace_s)
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application. Ray Serve calls this after the constructor."""
         return self.gate
@@ -59,6 +64,7 @@ class IngressGate:
     text: Text
     picker: ReplicaPicker
     thread: ReadingThread = field(factory=ReadingThread)
+    open_requests: OpenRequests = field(factory=OpenRequests)
     guard: Guard | None = field(default=None, init=False)
     _building: anyio.Lock = field(factory=anyio.Lock, init=False)
 
@@ -83,7 +89,8 @@ class IngressGate:
         edge = build_edge_options(self.options, self.text)
         metrics = Metrics()
         finder = KeyFinder(PromptReader(self.text, edge), edge.limits.max_body, self.thread)
-        return Guard(IngressApp(self.picker, finder, edge, metrics), edge.access, metrics, paths, None)
+        app = IngressApp(self.picker, finder, edge, metrics, open_requests=self.open_requests)
+        return Guard(app, edge.access, metrics, paths, None)
 
 
 async def answer_lifespan(receive: Receive, send: Send) -> None:

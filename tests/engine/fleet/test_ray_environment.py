@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from engine.fleet.haproxy_script import BINARY_PATH
 from engine.fleet.ray_environment import ENVIRONMENT, HAPROXY_PORTS, LOOPBACK_ONLY, prepare_environment
 
-NAMES = (LOOPBACK_ONLY[0], *ENVIRONMENT, *HAPROXY_PORTS)
+NAMES = (LOOPBACK_ONLY[0], *ENVIRONMENT, *HAPROXY_PORTS, BINARY_PATH)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +84,51 @@ def test_a_killed_replica_fails_no_request(fleet: tuple[str, subprocess.Popen[st
     text, _ = ask(url)
     os.kill(list_replicas(url)[0]["pid"], signal.SIGKILL)
     assert [ask(url)[0] for _ in range(8)] == [text] * 8
+
+
+def test_a_client_that_leaves_cancels_its_request(fleet: tuple[str, subprocess.Popen[str]]) -> None:
+    """Head and body of the request come in two pieces, as those of most clients do."""
+    url, _ = fleet
+    body = json.dumps({**ASK, "max_tokens": 3000, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    before = count_finished(url, "cancelled")
+    with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)) as client:
+        client.sendall(head.encode() + b"content-type: application/json\r\n\r\n")
+        time.sleep(0.1)
+        client.sendall(body)
+        wait_for(lambda: sum(one["slots_busy"] for one in list_replicas(url)))
+    wait_for(lambda: not sum(one["slots_busy"] for one in list_replicas(url)))
+    assert count_finished(url, "cancelled") == before + 1
+
+
+def count_finished(url: str, finish: str) -> int:
+    """Return how many requests have ended so, in all replicas."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return sum(
+        int(float(line.split()[-1]))
+        for line in lines
+        if line.startswith("rekindle_requests_total{") and f'finish="{finish}"' in line
+    )
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.1)
+
+
+def test_a_fleet_that_stops_finishes_its_requests(tmp_path: Path) -> None:
+    answers: list[httpx.Response] = []
+    body = {**ASK, "max_tokens": 200, "ignore_eos": True}
+    with run_fleet(tmp_path / "kv", *SMALL, "--grace", "60") as (url, _):
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120))
+        )
+        asking.start()
+        wait_for(lambda: sum(one["slots_busy"] for one in list_replicas(url)))
+    asking.join(120)
+    assert answers[0].json()["usage"]["completion_tokens"] == 200
 
 
 def wait_for_replicas(url: str, count: int) -> None:

@@ -28,7 +28,7 @@ from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.store.block_keys import pack_tokens
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import SharedStoreSettings, open_store
-from adapters.store.shared.object_client import ObjectClient
+from adapters.store.shared.folder_client import FolderClient
 from adapters.store.store import Store
 from adapters.text.model_text import Text
 from adapters.transfer.transfer import create_transfer
@@ -260,7 +260,7 @@ async def test_a_caller_that_leaves_ends_the_reading(
         await anyio.to_thread.run_sync(may_end.wait)
 
     async with serve_sharing(folder, tmp_path) as server:
-        monkeypatch.setattr(ObjectClient, "write_object", write)
+        monkeypatch.setattr(FolderClient, "write_object", write)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.read, make_order())
             assert await anyio.to_thread.run_sync(is_writing.wait, 30)

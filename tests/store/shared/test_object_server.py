@@ -1,4 +1,4 @@
-"""The shared tier against processes that speak the protocols of S3 and Azure, and are killed and started again."""
+"""The shared tier against processes that speak the protocols of S3, Azure and Google, are killed and start again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ pytest.importorskip("obstore")
 
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import SharedStoreSettings, create_index, open_shared
-from adapters.store.shared.object_client import StoreUnusable, open_client
+from adapters.store.shared.open_client import open_client
+from adapters.store.shared.store_url import StoreUnusable
 from adapters.store.store import Store
+from tests.store.google_server import GoogleServer, find_fake_gcs, google_server
 from tests.store.kit import EVERYTHING, save
 from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharingServer, wait_for
-from tests.store.shared_servers import BUCKET, MotoServer, azurite_server, find_azurite, find_moto, moto_server
+from tests.store.shared_servers import (
+    BUCKET,
+    AzuriteServer,
+    MotoServer,
+    azurite_server,
+    find_azurite,
+    find_moto,
+    moto_server,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 URL = f"s3://{BUCKET}/some/prefix"
@@ -98,21 +108,33 @@ def test_azure_keeps_what_servers_publish_and_may_go_away(opened: list[SharingSe
     command = find_azurite()
     if command is None:
         pytest.skip("no azurite-blob: npm install azurite, or name it in REKINDLE_AZURITE")
-    url = f"az://{BUCKET}/some/prefix"
     with azurite_server(command) as server:
-        first = open_server(opened, url)
-        first.publish()
-        second = open_server(opened, url)
-        assert second.restore() == len(TOKENS)
-        second.publish()
-        assert not second.tier.collect_figures()["written"], "everything was there"
-        server.kill()
-        with pytest.raises(OSError, match=r"\w"):
-            second.restore()
-        assert not second.restore(), "it is looked up elsewhere at once"
-        server.start()  # with nothing in it
-        wait_for(lambda: not second.tier.trouble, 60)
-        second.publish()
-        assert open_server(opened, url).restore() == len(TOKENS)
-        for one in opened:
-            one.tier.close()
+        share_and_lose(server, f"az://{BUCKET}/some/prefix", opened)
+
+
+def test_google_keeps_what_servers_publish_and_may_go_away(opened: list[SharingServer]) -> None:
+    command = find_fake_gcs()
+    if command is None:
+        pytest.skip("no fake-gcs-server: name it in REKINDLE_FAKE_GCS")
+    with google_server(command) as server:
+        share_and_lose(server, f"gs://{BUCKET}/some/prefix", opened)
+
+
+def share_and_lose(server: AzuriteServer | GoogleServer, url: str, opened: list[SharingServer]) -> None:
+    """Publish on one server and restore on another, before and after the store was killed and has lost everything."""
+    first = open_server(opened, url)
+    first.publish()
+    second = open_server(opened, url)
+    assert second.restore() == len(TOKENS)
+    second.publish()
+    assert not second.tier.collect_figures()["written"], "everything was there"
+    server.kill()
+    with pytest.raises(OSError, match=r"\w"):
+        second.restore()
+    assert not second.restore(), "it is looked up elsewhere at once"
+    server.start()  # with nothing in it
+    wait_for(lambda: not second.tier.trouble, 60)
+    second.publish()
+    assert open_server(opened, url).restore() == len(TOKENS)
+    for one in opened:
+        one.tier.close()

@@ -13,7 +13,8 @@ from attrs import define, field
 pytest.importorskip("obstore")
 
 from adapters.store.shared import refresher
-from adapters.store.shared.object_client import ObjectClient, StoreUnreachable, open_client
+from adapters.store.shared.object_client import ObjectClient, StoreUnreachable
+from adapters.store.shared.open_client import open_client
 from tests.store.kit import BLOCK_SIZE, EVERYTHING, LAYOUT, save
 from tests.store.shared.test_shared_tier import NEXT, TOKENS, SharedSite, site, wait_for
 

@@ -27,15 +27,13 @@ from adapters.store.shared.object_client import (
     ObjectClient,
     ObjectFacts,
     StoreUnreachable,
-    StoreUnusable,
-    allows_http,
-    check_url,
     limit_time,
-    open_client,
     split_ranges,
 )
+from adapters.store.shared.open_client import open_client
 from adapters.store.shared.publish_policy import SharedLimits
 from adapters.store.shared.shared_tier import SharedTier
+from adapters.store.shared.store_url import StoreUnusable, allows_http, check_url
 from adapters.store.store import Store
 from tests.store.kit import (
     BIG,

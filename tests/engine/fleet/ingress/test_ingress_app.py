@@ -295,3 +295,45 @@ async def test_a_fleet_without_replicas_is_unavailable(fleet: FakeFleet) -> None
     assert (health.status_code, health.json()) == (503, {"status": "unavailable", "replicas": {}})
     assert (await fleet.client.get("/fleet")).json()["data"] == []
     assert "rekindle_fleet_repeats" in (await fleet.client.get("/metrics")).text
+
+
+async def test_a_fleet_that_stops_ends_its_requests_and_takes_no_more(fleet: FakeFleet) -> None:
+    fleet.first.door.step_s = 0.05
+    answers: list[httpx.Response] = []
+    left: list[int] = []
+
+    async def ask() -> None:
+        answers.append(await fleet.client.post(CHAT, json=chat(max_tokens=8)))
+
+    async def drain() -> None:
+        left.append(await fleet.app.open_requests.drain(20))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        while not fleet.app.open_requests.count:  # noqa: ASYNC110 - the client says nothing
+            await anyio.sleep(0.005)
+        tasks.start_soon(drain)
+        while not fleet.app.open_requests.is_draining:  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+        refused = await fleet.client.post(CHAT, json=chat(max_tokens=1))
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "The server is shutting down.")
+        assert (await fleet.client.get("/health")).status_code == 200
+        assert not left
+    assert answers[0].json()["usage"]["completion_tokens"] == 8
+    assert left == [0]
+
+
+async def test_a_fleet_that_stops_waits_only_so_long(fleet: FakeFleet) -> None:
+    fleet.first.door.hang_after = 1
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(fleet.client.post, CHAT, json=chat(max_tokens=8)))
+        while not fleet.app.open_requests.count:  # noqa: ASYNC110 - the client says nothing
+            await anyio.sleep(0.005)
+        assert await fleet.app.open_requests.drain(0.05) == 1
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_fleet_without_requests_stops_at_once(fleet: FakeFleet) -> None:
+    async with fleet.client.stream("GET", "/events") as events:
+        await anext(events.aiter_lines())
+        assert await fleet.app.open_requests.drain(20) == 0, "a stream of events has no end"
