@@ -343,8 +343,10 @@ class Measured:
 
 
 # What a process needs to know that leaves its rows behind.
-TOLD = ("model", "draft", "device", "threads", "dtype", "kv_dtype", "quantize", "cpu_experts", "slots")
-TOLD += ("prompts", "skip", "logprobs", "longest", "answer")
+TOLD = (
+    *("model", "draft", "device", "threads", "dtype", "kv_dtype", "quantize", "cpu_experts", "slots"),
+    *("prompts", "skip", "logprobs", "longest", "answer"),
+)
 
 
 async def run_killed(given: argparse.Namespace, drawn: Sequence[Tokens], folder: Path) -> None:

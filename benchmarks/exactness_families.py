@@ -24,24 +24,14 @@ import anyio
 import torch
 from attrs import frozen
 
-from benchmarks import exactness
+from benchmarks import exactness, results
 from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness import MODES, Measured, prepare, run_ways
 from benchmarks.family_checkpoints import FAMILIES
-from benchmarks.results import (
-    FOLDER,
-    Figure,
-    Goal,
-    Machine,
-    decode_result,
-    describe_machine,
-    find_commit,
-    make_result,
-    write_result,
-)
+from benchmarks.results import Figure, Goal, decode_result, describe_machine, find_commit, publish
 from benchmarks.tables import print_table
 
-NAME = "exactness-families"
+NAME = "exactness_families"
 FOLDERS, FILES = "small random models", "the same as GGUF files"
 FILE_MODES = ("cold", "batched", "continued", "host", "disk", "silent")
 # Types of weights that files of a family are published with.
@@ -114,24 +104,23 @@ def make_figure(case: Case, row: dict[str, Any]) -> Figure:
     return Figure("exactness", what, case.name, unit, row["differing"], goal=Goal(at_most=0))
 
 
-def read_recorded(machine: Machine) -> dict[str, Any]:
+def read_recorded() -> dict[str, Any]:
     """Return the cases that are recorded for this kind of machine, by subject and name."""
-    file = FOLDER / f"{NAME}-{machine.name}.json"
+    file = results.FOLDER / f"{NAME}-{describe_machine('cpu').name}.json"
     return dict(decode_result(file.read_text()).raw) if file.is_file() else {}
 
 
-def record(recorded: dict[str, Any], machine: Machine) -> None:
+def publish_cases(given: argparse.Namespace, found: dict[str, Any]) -> None:
     figures = [
         make_figure(Case(*name.split(", ")), row)
         for subject in (FOLDERS, FILES)
-        for name, row in recorded.get(subject, {}).items()
+        for name, row in found.get(subject, {}).items()
     ]
-    write_result(make_result(NAME, recorded, figures, machine))
+    publish(given, "exactness_families", found, figures, "cpu")
 
 
 def measure_all(given: argparse.Namespace) -> int:
-    machine = describe_machine("cpu")
-    recorded = read_recorded(machine) if given.record else {}
+    recorded = read_recorded() if given.record else {}
     started, longest, failed = time.monotonic(), 0.0, 0
     shown = list[dict[str, Any]]()
     for case in given.cases:
@@ -155,9 +144,11 @@ def measure_all(given: argparse.Namespace) -> int:
         shown.append({"case": case.name, **{key: value for key, value in row.items() if not isinstance(value, dict)}})
         recorded.setdefault(case.subject, {})[case.name] = row
         if given.record:
-            record(recorded, machine)
+            publish_cases(given, recorded)
         gc.collect()
     print_table("Families: answers that differ", shown)
+    if not given.record:
+        publish_cases(given, recorded)
     return 1 if failed else 0
 
 

@@ -259,20 +259,10 @@ def publish(
     if not given.record:
         print(json.dumps({"benchmark": benchmark, "machine": asdict(machine), **raw}))
         return
-    file = write_result(make_result(benchmark, raw, figures, machine))
-    print(f"recorded in {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}")
-
-
-def make_result(benchmark: str, raw: Mapping[str, Any], figures: Sequence[Figure], machine: Machine) -> Result:
-    """Return the result of this process's command, as of today and of the commit that is checked out."""
     known = {"python": platform.python_version(), "torch": torch.__version__}
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return Result(benchmark, describe_command(), find_commit(), date, machine, known, list(figures), dict(raw))
-
-
-def write_result(result: Result) -> Path:
-    """Write a result to its file, and return that."""
+    result = Result(benchmark, describe_command(), find_commit(), date, machine, known, list(figures), dict(raw))
     FOLDER.mkdir(exist_ok=True)
     file = FOLDER / f"{result.name}.json"
     file.write_text(encode_result(result), encoding="utf-8")
-    return file
+    print(f"recorded in {file.relative_to(ROOT) if file.is_relative_to(ROOT) else file}")

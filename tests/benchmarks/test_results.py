@@ -54,6 +54,7 @@ SLOW = (
     "constrained --schemas 2 --streams 1",
     "cpu_model --tokens 4 --repeat 1 --prompts 64 --dtypes float32",
     "exactness --prompts 2",
+    "exactness_families --cases qwen2:Q8_0 --prompts 2 --longest 100 --answer 4",
     "first_requests --tokens 512 --modes recompute,planner",
     "first_token --lengths 64 --runs 1",
     "held_out demo demo:int8 --tokens 256 --run 128",
