@@ -4,8 +4,8 @@
 
 A case is a family of `benchmarks.family_checkpoints`, or FAMILY:TYPE for a GGUF file with weights of that type. What
 is compared is what `benchmarks.exactness` compares, with a random DFlash draft. Folders are answered in all ways, files
-in those that depend on how weights are read: cold, in a slot, from host memory, from disk after `kill -9`, batched by
-four, with the draft and without it. With --record a case is in the result as soon as it ends, and a case that is there
+in seven: in a slot, then batched by four with the draft and without it, each cold, from host memory and from disk after
+`kill -9`. With --record a case is in the result as soon as it ends, and a case that is there
 is not measured again. --limit: no case begins that would not end within these seconds.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.tables import print_table
 
 NAME = "exactness_families"
 FOLDERS, FILES = "small random models", "the same as GGUF files"
-FILE_MODES = ("cold", "batched", "continued", "host", "disk", "silent")
+FILE_MODES = ("continued", "host", "disk", "silent")
 # Types of weights that files of a family are published with.
 TYPES = {"gpt_oss": "MXFP4"}
 
