@@ -73,6 +73,7 @@ SLOW = (
     "split_restore --tokens 1000 --times 2",
     "split_serve --near 64 --tokens 1000 --answers 8",
     "startup --runs 1",
+    "window_restart --tokens 1500",
 )
 
 
