@@ -25,6 +25,7 @@ long campaign can run in parts.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -316,18 +317,29 @@ MODES = (
 )
 
 
-def made(
-    count: int, ends: Tokens, skip: int = 0, logprobs: int = -1, *, longest: int = LONGEST, answer: int = ANSWER
-) -> list[Job]:
-    """Of every kind in turn; of each the first one greedy, the next one sampled, and so on; without the first ones."""
+def draw_prompts(count: int, longest: int, skip: int = 0) -> list[Tokens]:
+    """Return prompts of every kind in turn, without the first ones."""
     by_kind = held_out_prompts(list(NAMES), -(-(skip + count) // len(NAMES)), longest)
+    mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row]
+    return mixed[skip : skip + count]
+
+
+def make_jobs(
+    drawn: Sequence[Tokens], ends: Tokens, skip: int = 0, logprobs: int = -1, answer: int = ANSWER
+) -> list[Job]:
+    """Return a job for each prompt: of every kind the first one greedy, the next one sampled, and so on.
+
+    skip: prompts of the campaign before these.
+    """
     ways = Sampling(logprobs=logprobs), evolve(SAMPLED, logprobs=logprobs)
-    mixed = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row][: skip + count]
     return [
         Job(prompt, answer, evolve(ways[n // len(NAMES) % 2], seed=n), ends, OFF)
-        for n, prompt in enumerate(mixed)
-        if n >= skip
+        for n, prompt in enumerate(drawn, skip)
     ]
+
+
+def made(count: int, ends: Tokens) -> list[Job]:
+    return make_jobs(draw_prompts(count, LONGEST), ends)
 
 
 async def leave(options: Options, jobs: Sequence[Job]) -> None:
@@ -342,7 +354,40 @@ async def leave(options: Options, jobs: Sequence[Job]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def measure(options: Options, given: argparse.Namespace) -> int:
+@define
+class Measured:
+    """What came of all ways. facts: what else is recorded. differing: answers and rows of logits that were others."""
+
+    rows: list[dict[str, Any]]
+    facts: dict[str, Any]
+    differing: int
+
+
+# What a process needs to know that leaves its rows behind.
+TOLD = (
+    *("model", "draft", "device", "threads", "dtype", "kv_dtype", "quantize", "cpu_experts", "slots"),
+    *("prompts", "skip", "logprobs", "longest", "answer"),
+)
+
+
+async def run_killed(given: argparse.Namespace, drawn: Sequence[Tokens], folder: Path) -> None:
+    """Answer the prompts in a process that is killed when all rows are in files below `folder`."""
+    asked = folder.with_suffix(".json")
+    asked.write_text(json.dumps(drawn))
+    told = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in TOLD]
+    words = [sys.executable, "-m", "benchmarks.exactness", *told, f"--asked={asked}", f"--leave={folder}"]
+    ended = await anyio.run_process(words, check=False, stderr=None)
+    assert ended.returncode == -signal.SIGKILL, ended.returncode
+
+
+def read_prompts(given: argparse.Namespace) -> list[Tokens]:
+    """Return the prompts of --asked, or else draw them, which takes half a minute of two processes."""
+    if given.asked is None:
+        return draw_prompts(given.prompts, given.longest, given.skip)
+    return [tuple(prompt) for prompt in json.loads(given.asked.read_text())]
+
+
+async def run_ways(options: Options, given: argparse.Namespace) -> Measured:
     modes = given.only.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -351,8 +396,8 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             options, **shape | {"kv_cache_dir": given.leave or folder / "killed", "host_cache_budget": 0}
         )
         text = Text.load(find_model_folder(options.model))
-        sizes = {"longest": given.longest, "answer": given.answer}
-        jobs = made(given.prompts, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs, **sizes)
+        drawn = read_prompts(given)
+        jobs = make_jobs(drawn, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs, given.answer)
         await text.aclose()
         if given.leave:
             await leave(killed, jobs)
@@ -368,11 +413,8 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
         executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
         if "disk" in modes:
-            same = ["--family", "", "--model", given.model, "--draft", given.draft]
-            left = ["--leave", str(killed.cache.kv_cache_dir)]
-            words = [sys.executable, "-m", "benchmarks.exactness", *sys.argv[1:], *same, *left]
-            ended = await anyio.run_process(words, check=False, stderr=None)
-            assert ended.returncode == -signal.SIGKILL, ended.returncode
+            assert killed.cache.kv_cache_dir is not None
+            await run_killed(given, drawn, Path(killed.cache.kv_cache_dir))
             compared.target = await load_target(killed)
             compared.listening = Listening(compared.target) if given.digests else None
             await compared.run("from disk, of a process that was killed", compared.restored)
@@ -382,15 +424,21 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
     print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
     where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs, "companions": compared.companions}
-    found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
+    facts = {"prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
+    differing = sum(row["differing"] + row.get("missing", 0) for row in compared.rows)
+    return Measured(compared.rows, facts, differing + executed.get("differing", 0))
+
+
+async def measure(options: Options, given: argparse.Namespace) -> int:
+    found = await run_ways(options, given)
     kinds = [kind for kind in (given.dtype, given.kv_dtype, given.quantize) if kind not in ("auto", "none")]
     kinds += [f"{given.gguf} in GGUF"] if given.gguf else []
     kinds += [] if given.family or given.kind == "auto" else [given.kind]
     kinds += [] if given.cpu_experts == "auto" else [f"{given.cpu_experts} layers' experts on the CPU"]
     subject = ", ".join([Path(given.model).stem, *kinds])
     name = "-".join(["exactness", slug(subject)])
-    publish(given, name, found, [make_figure(compared.rows, subject)], given.device)
-    return sum(row["differing"] + row.get("missing", 0) for row in compared.rows) + executed.get("differing", 0)
+    publish(given, name, {"rows": found.rows, **found.facts}, [make_figure(found.rows, subject)], given.device)
+    return found.differing
 
 
 def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
@@ -449,7 +497,7 @@ async def again(compared: Comparison, options: Options) -> dict[str, Any]:
     return {"executed": {"events": run.events, "tokens": tokens}}
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--skip", type=int, default=0, help="prompts: so that several processes can share the work")
@@ -471,19 +519,29 @@ def main() -> int:
     parser.add_argument("--logprobs", type=int, default=-1, help="compared as well, of so many alternatives a token")
     parser.add_argument("--digests", action="store_true", help="all logits are compared as well")
     parser.add_argument("--leave", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    parser.add_argument("--asked", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def prepare(given: argparse.Namespace, folder: Path) -> Options:
+    """Write the checkpoint of --family below `folder`, if there is one, and return the options to load the model."""
     given.kind = Path(given.draft).stem
+    if not given.family and given.draft in DEMO_DRAFTS:
+        given.draft = str(save_demo_draft(given.draft, given.model, folder))
+    if given.family:
+        model, draft = save_family(given.family, folder, given.draft, given.gguf)
+        given.model = str(model)
+        given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
+    where = {"device": given.device, "threads": given.threads}
+    kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "quantize": given.quantize}
+    kinds["cpu_experts"] = given.cpu_experts
+    return build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
+
+
+def main() -> int:
+    given = make_parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if not given.family and given.draft in DEMO_DRAFTS:
-            given.draft = str(save_demo_draft(given.draft, given.model, Path(folder)))
-        if given.family:
-            model, draft = save_family(given.family, Path(folder), given.draft, given.gguf)
-            given.model = str(model)
-            given.draft = given.draft if given.draft in ("none", "mtp") else str(draft)
-        where = {"device": given.device, "threads": given.threads}
-        kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype, "quantize": given.quantize}
-        kinds["cpu_experts"] = given.cpu_experts
-        options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=given.slots)
+        options = prepare(given, Path(folder))
         return 1 if anyio.run(measure, options, given) else 0
 
 

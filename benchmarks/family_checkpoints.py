@@ -21,6 +21,7 @@ from tests.models.checkpoints import VARIANTS, save_model
 from tests.models.draft_models import random_tensors, save_assistant, save_draft, save_own_head
 from tests.models.eagle3_drafts import random_eagle3, save_eagle3
 from tests.models.ggufs import packed, write_gguf
+from tests.models.hybrids import HYBRIDS, SPARSE
 from tests.models.windowed import WINDOWED
 
 VOCABULARY, HIDDEN, WINDOW = 4096, 128, 200
@@ -34,8 +35,24 @@ OWN: dict[str, Any] = {
     # A short answer of a random model with peaked logits is one token again and again, which no fault would change.
     "initializer_range": 0.08,
 }
+HYBRID = "three of four, key heads shared, tied"
+EVERYWHERE = "qwen3_next, experts in all layers"  # GGUF files have no layers without
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    **VARIANTS,
+    **WINDOWED,
+    **SPARSE,
+    HYBRID: ("qwen3_5_text", HYBRIDS[HYBRID]),
+    EVERYWHERE: ("qwen3_next", {**SPARSE["qwen3_next"][1], "mlp_only_layers": []}),
+}
 # The variants of tests that are measured, by the names that `--family` accepts.
 FAMILIES = {
+    "llama": "llama, yarn",
+    "qwen2": "qwen2, gqa 2 to 1",
+    "qwen3": "qwen3, gqa 2 to 1",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_next": EVERYWHERE,
     "mistral": "mistral",
     "mimo": "mimo",
     "ministral3": "ministral3, scaled queries",
@@ -84,7 +101,7 @@ def pack_weight(name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> tu
 
 def save_folders(name: str, folder: Path, drafts: str) -> tuple[Path, Path]:
     """Write the checkpoint and its draft as folders below `folder`, and return these."""
-    model_type, told = (VARIANTS | WINDOWED)[FAMILIES[name]]
+    model_type, told = KNOWN[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
     settings = {**told, **{key: value for key, value in own.items() if key != "head_dim" or name not in COMPRESSED}}
     settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}

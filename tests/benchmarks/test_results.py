@@ -54,6 +54,7 @@ SLOW = (
     "constrained --schemas 2 --streams 1",
     "cpu_model --tokens 4 --repeat 1 --prompts 64 --dtypes float32",
     "exactness --prompts 2",
+    "exactness_families --cases qwen2:Q8_0 --prompts 2 --longest 100 --answer 4",
     "first_requests --tokens 512 --modes recompute,planner",
     "first_token --lengths 64 --runs 1",
     "held_out demo demo:int8 --tokens 256 --run 128",
@@ -72,6 +73,7 @@ SLOW = (
     "split_restore --tokens 1000 --times 2",
     "split_serve --near 64 --tokens 1000 --answers 8",
     "startup --runs 1",
+    "window_restart --tokens 1500",
 )
 
 

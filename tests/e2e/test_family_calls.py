@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from attrs import frozen
 
-from benchmarks.family_checkpoints import FAMILIES, save_family
+from benchmarks.family_checkpoints import save_family
 from tests.e2e.prepared import serving
 from tests.http.answer.test_constrained_calls import (
     ASKS,
@@ -69,7 +69,7 @@ def save_with_template(family: str, folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FORMS)
 async def test_calls_of_a_random_model_arrive_alike_in_every_api(family: str, tmp_path: Path) -> None:
     model, draft = save_with_template(family, tmp_path)
     schema = schema_of(FORMS[family])

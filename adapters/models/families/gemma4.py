@@ -236,7 +236,9 @@ def _find_own_settings(text: Mapping[str, Any], types: Sequence[str]) -> Mapping
     """Return the sizes of heads in layers that see all rows: published by name, or by transformers for each layer."""
     by_layer = text.get("per_layer_config")
     if isinstance(by_layer, Mapping):
-        found = [by_layer.get(str(layer), {}) for layer, kind in enumerate(types) if kind == FULL]
+        # Numbers of layers may have leading zeros, so that all of them are as long.
+        own = {name.lstrip("0") or "0": settings for name, settings in by_layer.items()}
+        found = [own.get(str(layer), {}) for layer, kind in enumerate(types) if kind == FULL]
         if not all(isinstance(one, Mapping) and one == found[0] for one in found):
             raise CheckpointError("config.json: per_layer_config is not the same for all layers that see all rows")
         return {"head_dim": text["head_dim"], **found[0]}

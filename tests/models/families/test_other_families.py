@@ -15,6 +15,7 @@ from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.mistral import Ministral3Config
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import VARIANTS, run_in_pieces, same_bits, save_model, shard_of, tokens_of
+from tests.models.windowed import FULL, GEMMA4, SLIDING, parse_config
 
 
 def save_variant(folder, name: str) -> None:
@@ -50,6 +51,17 @@ def test_the_text_part_of_a_model_that_handles_images_is_the_model_alone(tmp_pat
         tensors[image] = torch.zeros(3, 3)
     save_file(tensors, tmp_path / "model.safetensors")
     assert same_bits(run_in_pieces(shard_of(tmp_path), tokens, [(256, 200)]), expected)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_layers_of_gemma_4_may_be_named_by_numbers_with_leading_zeros(width):
+    """transformers writes 05 where there are more than ten layers."""
+    kinds = [SLIDING] * 5 + [FULL]
+    full = {"head_dim": 64, "num_key_value_heads": 1}
+    told = {**GEMMA4, "num_hidden_layers": 6, "layer_types": kinds, "global_head_dim": None}
+    told["per_layer_config"] = {f"{5:0{width}}": full}
+    config = parse_config("gemma4_text", told)
+    assert [(kind.head_dim, kind.num_kv_heads) for kind in config.kinds] == [*[(16, 2)] * 5, (64, 1)]
 
 
 def test_queries_are_scaled_only_where_the_configuration_says_so(tmp_path):

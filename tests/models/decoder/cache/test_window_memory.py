@@ -12,37 +12,14 @@ import torch
 from adapters.models.decoder.cache.kv_cache import KvCache
 from adapters.models.decoder.cache.window_rows import WindowRows, WindowShape
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.layer_index import LayerIndex, build_rows, build_states
-from adapters.models.decoder.shard import ShardPlacement, ShardSpec
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.interfaces.delta_interface import CHUNK
 from adapters.models.kernels.step import UNSETTLED, Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
-from effects.ids import PAGE
+from benchmarks.window_restart import TOKENS, WINDOW, count_row_memory
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import CHUNKS, LENGTH, computed, last_layer, same_sequence
-from tests.models.windowed import FULL, GEMMA4, KEYS_AS_VALUES, SLIDING, parse_config, read_config
-
-# The 31B model has 50 layers with a window of 1024 rows, with 16 key heads of 256, and 10 full ones with 4 of 512.
-TOKENS, WINDOW = 20_000, 1024
-SHAPE_31B = {
-    "hidden_size": 5376,
-    "num_hidden_layers": 60,
-    "layer_types": [*[SLIDING] * 5, FULL] * 10,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "num_global_key_value_heads": 4,
-    "global_head_dim": 512,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 32768,
-}
-TABLE_ENTRY = 4  # bytes
-
-
-class OnPages:
-    """What memory for rows needs to know of kernels of a GPU."""
-
-    is_paged = True
+from tests.models.windowed import read_config
 
 
 @pytest.mark.parametrize(
@@ -50,25 +27,10 @@ class OnPages:
 )
 def test_rows_of_the_31b_layout_take_a_twentieth_more_than_the_arithmetic(slots, chunk, excess):
     """What is allocated on a GPU, what is estimated, and the figures of docs/internals/cache-and-restore.md."""
-    config = parse_config("gemma4_text", {**GEMMA4, **KEYS_AS_VALUES, **SHAPE_31B})
-    dtype = torch.bfloat16
-    layers = range(config.num_layers)
-    index = LayerIndex(config, layers)
-    pages = slots * -(-TOKENS // PAGE)
-    how = {"slots": slots, "capacity": TOKENS, "buckets": (chunk,), "dtype": dtype, "device": torch.device("meta")}
-    spec = ShardSpec(layers=layers, vocab_size=config.vocab_size, **how)
-    placement = ShardPlacement(pages=pages, **how)
-    rows = build_rows(config, index, spec, placement, paged=True)
-    states = build_states(config, index, spec, placement, OnPages())
-    tables = TABLE_ENTRY * slots * (-(-TOKENS // PAGE) + len(index.windowed) * -(-TOKENS // CHUNK))
-    taken = rows.nbytes + states.nbytes
-    held, checkpoint = config.state_bytes(dtype, "cuda")
-    full_row = config.kv_bytes_per_token(dtype)
-    estimated = pages * PAGE * full_row + slots * held + config.shared_bytes(dtype, chunk)
-    assert estimated + tables <= taken <= estimated + 1.01 * tables
-    needed = slots * (checkpoint + TOKENS * full_row)
-    assert round(100 * (taken / needed - 1), 1) == excess
-    assert (taken <= 1.05 * needed) == (excess == 5.0)
+    found = count_row_memory(slots, chunk)
+    assert found.estimated + found.tables <= found.taken <= found.estimated + 1.01 * found.tables
+    assert round(found.excess, 1) == excess
+    assert (found.taken <= 1.05 * found.needed) == (excess == 5.0)
     row = f"| {slots} | {chunk} | {excess} % |"
     assert row in (Path(__file__).parents[4] / "docs/internals/cache-and-restore.md").read_text()
 

@@ -1,0 +1,360 @@
+"""Published shapes with windows and experts on one CUDA device, random weights: decoding at 2k, first token at 8k.
+
+    python -m benchmarks.family_speeds [--shape gemma4-31b|gemma4-26b-a4b|gpt-oss-20b] [--layers 12] [--record]
+
+`rekindle serve` runs in a process of its own with default options and without a draft, from a folder whose files have
+the right headers and no content: a tensor's values are drawn on the device when it is read. Weights are bfloat16, those
+of gpt-oss's experts MXFP4. Decoding is the time of 129 tokens less that of one over 128. Its limit is the bytes that a
+token must read over the best bandwidth of a large read or copy: all weights but those of experts that were not chosen,
+and keys and values, of layers with a window those of the window. First token: the median of three prompts that are
+new. profile: kernels of half a second of decoding, the longest first, from the server's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from attrs import evolve, frozen
+
+from adapters.checkpoint.packed_matrix import MXFP4, StepLayout
+from adapters.models.decoder.config.layered_config import FULL, SLIDING, LayeredConfig
+from adapters.models.decoder.family import family_of
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import EXPERTS, Checkpoint
+from benchmarks.arguments import benchmark_parser
+from benchmarks.cuda_model import DTYPE, bandwidth
+from benchmarks.first_requests import ask, checkpoint_texts, listening
+from benchmarks.hybrid import DrawnTensor, holes
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
+
+CONTEXT, DECODED, PROMPT, PROMPTS = 2048, 128, 8192, 3
+PROFILED_S = 0.5
+PROFILE_ROUNDS = 12  # of decoding, at most, until the table of kernels is there
+GEMMA = {
+    "model_type": "gemma4_text",
+    "dtype": "bfloat16",
+    "vocab_size": 262_144,
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "dtype": "bfloat16",
+    "vocab_size": 201_088,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@frozen
+class Shape:
+    """What config.json says, the layers up to one that sees all rows, and the share of the limit to be reached in %."""
+
+    settings: Mapping[str, Any]
+    interval: int
+    goal: float
+    experts: StepLayout | None = None
+
+    def make_settings(self, layers: int = 0) -> dict[str, Any]:
+        """Return config.json. layers: other than the shape has."""
+        count = layers or self.settings["num_hidden_layers"]
+        kinds = [SLIDING if (at + 1) % self.interval else FULL for at in range(count)]
+        return {**self.settings, "num_hidden_layers": count, "layer_types": [*kinds[:-1], FULL]}
+
+    def parse(self, layers: int = 0) -> LayeredConfig:
+        settings = self.make_settings(layers)
+        found = family_of(settings).parse(settings)
+        assert isinstance(found, LayeredConfig)
+        return found
+
+    def list_published(self, config: LayeredConfig) -> dict[str, tuple[int, ...]]:
+        """Return the tensors by published names. Gemma 4 has the experts beside the feed-forward."""
+        there = ".experts." if self.settings["model_type"] == GEMMA["model_type"] else EXPERTS
+        return {name.replace(EXPERTS, there): size for name, size in config.tensors().items()}
+
+    def find_layouts(self, config: LayeredConfig) -> dict[str, StepLayout]:
+        if self.experts is None:
+            return {}
+        return {name: self.experts for name in config.tensors() if EXPERTS in name and name.endswith("weight")}
+
+
+SHAPES = {
+    "gemma4-31b": Shape(
+        {
+            **GEMMA,
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+        },
+        interval=6,
+        goal=80,
+    ),
+    "gemma4-26b-a4b": Shape(
+        {
+            **GEMMA,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+        interval=6,
+        goal=60,
+    ),
+    "gpt-oss-20b": Shape(
+        {
+            **GPT_OSS,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+        },
+        interval=2,
+        goal=60,
+        experts=MXFP4,
+    ),
+    # To try the benchmark itself.
+    "small": Shape(
+        {
+            **GPT_OSS,
+            "vocab_size": 4096,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        interval=2,
+        goal=0,
+        experts=MXFP4,
+    ),
+    "small-gemma": Shape(
+        {
+            **GEMMA,
+            "vocab_size": 4096,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+        interval=3,
+        goal=0,
+    ),
+}
+
+
+def count_token_bytes(shape: Shape, config: LayeredConfig, context: int) -> int:
+    """Return the bytes that decoding one token must read."""
+    layouts, experts = shape.find_layouts(config), config.experts
+    found = 0.0
+    for name, size in config.tensors().items():
+        if name == "model.embed_tokens.weight" and "lm_head.weight" in config.tensors():
+            continue
+        layout = layouts.get(name)
+        share = experts.chosen / experts.count if experts is not None and EXPERTS in name else 1.0
+        found += share * math.prod(size) * (8 * DTYPE.itemsize if layout is None else layout.bits) / 8
+    for layer, kind in enumerate(config.kinds):
+        seen = min(context, kind.traits.window or context)
+        found += seen * config.shape_of(layer).row_bytes(DTYPE)
+    return int(found)
+
+
+# --- the server ---
+
+
+def serve(shape: Shape, layers: int, profile: Path, words: Sequence[str]) -> None:
+    """Run `rekindle serve`, whose tensors are drawn."""
+    from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
+
+    opened = Checkpoint.open
+
+    def draw_tensors(*where: Any, **how: Any) -> Checkpoint:
+        found = opened(*where, **how)
+        layouts = shape.find_layouts(shape.parse(layers))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        weights = RandomWeights(found.config, 1, device, DTYPE, layouts=layouts)
+        tensors = {name: DrawnTensor(entry, layouts.get(name), weights) for name, entry in found.tensors.items()}
+        return evolve(found, tensors=tensors)
+
+    Checkpoint.open = draw_tensors  # type: ignore[method-assign]
+    threading.Thread(target=profile_when_asked, args=(profile,), daemon=True).start()
+    sys.argv = ["rekindle", "serve", *words]
+    rekindle()
+
+
+def profile_when_asked(file: Path) -> None:
+    """Wait for an empty file, profile kernels for a moment, and write a table of them there."""
+    while not file.exists():
+        time.sleep(0.05)
+    kinds = torch.profiler.ProfilerActivity
+    kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+    with torch.profiler.profile(activities=[kind]) as found:
+        time.sleep(PROFILED_S)
+    averages = found.key_averages()
+    total = sum(one.self_device_time_total for one in averages)
+    lines = [f"{total / 1e3:.1f} ms of kernels in {PROFILED_S} s"]
+    for one in sorted(averages, key=lambda one: -one.self_device_time_total)[:40]:
+        if one.self_device_time_total:
+            spent = one.self_device_time_total
+            mean = spent / one.count
+            lines.append(f"{100 * spent / total:5.1f} %  {one.count:6d} x {mean:8.2f} us  {one.key[:90]}")
+    beside = file.with_suffix(".part")
+    beside.write_text("\n".join(lines))
+    beside.replace(file)
+
+
+# --- what is asked ---
+
+
+def measure_decode(client: httpx.Client, prompt: Sequence[int], rounds: int) -> list[float]:
+    """Return the seconds of a token in each round."""
+
+    def answer(count: int) -> float:
+        body = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        started = time.perf_counter()
+        found = client.post("/v1/completions", json=body).raise_for_status().json()
+        spent = time.perf_counter() - started
+        assert found["usage"]["completion_tokens"] == count, found["usage"]
+        return spent
+
+    answer(8)
+    return [(answer(DECODED + 1) - answer(1)) / DECODED for _ in range(rounds)]
+
+
+def profile_decode(client: httpx.Client, prompt: Sequence[int], file: Path) -> str:
+    """Return the table of kernels of a while of decoding."""
+    file.touch()
+    for _ in range(PROFILE_ROUNDS):
+        if found := file.read_text():
+            return found
+        measure_decode(client, prompt, 1)
+    return "no profile"
+
+
+def measure_shape(name: str, given: argparse.Namespace, speed: float) -> dict[str, Any]:
+    shape = SHAPES[name]
+    config = shape.parse(given.layers)
+    draw = random.Random(1)
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        folder = Path(scratch)
+        home = folder / "home"
+        home.mkdir()
+        model = holes(folder / "model", shape.make_settings(given.layers), shape.list_published(config))
+        checkpoint_texts(model, config.vocab_size)
+        own = ["serve", name, str(given.layers), str(folder / "profile")]
+        words = ["--model", str(model), "--draft", "none", "--port", "0", "--kv-cache-dir", str(folder / "kv")]
+        words += ["--device", "cuda"] if torch.cuda.is_available() else ["--device", "cpu", "--max-ctx", "16384"]
+        prompts = [[draw.randrange(100, 4000) for _ in range(size)] for size in (CONTEXT, *[PROMPT] * PROMPTS)]
+        with listening([sys.executable, "-m", "benchmarks.family_speeds", *own, *words], home) as (client, _, ready):
+            print(f"{name}: ready after {ready:.1f} s", flush=True)
+            each = measure_decode(client, prompts[0], 3)
+            limit = count_token_bytes(shape, config, CONTEXT + DECODED // 2) / speed
+            found: dict[str, Any] = {
+                "ms a token": 1e3 * median(each),
+                "limit, ms": 1e3 * limit,
+                "share, %": 100 * limit / median(each),
+            }
+            print(name, found, flush=True)
+            firsts = [ask(client, prompt) for prompt in prompts[1:]]
+            found["first token at 8k, s"] = median([spent for _, spent in firsts])
+            stages = firsts[-1][0]["rekindle"]["stages_ms"]
+            ledger = client.get("/props").json()["memory"]
+            found |= {"ready, s": ready, "layers": config.num_layers, "each": each, "memory": ledger}
+            found |= {"firsts": [spent for _, spent in firsts], "stages_ms": stages}
+            print(name, {key: found[key] for key in ("first token at 8k, s", "firsts", "stages_ms")}, flush=True)
+            if given.profile:
+                table = profile_decode(client, prompts[0], folder / "profile")
+                print(table, flush=True)
+                found["profile"] = table.splitlines()
+    return found
+
+
+def make_figures(name: str, found: Mapping[str, Any]) -> list[Figure]:
+    shape, count = SHAPES[name], found["layers"]
+    subject = f"{name} shape" + ("" if count == shape.settings["num_hidden_layers"] else f", {count} layers")
+    share = f"{subject}, decode, of the limit of its bytes"
+    return [
+        Figure("decode", share, str(CONTEXT), "%", found["share, %"], goal=Goal(at_least=shape.goal)),
+        Figure("cold", f"{subject}, first token", str(PROMPT), "s", found["first token at 8k, s"]),
+    ]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["serve"]:
+        serve(SHAPES[sys.argv[2]], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
+        return
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="gemma4-31b")
+    parser.add_argument("--layers", type=int, default=0, help="other than the shapes have")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--folder", type=Path, help="of the files; they are holes")
+    given = parser.parse_args()
+    speed = 1e10  # bytes a second of a processor, about; its figures say nothing
+    if torch.cuda.is_available():
+        speed = max(bandwidth().values())
+        torch.cuda.empty_cache()
+    found = measure_shape(given.shape, given, speed)
+    shown = ("ms a token", "limit, ms", "share, %", "first token at 8k, s", "ready, s")
+    print_table(f"{given.shape}, {speed / 1e12:.2f} TB/s", [{key: found[key] for key in shown}])
+    publish(given, f"family_speeds-{given.shape}", {"bandwidth": speed, **found}, make_figures(given.shape, found))
+
+
+if __name__ == "__main__":
+    main()
