@@ -53,11 +53,18 @@ def load_block(matrix, coordinates, block, blocks, FORM: gl.constexpr):
     """
     n, t, c = coordinates
     words = gl.load(matrix[0] + ((n >> 3) * blocks + block) * 128 + (n & 7) * 16 + t * 4 + c)
+    first, second = load_levels(matrix, n, block, blocks, FORM)
+    return words, first, second
+
+
+@gluon.jit
+def load_levels(matrix, n, block, blocks, FORM: gl.constexpr):
+    """Load the levels of a block of rows n: those of the first and of the second 16 of each 32 columns."""
     first = _levels(matrix, n, block, 0, blocks, FORM)
     second = first
     if FORM.group * 4 < FORM.block:
         second = _levels(matrix, n, block, 1, blocks, FORM)
-    return words, first, second
+    return first, second
 
 
 @gluon.jit
@@ -253,8 +260,14 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     if STAGED:
         async_copy.wait_group(0)
     total = add_pieces(acc, num_warps)
+    store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
+
+
+@gluon.jit
+def store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype: gl.constexpr, GATED: gl.constexpr):
+    """Store the sums `[rows of w, rows of x]` from row n0 of w and row m0 of x on."""
     if GATED:
-        gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
+        gate, up = gl.split(total.reshape((total.shape[0] // 2, 2, total.shape[1])).permute((0, 2, 1)))
         out = apply_silu(gate, up, dtype)
         n0 = n0 // 2
         columns = columns // 2

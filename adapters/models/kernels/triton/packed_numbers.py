@@ -39,9 +39,21 @@ class BlockForm:
         return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
+    def is_linear(self) -> bool:
+        """True if four bits are a multiple of a number wherever they stand in a word, as `_linear` has it.
+
+        A number is then rounded once, which has to give what two roundings give.
+        """
+        exact = self.scale.primitive_bitwidth == 16 or self.least == ""
+        return self.steps in {"uint4", "int4"} and exact
+
+    @property
     def width(self) -> int:
         """Bits of a step once it has been looked up."""
         return 4 if self.steps in {"uint4", "int4"} else 8
+
+
+EXPONENT = gl.constexpr(24)  # bits by which `_linear` makes numbers smaller, so that factors stay in range
 
 
 @gluon.jit
@@ -158,6 +170,54 @@ def _scales(levels, c, power, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _linear_scales(levels, c, power, FORM: gl.constexpr):
+    """Return what bits are multiplied with at places 8, 12, 16 and 20 of a word, and what is subtracted then."""
+    scale, inner, least, own = levels
+    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
+    factor = outer * (2.0 ** (141 - EXPONENT))
+    if FORM.inner:
+        factor = _times_whole(factor, inner, c, power, FORM.block, FORM.group, FORM.scale)
+    below = outer * (2.0**-EXPONENT)
+    if FORM.least == "own":
+        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale) * (2.0**-EXPONENT)
+    if FORM.least != "":
+        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
+    elif FORM.steps == "int4":
+        below = factor * (2.0**-138)  # eight steps
+    factors = (factor, factor * (2.0**-4), factor * (2.0**-8), factor * (2.0**-12))
+    return factors, below
+
+
+@gluon.jit
+def _linear(word, turned, AT: gl.constexpr, scales):
+    """Return 2 ** -EXPONENT of the number of step AT. turned: the word with its halves exchanged.
+
+    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So bits need
+    only be masked.
+    """
+    factors, below = scales
+    DIRECT: gl.constexpr = AT >= 2 and AT < 6
+    PLACE: gl.constexpr = 4 * AT if DIRECT else (4 * AT + 16) % 32
+    bits = (word if DIRECT else turned) & (15 << PLACE)
+    return gl.fma(bits.to(gl.float32, bitcast=True), factors[(PLACE - 8) // 4], -below)
+
+
+@gluon.jit
+def _four_linear(word, turned, AT: gl.constexpr, scales):
+    """Return a word's numbers of 16 columns, as `_four` does."""
+    low = gl.join(_linear(word, turned, AT, scales), _linear(word, turned, AT + 1, scales))
+    high = gl.join(_linear(word, turned, AT + 2, scales), _linear(word, turned, AT + 3, scales))
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _exchange_halves(word):
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, 0x1032;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     factor, below = scales
     if FORM.fuses_scale:
@@ -241,15 +301,21 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr = False):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order.
+    left side of a product, in another order. LINEAR: return 2 ** -EXPONENT of the numbers, in fewer instructions.
     """
     words, first, second = packed
     n, _, c = coordinates
     if FORM.steps == "e2m1":
         scale = _scale_e2m1(first[0], c)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
+    elif LINEAR:
+        power = find_power(n)
+        turned = _exchange_halves(words)
+        found = _four_linear(words, turned, 0, _linear_scales(first, c, power, FORM))
+        found = gl.join(found, _four_linear(words, turned, 4, _linear_scales(second, c, power, FORM)))
+        found = found.permute((0, 1, 3, 6, 5, 2, 4))
     else:
         power = find_power(n)
         found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
