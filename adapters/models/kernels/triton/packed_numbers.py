@@ -19,6 +19,32 @@ from triton.experimental.gluon import language as gl
 
 
 @frozen
+class LevelShare:
+    """The place of a block's levels of one kind among those of 128 columns.
+
+    bits: of a number. count: of numbers that words need at a time. first: the first bit. is_half: the block is half of
+    the 128 columns, and so is its share. is_twofold: the first halves of each 32 columns have as many numbers as the
+    second halves, which lie behind.
+    """
+
+    bits: int
+    count: int
+    first: int
+    is_half: bool
+    is_twofold: bool
+
+    @property
+    def size(self) -> int:
+        """The bits of the numbers that words need at a time."""
+        return self.bits * self.count
+
+
+@gluon.constexpr_function
+def share_of(form: BlockForm, name: str) -> LevelShare:
+    return form.find_share(name)
+
+
+@frozen
 class BlockForm:
     """The layout of a packed matrix, as `StepLayout` has it. scale: Triton's dtype. block: columns of a block.
     converts: the device converts E4M3 by an instruction.
@@ -39,13 +65,47 @@ class BlockForm:
         return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
-    def is_linear(self) -> bool:
-        """True if four bits are a multiple of a number wherever they stand in a word, as `_linear` has it.
+    def held(self) -> dict[str, tuple[int, int]]:
+        """The levels of 128 columns of a row: the bits of a number, and how many numbers there are."""
+        bits, scales, groups = self.scale.primitive_bitwidth, max(1, 128 // self.span), max(1, 128 // self.group)
+        found = {"scale": (bits, scales)}
+        if self.inner:
+            found["inner"] = (8, groups)
+        if self.least:
+            found["least"] = (8, groups)
+        if self.least == "own":
+            found["own"] = (bits, scales)
+        return dict(sorted(found.items(), key=lambda one: -one[1][0] * one[1][1]))
 
-        A number is then rounded once, which has to give what two roundings give.
+    @property
+    def planes(self) -> int:
+        """The words that the levels of 128 columns of a row take."""
+        return -(-sum(bits * count for bits, count in self.held.values()) // 32)
+
+    def find_share(self, name: str) -> LevelShare:
+        """Return where the levels of a block are. All sizes are powers of two and descend, so none lies across words
+        that it does not fill.
         """
-        exact = self.scale.primitive_bitwidth == 16 or self.least == ""
-        return self.steps in {"uint4", "int4"} and exact
+        place = 0
+        for other, (bits, count) in self.held.items():
+            if other == name:
+                each = count * self.block // 128 if count > 1 else 1
+                return LevelShare(bits, min(each, 4), place, count > each, each > 4)
+            place += bits * count
+        return LevelShare(0, 0, 0, is_half=False, is_twofold=False)
+
+    @property
+    def is_linear(self) -> bool:
+        """True if `_linear` gives the numbers of whole steps. It rounds once, which has to give what two roundings
+        give.
+        """
+        exact = self.least == "" or (self.steps == "uint4" and self.scale.primitive_bitwidth == 16)
+        return self.steps in {"uint4", "int4", "int8"} and exact
+
+    @property
+    def least_step(self) -> int:
+        """What whole steps are stored greater by."""
+        return {"int8": 128, "int4": 8}.get(self.steps, 0)
 
     @property
     def width(self) -> int:
@@ -53,7 +113,7 @@ class BlockForm:
         return 4 if self.steps in {"uint4", "int4"} else 8
 
 
-EXPONENT = gl.constexpr(24)  # bits by which `_linear` makes numbers smaller, so that factors stay in range
+EXPONENT = gl.constexpr(32)  # bits by which `_linear` makes numbers smaller, so that factors stay in range
 
 
 @gluon.jit
@@ -107,32 +167,33 @@ def _look_up(word):
 
 
 @gluon.jit
-def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """Return the level of each word's group in float32."""
-    if GROUP < BLOCK:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
-        held = held.to(gl.int16).to(KIND, bitcast=True)
-    return held.to(gl.float32)
+def _word_of(held, c, SHARE: gl.constexpr):
+    """Return which of the two words that hold levels has the level of each word c of steps."""
+    low, high = held
+    return gl.where(c < 2, low, high) if SHARE.size == 64 else low
 
 
 @gluon.jit
-def _times_whole(outer, held, c, power, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
+def _of_word(held, c, SHARE: gl.constexpr, KIND: gl.constexpr):
+    """Return the level of each word's group in float32."""
+    word = _word_of(held, c, SHARE)
+    if SHARE.bits == 32:
+        found = word.to(gl.float32, bitcast=True)
+    else:
+        bit = SHARE.first % 32 + c * SHARE.count // 4 * 16 % 32
+        found = (word >> bit).to(gl.int16).to(KIND, bitcast=True).to(gl.float32)
+    return found
+
+
+@gluon.jit
+def _times_whole(outer, held, c, power, SHARE: gl.constexpr, KIND: gl.constexpr):
     """Return outer times the whole number of each word's group.
 
-    Several of them are stored 128 greater in one number, and put into the mantissa of 2 ** 15. With a 16-bit scale
-    what is subtracted again is exact.
+    Whole numbers are stored 128 greater, and put into the mantissa of 2 ** 15. With a 16-bit scale what is subtracted
+    again is exact.
     """
-    if GROUP >= BLOCK:
-        product = outer * held.to(gl.float32)
-    else:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4, power)
-        if SCALE.primitive_bitwidth == 16:
-            product = gl.fma(number, outer, outer * (-32896.0))
-        else:
-            product = outer * (number - 32896.0)
-    return product
+    number = _in_mantissa(_word_of(held, c, SHARE), SHARE.first % 32 // 8 + c * SHARE.count // 4, power)
+    return gl.fma(number, outer, outer * (-32896.0)) if KIND.primitive_bitwidth == 16 else outer * (number - 32896.0)
 
 
 @gluon.jit
@@ -157,56 +218,76 @@ def find_power(n):
 def _scales(levels, c, power, FORM: gl.constexpr):
     """Return what steps are multiplied with, and what is subtracted then."""
     scale, inner, least, own = levels
-    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
+    outer = _of_word(scale, c, share_of(FORM, "scale"), FORM.scale)
     factor = outer
     below = outer
     if FORM.inner:
-        factor = _times_whole(outer, inner, c, power, FORM.block, FORM.group, FORM.scale)
+        factor = _times_whole(outer, inner, c, power, share_of(FORM, "inner"), FORM.scale)
     if FORM.least == "own":
-        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
+        below = _of_word(own, c, share_of(FORM, "own"), FORM.scale)
     if FORM.least != "":
-        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
+        below = _times_whole(below, least, c, power, share_of(FORM, "least"), FORM.scale)
     return factor, below
 
 
 @gluon.jit
 def _linear_scales(levels, c, power, FORM: gl.constexpr):
-    """Return what bits are multiplied with at places 8, 12, 16 and 20 of a word, and what is subtracted then."""
+    """Return what bits are multiplied with at each place of a word that `_linear` has, and what is added then."""
     scale, inner, least, own = levels
-    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
-    factor = outer * (2.0 ** (141 - EXPONENT))
+    FIRST: gl.constexpr = 16 if FORM.block == 64 else 8
+    outer = _of_word(scale, c, share_of(FORM, "scale"), FORM.scale)
+    factor = outer * (2.0 ** (149 - FIRST - EXPONENT))
     if FORM.inner:
-        factor = _times_whole(factor, inner, c, power, FORM.block, FORM.group, FORM.scale)
-    below = outer * (2.0**-EXPONENT)
+        factor = _times_whole(factor, inner, c, power, share_of(FORM, "inner"), FORM.scale)
     if FORM.least == "own":
-        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale) * (2.0**-EXPONENT)
+        below = _of_word(own, c, share_of(FORM, "own"), FORM.scale) * -(2.0**-EXPONENT)
+    else:
+        below = outer * -(2.0**-EXPONENT)
     if FORM.least != "":
-        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
-    elif FORM.steps == "int4":
-        below = factor * (2.0**-138)  # eight steps
+        below = _times_whole(below, least, c, power, share_of(FORM, "least"), FORM.scale)
+    else:
+        below = factor * -(2.0 ** (FIRST - 149) * FORM.least_step)
     factors = (factor, factor * (2.0**-4), factor * (2.0**-8), factor * (2.0**-12))
     return factors, below
 
 
 @gluon.jit
-def _linear(word, turned, AT: gl.constexpr, scales):
+def _linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
     """Return 2 ** -EXPONENT of the number of step AT. turned: the word with its halves exchanged.
 
-    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So bits need
-    only be masked.
+    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So the bits
+    of a step only need to be taken from the word.
     """
     factors, below = scales
-    DIRECT: gl.constexpr = AT >= 2 and AT < 6
-    PLACE: gl.constexpr = 4 * AT if DIRECT else (4 * AT + 16) % 32
-    bits = (word if DIRECT else turned) & (15 << PLACE)
-    return gl.fma(bits.to(gl.float32, bitcast=True), factors[(PLACE - 8) // 4], -below)
+    if FORM.block == 64:
+        bits = _move_byte(word, AT)
+        PLACE: gl.constexpr = 0
+    else:
+        DIRECT: gl.constexpr = AT >= 2 and AT < 6
+        BIT: gl.constexpr = 4 * AT if DIRECT else (4 * AT + 16) % 32
+        bits = (word if DIRECT else turned) & (15 << BIT)
+        PLACE: gl.constexpr = BIT // 4 - 2
+    return gl.fma(bits.to(gl.float32, bitcast=True), factors[PLACE], below)
 
 
 @gluon.jit
-def _four_linear(word, turned, AT: gl.constexpr, scales):
+def _move_byte(word, AT: gl.constexpr):
+    """Return byte AT of a word as the third byte of a number."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,n",
+        [word, 0, 0x4044 | AT << 8],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _four_linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
     """Return a word's numbers of 16 columns, as `_four` does."""
-    low = gl.join(_linear(word, turned, AT, scales), _linear(word, turned, AT + 1, scales))
-    high = gl.join(_linear(word, turned, AT + 2, scales), _linear(word, turned, AT + 3, scales))
+    low = gl.join(_linear(word, turned, AT, scales, FORM), _linear(word, turned, AT + 1, scales, FORM))
+    high = gl.join(_linear(word, turned, AT + 2, scales, FORM), _linear(word, turned, AT + 3, scales, FORM))
     return gl.join(low, high)
 
 
@@ -247,9 +328,11 @@ def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _scale_e2m1(held, c):
+def _scale_e2m1(held, c, FORM: gl.constexpr):
     """Return the scale of each word in both halves of a number."""
-    return ((held >> (c * 16).to(held.dtype)).to(gl.int32) & 0xFFFF) * 0x10001
+    SHARE: gl.constexpr = share_of(FORM, "scale")
+    word = _word_of(held, c, SHARE)
+    return ((word >> (SHARE.first % 32 + c * SHARE.count // 4 * 16 % 32)) & 0xFFFF) * 0x10001
 
 
 @gluon.jit
@@ -301,27 +384,40 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr = False):
-    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order. LINEAR: return 2 ** -EXPONENT of the numbers, in fewer instructions.
+def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr):
+    """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
+
+    levels: those of the first and of the second 16 of each 32 columns. c: the number of each word. row: see
+    `find_power`. LINEAR: return 2 ** -EXPONENT of the numbers, in fewer instructions.
     """
-    words, first, second = packed
-    n, _, c = coordinates
+    first, second = levels
     if FORM.steps == "e2m1":
-        scale = _scale_e2m1(first[0], c)
-        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
-    elif LINEAR:
-        power = find_power(n)
-        turned = _exchange_halves(words)
-        found = _four_linear(words, turned, 0, _linear_scales(first, c, power, FORM))
-        found = gl.join(found, _four_linear(words, turned, 4, _linear_scales(second, c, power, FORM)))
+        scale = _scale_e2m1(first[0], c, FORM)
+        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
+    else:
+        power = find_power(row)
+        if LINEAR:
+            turned = _exchange_halves(words)
+            found = _four_linear(words, turned, 0, _linear_scales(first, c, power, FORM), FORM)
+            if FORM.block == 128:
+                found = gl.join(found, _four_linear(words, turned, 4, _linear_scales(second, c, power, FORM), FORM))
+        else:
+            found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
+            if FORM.block == 128:
+                found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
+    return found.to(dtype)
+
+
+@gluon.jit
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
+    left side of a product, in another order.
+    """
+    words, levels = packed
+    n, _, c = coordinates
+    found = numbers_of(words, levels, c, n, dtype, FORM, False)
+    if FORM.block == 128:
         found = found.permute((0, 1, 3, 6, 5, 2, 4))
     else:
-        power = find_power(n)
-        found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
-        if FORM.block == 128:
-            found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
-            found = found.permute((0, 1, 3, 6, 5, 2, 4))
-        else:
-            found = found.permute((0, 1, 3, 5, 2, 4))
-    return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)
+        found = found.permute((0, 1, 3, 5, 2, 4))
+    return found.reshape((words.shape[0], words.shape[1], FORM.block))
