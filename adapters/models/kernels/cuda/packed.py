@@ -19,10 +19,11 @@ from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.packed_ahead import AHEAD_ROWS, can_come_ahead, choose_ahead_tile, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
-from adapters.models.kernels.triton.packed_numbers import BlockForm
+from adapters.models.kernels.triton.packed_levels import LARGEST_SCALE, BlockForm
 from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
@@ -37,8 +38,9 @@ _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
 _ROOMY = 200 << 10  # bytes of shared memory
 # The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
-# times as great on devices without instructions for it.
-_LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0}
+# times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
+# with great powers of two.
+_LARGEST = {"e4m3": 2.0**7, "e2m1": 1.0, "uint4": LARGEST_SCALE, "int4": LARGEST_SCALE, "int8": LARGEST_SCALE}
 _NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -115,6 +117,7 @@ class CudaPacking:
     shared: int
     pdl: bool | None
     converts_e4m3: bool
+    hopper: bool = False
     _scratch: Tensor | None = field(init=False, default=None)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
@@ -154,6 +157,8 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
+            elif self.hopper and len(x) <= AHEAD_ROWS and can_come_ahead(part):
+                multiply_ahead(x, part, columns, choose_ahead_tile(len(x), part), gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
                 tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)

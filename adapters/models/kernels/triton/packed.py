@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
-from adapters.models.kernels.triton.packed_numbers import share_of, weights_of
+from adapters.models.kernels.triton.packed_levels import share_of
+from adapters.models.kernels.triton.packed_numbers import weights_of
 
 apply_silu = gluon.jit(silu_times.fn)
 

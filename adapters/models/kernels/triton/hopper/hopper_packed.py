@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 from adapters.models.kernels.triton.packed import add_pieces, store_narrow
-from adapters.models.kernels.triton.packed_numbers import EXPONENT, numbers_of, share_of
+from adapters.models.kernels.triton.packed_levels import EXPONENT, share_of
+from adapters.models.kernels.triton.packed_numbers import numbers_of
 
 
 @gluon.constexpr_function
