@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StepLayout
@@ -13,6 +14,7 @@ from adapters.models.numerics.synthetic import random_matrix
 triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
 )
+triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
 levels_of = pytest.importorskip("adapters.models.kernels.triton.packed_levels")
 
 CPU = torch.device("cpu")
@@ -116,3 +118,13 @@ def test_factors_of_the_largest_scales_are_finite() -> None:
     matrix = random_matrix((8, 256), layout, "w")
     large = PackedMatrix(layout, matrix.steps, matrix.scale + 8, matrix.inner, matrix.least, matrix.own)
     assert triton_packed.pack_steps(large, CPU, converts_e4m3=True) is None
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_XS"])
+def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: str) -> None:
+    packed = triton_packed.pack_steps(random_matrix((8, 768), LAYOUTS[name], "w"), CPU, converts_e4m3=True)
+    many = evolve(packed, outputs=triton_packed.FEW)
+    assert not triton_ahead.comes_ahead(1, packed, torch.bfloat16)
+    assert triton_ahead.comes_ahead(8, many, torch.bfloat16) == (name != "IQ4_XS")
+    assert not triton_ahead.comes_ahead(9, many, torch.bfloat16)
+    assert not triton_ahead.comes_ahead(8, many, torch.float16)

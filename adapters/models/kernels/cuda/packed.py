@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.packed_ahead import AHEAD_ROWS, can_come_ahead, choose_ahead_tile, multiply_ahead
+from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
@@ -109,7 +109,7 @@ class Multiply(Protocol):
 @define(eq=False)
 class CudaPacking:
     """Packs and multiplies weights of one device. Its scratch memory is kept for good, because recorded graphs hold
-    its address. converts_e4m3: see `CudaCapability`.
+    its address. converts_e4m3, hopper: see `CudaCapability`.
     """
 
     device: torch.device
@@ -117,7 +117,7 @@ class CudaPacking:
     shared: int
     pdl: bool | None
     converts_e4m3: bool
-    hopper: bool = False
+    hopper: bool
     _scratch: Tensor | None = field(init=False, default=None)
 
     def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
@@ -157,8 +157,8 @@ class CudaPacking:
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
-            elif self.hopper and len(x) <= AHEAD_ROWS and can_come_ahead(part):
-                multiply_ahead(x, part, columns, choose_ahead_tile(len(x), part), gated=weight.gated, pdl=self.pdl)
+            elif self.hopper and comes_ahead(len(x), part, x.dtype):
+                multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
                 tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
@@ -242,18 +242,20 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm) -> Tensor:
     """
     rows, columns = matrix.shape
     records = -(-columns // _ALIGNED)
-    found = torch.zeros(-(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=matrix.steps.device)
+    found = torch.zeros(
+        -(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=matrix.steps.device
+    )
     at = 0
     for name, (bits, count) in form.held.items():
         level = getattr(matrix, name)
         level = level ^ -128 if level.dtype == torch.int8 else level
         if name in {"scale", "own"}:
             level = level.repeat_interleave(max(1, form.span // _ALIGNED), 1)
-        level = pad(level.view(_WHOLE[level.itemsize]), (0, records * count - level.shape[1])).view(rows, records, count)
+        level = pad(level.view(_WHOLE[level.itemsize]), (0, records * count - level.shape[1]))
         if form.find_share(name).is_twofold:
-            level = level.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+            level = level.view(rows, -1, 4, 2).transpose(2, 3)
         size = bits * count // 8
-        found[:rows, :, at : at + size] = level.contiguous().view(torch.uint8)
+        found[:rows, :, at : at + size] = level.reshape(rows, records, count).view(torch.uint8)
         at += size
     return found.view(torch.int32).view(-1, _SIDE, records, form.planes).permute(0, 2, 3, 1).contiguous()
 

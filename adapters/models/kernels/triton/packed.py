@@ -166,7 +166,7 @@ def lanes_of(pieces, warps, rows):
 
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "each"])
-def packed_narrow(  # noqa: PLR0912 - branches of constants
+def packed_narrow(
     words_ptr,
     levels_ptr,
     x_ptr,

@@ -230,8 +230,5 @@ def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     words, levels = packed
     n, _, c = coordinates
     found = numbers_of(words, levels, c, n, dtype, FORM, False)
-    if FORM.block == 128:
-        found = found.permute((0, 1, 3, 6, 5, 2, 4))
-    else:
-        found = found.permute((0, 1, 3, 5, 2, 4))
+    found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape((words.shape[0], words.shape[1], FORM.block))

@@ -105,7 +105,7 @@ def _take_four(found):
 
 @gluon.jit
 def _word_of_half(planes, HALF: gl.constexpr, WORD: gl.constexpr, SHARE: gl.constexpr, SECOND: gl.constexpr):
-    """Return a word that holds levels of a block, as `packed` loads it. HALF: which half of 128 columns the block is."""
+    """Return a word that holds levels of a block, as `packed` loads it. HALF: of 128 columns, which half it is."""
     START: gl.constexpr = (
         SHARE.first
         + (SHARE.size if SECOND and SHARE.is_twofold else 0)
@@ -166,10 +166,8 @@ def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
     found = numbers_of(words, (first, second), c, row, dtype, FORM, LINEAR)
-    if FORM.block == 128:
-        found = found.permute((0, 1, 2, 4, 7, 6, 3, 5))
-    else:
-        found = found.permute((0, 1, 2, 4, 6, 3, 5))
+    is_long: gl.constexpr = FORM.block == 128
+    found = found.permute((0, 1, 2, 4, 7, 6, 3, 5)) if is_long else found.permute((0, 1, 2, 4, 6, 3, 5))
     return found.reshape((words.shape[0], words.shape[1], words.shape[2] * FORM.block))
 
 
@@ -228,9 +226,9 @@ def packed_ahead(
     LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
-    w_ring = gl.allocate_shared_memory(gl.int32, [W_STAGES] + words_desc.block_type.shape, words_desc.layout)
-    l_ring = gl.allocate_shared_memory(gl.int32, [W_STAGES] + levels_desc.block_type.shape, levels_desc.layout)
-    x_ring = gl.allocate_shared_memory(dtype, [X_STAGES] + x_desc.block_type.shape, x_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [W_STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
+    l_ring = gl.allocate_shared_memory(gl.int32, [W_STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
+    x_ring = gl.allocate_shared_memory(dtype, [X_STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     w_come = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
     x_come = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(W_STAGES):
