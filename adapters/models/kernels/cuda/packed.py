@@ -202,7 +202,7 @@ def pack_steps(matrix: PackedMatrix, device: torch.device, *, converts_e4m3: boo
         words[first : first + step].copy_(arrange_words(piece, layout))
 
     whole = evolve(matrix, layout=layout, scale=scale)
-    levels = arrange_levels(whole, form_of(layout, converts_e4m3=converts)).to(device)
+    levels = arrange_levels(whole, form_of(layout, converts_e4m3=converts), device)
     return CudaPackedMatrix(layout, rows, columns, words, levels, converts)
 
 
@@ -234,7 +234,7 @@ def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
     return lanes.contiguous().view(torch.int32).squeeze(-1)
 
 
-def arrange_levels(matrix: PackedMatrix, form: BlockForm) -> Tensor:
+def arrange_levels(matrix: PackedMatrix, form: BlockForm, device: torch.device) -> Tensor:
     """Arrange all levels as int32 `[rows / 8, columns / 128, planes, 8]`, those of 128 columns together.
 
     Whole numbers are stored 128 greater. Where a block has numbers for each 16 columns, those of the first 16 of each
@@ -242,12 +242,10 @@ def arrange_levels(matrix: PackedMatrix, form: BlockForm) -> Tensor:
     """
     rows, columns = matrix.shape
     records = -(-columns // _ALIGNED)
-    found = torch.zeros(
-        -(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=matrix.steps.device
-    )
+    found = torch.zeros(-(-rows // _SIDE) * _SIDE, records, form.planes * 4, dtype=torch.uint8, device=device)
     at = 0
     for name, (bits, count) in form.held.items():
-        level = getattr(matrix, name)
+        level = getattr(matrix, name).to(device)
         level = level ^ -128 if level.dtype == torch.int8 else level
         if name in {"scale", "own"}:
             level = level.repeat_interleave(max(1, form.span // _ALIGNED), 1)
