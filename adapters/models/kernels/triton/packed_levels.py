@@ -57,7 +57,9 @@ class BlockForm:
     @property
     def held(self) -> dict[str, tuple[int, int]]:
         """The levels of 128 columns of a row: the bits of a number, and how many numbers there are."""
-        bits, scales, groups = self.scale.primitive_bitwidth, max(1, 128 // self.span), max(1, 128 // self.group)
+        bits = self.scale.primitive_bitwidth
+        scales = max(1, 128 // self.span)
+        groups = max(1, 128 // self.group)
         found = {"scale": (bits, scales)}
         if self.inner:
             found["inner"] = (8, groups)
@@ -94,7 +96,7 @@ class BlockForm:
 
     @property
     def least_step(self) -> int:
-        """What whole steps are stored greater by."""
+        """The number by which whole steps are stored greater."""
         return {"int8": 128, "int4": 8}.get(self.steps, 0)
 
     @property
