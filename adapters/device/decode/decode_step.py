@@ -50,7 +50,7 @@ from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
-from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, with_more_to_come
+from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, as_last_outcome
 from adapters.device.sampling.sampler import Draw, NotFinite, make_picker
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
@@ -144,16 +144,17 @@ class DecodeRunner:
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
         self.row_watch.check_launch(self.slots, effect_requests)
-        outcomes = self.step(effect_requests)
+        outcomes = self.step(effect_requests, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = count_proposing_step(list(map(self._next_request, effect_requests, outcomes)), outcomes)
-        ends_together = self.proposer is not None or any(map(has_copying, effect_requests))
-        if batch.serve_and_check_stop() or (None in following and ends_together):
+        following = list(map(self._next_request, effect_requests, outcomes))
+        if may_copy := any(map(has_copying, effect_requests)):
+            following = count_proposing_step(following, outcomes)
+        ends_together = may_copy or self.proposer is not None
+        if batch.serve_and_check_stop() or (ends_together and None in following):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
-            goes_on = next_request is not None and isinstance(outcome, Decoded)
-            reported.append((effect_request.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
+            reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
         batch.report_outcomes(reported)
         return [one for one in (*following, *batch.take_joining()) if one is not None]
 
@@ -180,7 +181,7 @@ class DecodeRunner:
 
     # --- one step ---
 
-    def _step_natively(self, native: NativeDecodeStep, effect_request: EffectRequest) -> Outcome | None:
+    def _step_natively(self, native: NativeDecodeStep, effect_request: EffectRequest, *, more: bool) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
         effect: RunDecode = effect_request.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
@@ -201,16 +202,18 @@ class DecodeRunner:
         took_ns = time.perf_counter_ns() - started_ns
         rows = 1 + taken.proposed if copies and taken.proposed else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
-        return Decoded(*counts, matched=matched, copied=rows > 0, rows=rows)
+        return Decoded(*counts, more=more, matched=matched, copied=rows > 0, rows=rows)
 
-    def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
-        """Take one decode step of all requests.
+    def step(
+        self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None, *, more: bool = False
+    ) -> tuple[Outcome, ...]:
+        """Take one decode step of all requests. more: of the outcomes, as in `Decoded`.
 
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
         missing where the piece was not computed: no request was left to decode.
         """
         if self.native is not None and piece is None and len(effect_requests) == 1:
-            outcome = self._step_natively(self.native, effect_requests[0])
+            outcome = self._step_natively(self.native, effect_requests[0], more=more)
             if outcome is not None:
                 return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
@@ -249,9 +252,9 @@ class DecodeRunner:
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
         rows = sum(1 + member.tree.size for member in members) if copies else 0
-        for member, found, matched in zip(members, verified.found, matches, strict=True):
+        for member, one, matched in zip(members, verified.found, matches, strict=True):
             copied = member.slot in copies and member.tree.size > 0
-            outcomes[member.index] = decode_outcome(member, found, took_ns, matched, copied=copied, rows=rows)
+            outcomes[member.index] = decode_outcome(member, one, took_ns, matched, copied=copied, rows=rows, more=more)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _fail_step(
@@ -308,8 +311,8 @@ class DecodeRunner:
         if piece is not None:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
-        states = () if piece is not None else [member.state for member in members]
-        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), states)
+        state = members[0].state if len(members) == 1 and piece is None else None
+        forward = forward_unless_kept(self.shard, whole, torch.from_numpy(np.array(tokens, np.int64)), state)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]

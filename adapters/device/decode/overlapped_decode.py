@@ -254,8 +254,8 @@ class OverlappedDecode:
             for member, offset in zip(members, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(members)))
-        states = () if unread_count else [member.state for member in members]
-        forward = forward_unless_kept(self.shard, step, tokens, states)
+        state = members[0].state if len(members) == 1 and not unread_count else None
+        forward = forward_unless_kept(self.shard, step, tokens, state)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
         if unread_count and pace_ns is not None:

@@ -98,11 +98,26 @@ def describe_failed_pick(slot: int, picked: NotFinite | DeadEnd) -> DeviceFailed
 
 
 def decode_outcome(
-    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int, *, copied: bool = False, rows: int = 0
+    member: StepMember,
+    agreed: Acceptance | DeviceFailed,
+    ns: int,
+    matched: int,
+    *,
+    copied: bool,
+    rows: int,
+    more: bool,
 ) -> Decoded | DeviceFailed:
     """Return the outcome of what has been committed. ns: the time of the step. The others: as in `Decoded`."""
     if isinstance(agreed, DeviceFailed):
         return agreed
     return Decoded(
-        agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted, matched=matched, copied=copied, rows=rows
+        agreed.tokens,
+        member.tree.size,
+        agreed.logprobs,
+        ns,
+        agreed.accepted,
+        more=more,
+        matched=matched,
+        copied=copied,
+        rows=rows,
     )
