@@ -149,8 +149,7 @@ class DecodeRunner:
         following = list(map(self._next_request, effect_requests, outcomes))
         if may_copy := any(map(has_copying, effect_requests)):
             following = count_proposing_step(following, outcomes)
-        ends_together = may_copy or self.proposer is not None
-        if batch.serve_and_check_stop() or (ends_together and None in following):
+        if batch.serve_and_check_stop() or ((may_copy or self.proposer is not None) and None in following):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
@@ -167,8 +166,7 @@ class DecodeRunner:
         last = outcome.tokens[-1]
         if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
             return None
-        left = count_steps_left(effect, outcome)
-        return make_next_step(effect_request, state, left) if left > 0 else None
+        return make_next_step(effect_request, state, left) if (left := count_steps_left(effect, outcome)) > 0 else None
 
     def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Give slots the pages for the rows of these steps, before anything is launched."""

@@ -101,12 +101,11 @@ class OverlappedDecode:
 
     def can_run(self, effect_requests: Sequence[EffectRequest]) -> bool:
         """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied."""
-        effects = [
-            effect_request.effect for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
-        ]
+        if not self.shard.spec.runs_ahead:
+            return False
+        effects = [one.effect for one in effect_requests if isinstance(one.effect, RunDecode)]
         return (
-            self.shard.spec.runs_ahead
-            and not any(one.propose for one in effects)
+            not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
             and not any(self._copies_next(one) for one in effect_requests)
         )
@@ -173,7 +172,7 @@ class OverlappedDecode:
                 for member in staying:
                     member.steps_left -= 1
                 return [member for member in staying if not member.has_ended]
-            has_match = any(self.copies.count(member.effect, member.state) for member in running.members)
+            has_match = self.copies.has_match(running.members)
             self._in_flight = following
             running = following
         return ()
@@ -305,9 +304,9 @@ class OverlappedDecode:
         for member, one in answering:
             if isinstance(one, TokenPick):
                 member.state.commit((one.token,))
-            member.has_ended = (
-                not isinstance(one, TokenPick) or member not in continuing or one.token in member.state.stops
-            )
+                member.has_ended = member not in continuing or one.token in member.state.stops
+            else:
+                member.has_ended = True
         matches = self.copies.find_matches([(member.slot, member.state) for member, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
         for (member, one), matched in zip(answering, matches, strict=True):

@@ -5,7 +5,8 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from attrs import frozen
 
@@ -13,6 +14,13 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import DecodingSlot, TextProposer
 from effects.decode import RunDecode, find_match_class
 from effects.ids import Tokens
+
+
+class CopyingMember(Protocol):
+    """A request that decodes: its decode step, and the state of its slot."""
+
+    effect: RunDecode
+    state: SlotState
 
 
 @frozen(eq=False)
@@ -45,6 +53,10 @@ class StepCopies:
                 found[effect.slot] = tokens
                 rows += len(tokens)
         return found
+
+    def has_match(self, members: Iterable[CopyingMember]) -> bool:
+        """Would one of these copy text in its next step?"""
+        return self.proposer is not None and any(self.count(member.effect, member.state) for member in members)
 
     def count(self, effect: RunDecode, state: SlotState) -> int:
         """Return how many tokens a member is to copy in its next step, by the match that its text has now."""
