@@ -50,7 +50,7 @@ def ignore_text(_: str) -> None:
 
 @define(eq=False)
 class XmlCalls(CallForm):
-    """Parses Qwen's calls. Other forms have other tags."""
+    """Parses Qwen's calls. Other forms have other tags, which say what opens and closes their calls."""
 
     tags: ClassVar[CallTags] = QWEN
     openers = QWEN.openers
@@ -63,6 +63,11 @@ class XmlCalls(CallForm):
     _ending: str = field(
         default="", init=False
     )  # a line break that belongs to the closing tag, unless more text of the value comes
+
+    def __init_subclass__(cls) -> None:
+        cls.openers = cls.tags.openers
+        cls.marks = cls.tags.openers
+        cls.closers = cls.tags.call_closers
 
     def parse_call(self) -> Parsing[None]:
         incoming = self.incoming
