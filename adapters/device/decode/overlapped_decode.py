@@ -247,12 +247,12 @@ class OverlappedDecode:
         If a pace is set (`set_pace`), the end of the step is held back to its beat. So a running prefill gets the GPU
         meanwhile.
         """
-        offsets = [int(index < unread_count) for index in range(len(members))]
-        segments = tuple(
+        offsets = [1] * unread_count + [0] * (len(members) - unread_count)
+        segments = [
             Segment(member.slot, member.state.valid + offset, 1)
             for member, offset in zip(members, offsets, strict=True)
-        )
-        step = Step(segments, bucket_of(self.buckets, len(members)))
+        ]
+        step = Step(tuple(segments), bucket_of(self.buckets, len(members)))
         state = members[0].state if len(members) == 1 and not unread_count else None
         forward = forward_unless_kept(self.shard, step, tokens, state)
         logits = self.shard.logits(step, forward.hidden)
@@ -300,8 +300,11 @@ class OverlappedDecode:
         continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
         the wait for the device.
         """
-        answering = [(member, one) for member, one in zip(running.members, picked, strict=True) if not member.has_ended]
-        for member, one in answering:
+        answering = list[tuple[BatchMember, PickResult]]()
+        for member, one in zip(running.members, picked, strict=True):
+            if member.has_ended:
+                continue
+            answering.append((member, one))
             if isinstance(one, TokenPick):
                 member.state.commit((one.token,))
                 member.has_ended = member not in continuing or one.token in member.state.stops

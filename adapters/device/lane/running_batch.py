@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import anyio
-from attrs import define, evolve, field
+from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
 from effects.all import EffectRequest, Launch, Outcome
@@ -207,7 +207,21 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
 
 def as_last_outcome(outcome: Outcome) -> Outcome:
     """Return the outcome of a decode step as the last one of its launch for the request."""
-    return evolve(outcome, more=False) if isinstance(outcome, Decoded) else outcome
+    if not isinstance(outcome, Decoded):
+        return outcome
+    # A launch of one step has this for each of its members. `evolve` would take three times as long.
+    return Decoded(
+        outcome.tokens,
+        outcome.proposed,
+        outcome.logprobs,
+        outcome.ns,
+        outcome.accepted,
+        outcome.steps,
+        more=False,
+        matched=outcome.matched,
+        copied=outcome.copied,
+        rows=outcome.rows,
+    )
 
 
 def has_more_to_come(outcome: Outcome) -> bool:
