@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,13 @@ class Worker:
 
 
 @contextmanager
-def start_worker(checkout: Path, module: str) -> Iterator[Worker]:
-    """Run `python -m MODULE --worker` in a checkout, which has to have its products compiled."""
+def start_worker(checkout: Path, module: str, under: Sequence[str] = ()) -> Iterator[Worker]:
+    """Run `python -m MODULE --worker` in a checkout, which has to have its products compiled.
+
+    under: a command that runs it, for instance `callgrind_command`.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, "--worker"],
+        [*under, sys.executable, "-m", module, "--worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
