@@ -10,9 +10,9 @@ Each case is measured in two ways:
   whose model takes longer than the event loop. These are its figures: microseconds of processor time in a step, on the
   device lane (`lane_us`) and on the event loop (`loop_us`), and calls of functions, which nothing disturbs. Calls of C
   functions count as well.
-* Running freely, the lane never waits for the event loop, and the two share the interpreter. Then the event loop falls
-  behind and takes several steps at once (`tokens_a_message`). A cheaper event loop takes fewer at once, and does not
-  make steps faster: a step takes about twice the time of the lane (`us_a_step`), whatever the event loop costs.
+* Running freely, the lane never waits for the event loop, and the two share the interpreter. The event loop falls
+  behind and takes several steps at once (`tokens_a_message`). A cheaper event loop takes fewer at once, and hardly
+  makes steps faster (`us_a_step`).
 
 `python -m benchmarks.engine_overhead [--steps 1000] [--rounds 5] [--instructions] [--before CHECKOUT]`. Times are the
 least of the rounds. Each round has new processes, because those of one program differ from each other. With

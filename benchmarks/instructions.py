@@ -27,12 +27,10 @@ def count_instructions(folder: Path, work: Callable[[], object]) -> int:
     work()
     control("--dump")
     counts = sorted(folder.iterdir())
-    found = sum(
-        int(total) for file in counts for total in re.findall(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
-    )
+    text = "\n".join(file.read_text() for file in counts)
     for file in counts:
         file.unlink()
-    return found
+    return sum(map(int, re.findall(r"^totals: (\d+)", text, re.MULTILINE)))
 
 
 def control(order: str) -> None:
