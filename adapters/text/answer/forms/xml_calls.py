@@ -30,12 +30,7 @@ from adapters.text.answer.forms.call_form import MAX_NAME, CallForm
 from adapters.text.answer.forms.call_tags import QWEN, CallTags
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import to_json_value
-from adapters.text.answer.schema_types import (
-    collect_types,
-    declared_properties,
-    find_property,
-    required_properties,
-)
+from adapters.text.answer.schema_types import collect_types, declared_properties, find_property, required_properties
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
@@ -60,9 +55,8 @@ class XmlCalls(CallForm):
     _name: str = field(default="", init=False)  # of the current call
     _given: set[str] = field(factory=set, init=False)  # parameters of the current call so far
     _search_count: int = field(default=0, init=False)  # how often all text was searched for the end of a value
-    _ending: str = field(
-        default="", init=False
-    )  # a line break that belongs to the closing tag, unless more text of the value comes
+    # A line break that belongs to the closing tag, unless more text of the value comes.
+    _ending: str = field(default="", init=False)
 
     def __init_subclass__(cls) -> None:
         cls.openers = cls.tags.openers
