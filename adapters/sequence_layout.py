@@ -46,9 +46,9 @@ class TensorSpec:
 class RowSpec:
     """The rows that one model keeps of every token: each of `names` is a tensor `[heads, tokens, width]` of `dtype`.
 
-    The names are the keys and the values of each layer in turn, in the order in which rows are stored; or one name for
-    both, where they have different formats. In I8 and F8_E4M3 the last four bytes of a head's `width` are the float32
-    scale of its codes. U8 stands for packed codes with a scale, and for rows of two formats.
+    The names are the keys and the values of each layer in turn, in the order in which rows are stored. If the two have
+    different formats, they have one name together. In I8 and F8_E4M3 the last four bytes of a head's `width` are the
+    float32 scale of its codes. U8 stands for packed codes with a scale, and for rows of two formats.
     """
 
     names: tuple[str, ...]

@@ -122,31 +122,38 @@ class StoreBench:
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
-        front = {"recompute": stop, "restore": 0}.get(
-            mode, policy.choose_front(self.settings, self.rates, 0, stop, tier)
+        load_start = {"recompute": stop, "restore": 0}.get(
+            mode, policy.choose_load_start(self.settings, self.rates, 0, stop, tier)
         )
         restored: list[BlocksRestored] = []
-        if front == stop:
+        if load_start == stop:
             self.moving.lookup.release_prefix(request, ReleasePrefix(found.lease))
             await self.compute(0, stop)
         else:
 
             async def restore() -> None:
-                outcome = await self.moving.restorer.restore(request, RestoreBlocks(found.lease, SLOT, front, stop))
+                outcome = await self.moving.restorer.restore(
+                    request, RestoreBlocks(found.lease, SLOT, load_start, stop)
+                )
                 assert isinstance(outcome, BlocksRestored), outcome
                 restored.append(outcome)
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(restore)
-                await self.compute(0, front, beside=True)
+                await self.compute(0, load_start, beside=True)
         await self.compute(stop, len(prompt) - 1)
         seconds = time.perf_counter() - started
         for one in restored:
-            assert (one.start, one.stop) == (front, stop), one
-            self.rates = rates.record_load(self.rates, tier, stop - front, one.ns, concurrent=front > 0)
+            assert (one.start, one.stop) == (load_start, stop), one
+            self.rates = rates.record_load(self.rates, tier, stop - load_start, one.ns, concurrent=load_start > 0)
         loaded = sum(one.bytes for one in restored)
         spent = sum(one.ns for one in restored)
-        return {"seconds": seconds, "front": front, "bytes": loaded, "rate": loaded / spent * 1e9 if spent else 0.0}
+        return {
+            "seconds": seconds,
+            "load_start": load_start,
+            "bytes": loaded,
+            "rate": loaded / spent * 1e9 if spent else 0.0,
+        }
 
     async def rows(self, prompt: Tokens) -> torch.Tensor:
         return await self.lane.run(lambda: self.shard.rows.view(SLOT, 0, len(prompt) - 1).clone())
@@ -233,7 +240,7 @@ async def compared(bench: StoreBench, prompt: Tokens, tier: Tier, runs: int, fil
         "tier": tier,
         "tokens": len(prompt),
         **{f"{mode}_s": seconds for mode, seconds in middle.items()},
-        "front": median([one["front"] for one in found["planner"]]),
+        "load_start": median([one["load_start"] for one in found["planner"]]),
         "of_recompute": middle["planner"] / middle["recompute"],
         "of_better": middle["planner"] / best,
         "restore_GB/s": rate / 1e9,

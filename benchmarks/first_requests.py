@@ -68,7 +68,7 @@ def serve(mode: str, words: Sequence[str]) -> None:
         return start + int((stop - start) * part) // settings.block_size * settings.block_size if part < 1 else stop
 
     if mode not in FREE:
-        policy.choose_front = forced
+        policy.choose_load_start = forced
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 

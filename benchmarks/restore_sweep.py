@@ -3,11 +3,12 @@
     python -m benchmarks.restore_sweep [--tokens 2048,8160] [--runs 3]          the shipped demo
     python -m benchmarks.restore_sweep --shape 8b --runs 5 --folder DIR         random weights of an 8B model, on CUDA
 
-After a restart, the end of a kept prompt is loaded while its beginning is computed (`states/policy.choose_front`). For
-each size of runs (the files that rows are kept in), one server computes the prompts, keeps them on disk, and is killed.
-Then each figure is the first long request of a process of its own, with the files out of the page cache: as the planner
-splits it, with forced splits around that, with everything loaded or computed, and with other numbers of readers. Each
-number of readers has its own measured rates, so the planner knows what they bring. Variants take turns, run by run.
+After a restart, the end of a kept prompt is loaded while its beginning is computed (`states/policy.choose_load_start`).
+For each size of runs (the files that rows are kept in), one server computes the prompts, keeps them on disk, and is
+killed. Then each figure is the first long request of a process of its own, with the files out of the page cache: as
+the planner splits it, with forced splits around that, with everything loaded or computed, and with other numbers of
+readers. Each number of readers has its own measured rates, so the planner knows what they bring. Variants take turns,
+run by run.
 
 The choice is confirmed if no variant is quicker by more than the noise, which is how far the planner's own runs are
 from their median. Answers must have the same token and log-probabilities as those that were computed cold: the exit
@@ -93,7 +94,7 @@ def serve(variant: Variant, words: Sequence[str]) -> None:
         return start + rows if share < 1 else stop
 
     if share is not None:
-        policy.choose_front = choose_forced
+        policy.choose_load_start = choose_forced
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 

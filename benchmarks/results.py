@@ -231,11 +231,11 @@ def describe_command() -> str:
     return " ".join([program, *map(shlex.quote, words)])
 
 
-def find_commit() -> str | None:
+def find_commit(checkout: Path = ROOT) -> str | None:
     """Return the commit that is checked out, with a plus sign where tracked files differ from it."""
     try:
         commit, changed = (
-            subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+            subprocess.run(["git", *words], cwd=checkout, check=True, capture_output=True, text=True).stdout.strip()
             for words in (["rev-parse", "--short=7", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.CalledProcessError):

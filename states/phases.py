@@ -216,9 +216,11 @@ def make_decode_step(
 def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Prompt, answer: Generated) -> int:
     """Count the tokens that may be decoded before the core has to decide something about this request.
 
-    The core decides in three cases: at the last token of the answer; at each token that the client has already received
-    from an earlier slot, because the two are compared; and at the end of each block where the model has positional
-    state, because that state may have to be kept.
+    The core decides in three cases:
+
+    * at the last token of the answer;
+    * at each token that the client has already received from an earlier slot, because the two are compared;
+    * at the end of each block, if the model has positional state, because that state may have to be kept.
     """
     if prompt.heard_tokens and len(answer.tokens) < len(prompt.heard_tokens):
         return 1

@@ -253,10 +253,10 @@ def choose_rows_to_load(
 ) -> Span | None:
     """Choose the rows that are loaded; None: computing all of them is better.
 
-    Without positional state, the last rows are loaded while the first ones are computed (`choose_front`). Positional
-    state cannot be mixed in this way: a loaded state belongs to one row. There, one of the found checkpoints is chosen,
-    the rows before it that the slot lacks are loaded with it, and all rows behind it are computed. If the slot lacks
-    none of them, the span is empty, and the state alone is loaded.
+    Without positional state, the last rows are loaded while the first ones are computed (`choose_load_start`).
+    Positional state cannot be mixed in this way: a loaded state belongs to one row. There, one of the found checkpoints
+    is chosen, the rows before it that the slot lacks are loaded with it, and all rows behind it are computed. If the
+    slot lacks none of them, the span is empty, and the state alone is loaded.
 
     restore_ends: ascending, from `list_restore_ends`.
     """
@@ -265,7 +265,7 @@ def choose_rows_to_load(
     if not restore_ends:
         return None
     if not settings.stateful:
-        load_start = choose_front(settings, rates, slot_lease.valid_rows, restore_ends[-1], tier)
+        load_start = choose_load_start(settings, rates, slot_lease.valid_rows, restore_ends[-1], tier)
         return (load_start, restore_ends[-1]) if load_start < restore_ends[-1] else None
     at = restore_ends[-1]
     if get_load_time(rates, tier) and estimate_prefill_time(rates, slot_lease.valid_rows, prompt.prefill_rows):
@@ -282,7 +282,7 @@ def estimate_resume_time(context: DecisionContext, slot_lease: SlotLease, prompt
     return tokens * get_load_time(context.rates, tier) + estimate_prefill_time(context.rates, at, prompt.prefill_rows)
 
 
-def choose_front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
+def choose_load_start(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
     """Return the row `load_start` such that `[start, load_start)` is computed while `[load_start, stop)` is loaded.
 
     Both are to end at the same time. The computed rows are called the front: without one everything is loaded, and if

@@ -96,7 +96,8 @@ def find_state_row(settings: Settings, rows: int) -> int:
     """Return the row behind which a slot with this many computed rows has its positional state.
 
     That is the end of its last block. Where decoded rows are not kept, blocks may be longer than the distance at which
-    the model keeps states, and only a prefill that stops at the end of a block has the state there.
+    the model keeps states. There only a prefill that stops at the end of a block has the state of that end, so the
+    computed rows themselves are returned.
     """
     return round_down_to_block(settings, rows) if settings.keep_decoded else rows
 

@@ -209,9 +209,11 @@ def assign_checkpoint(
 ) -> tuple[Slots, EffectRequest]:
     """Choose the checkpoint that keeps the positional state after a chunk which is about to be launched.
 
-    The checkpoint is empty until the chunk is computed. No checkpoint is assigned in three cases: the state after this
-    chunk is not to be kept (`scope.find_next_mark`); all checkpoints of the device are worth more; or one of them has
-    this state already, because its rows are computed a second time.
+    The checkpoint is empty until the chunk is computed. No checkpoint is assigned in three cases:
+
+    * the state after this chunk is not to be kept (`scope.find_next_mark`);
+    * all checkpoints of the device are worth more;
+    * one of them has this state already, because its rows are computed a second time.
     """
     effect = effect_request.effect
     state = requests[effect_request.request]

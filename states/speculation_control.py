@@ -15,8 +15,8 @@ things are known, all learned from earlier steps:
 * accounts: how much time may still be lost. The server has one account (`Rates.account`), and every request has one
   (`SpeculationControl.account`).
 
-`plan_launch` lists the ways in which the next step could propose, and takes the one that gives most tokens for its
-time, if that is more than a plain step gives. Where none is, proposals are tried now and then. The number of plain
+`plan_launch` lists the ways in which the next step could propose. It takes the one that gives most tokens for its time,
+if that is more than a plain step gives. If none gives more, proposals are tried now and then. The number of plain
 steps between two trials doubles each time, up to LONGEST_TRIAL_GAP, and halves again whenever proposals pay.
 
 Invariants. No step begins that would cost more than is left on the server's account, or on that of any member, even if

@@ -89,8 +89,8 @@ class RecentPrompts:
     ) -> tuple[int, RecentPrompt, Divergence | None]:
         """Add a prompt, and compare it with the others.
 
-        Return the tokens that it has in common with the most similar of the last `window` prompts, the prompt as it was
-        added, and where it diverges from the most similar of all prompts.
+        Return three things: how many tokens it has in common with the most similar of the last `window` prompts; the
+        prompt as it was added; and where it diverges from the most similar of all prompts.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)

@@ -56,7 +56,7 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
     ],
 )
 def test_front(known: Rates, start: int, load_start: int, stop: int) -> None:
-    assert policy.choose_front(STORE, known, start, stop, "disk") == load_start
+    assert policy.choose_load_start(STORE, known, start, stop, "disk") == load_start
 
 
 times = st.integers(0, 300)
@@ -76,7 +76,7 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
 )
 def test_no_choice_is_better_and_neither_is_one_side_alone(known: Rates, start: int, length: int) -> None:
     first, last = 16 * start, 16 * (start + length)
-    chosen = policy.choose_front(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
+    chosen = policy.choose_load_start(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
     assert type(chosen) is int
     if not known.loads.get("host", 0) or not any(known.prefill):
         assert chosen == first

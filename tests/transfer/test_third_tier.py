@@ -123,9 +123,11 @@ async def test_a_prompt_is_restored_from_a_third_tier_with_the_same_bits(bench: 
 def test_the_planner_weighs_a_third_tier_by_its_own_time() -> None:
     known = Rates(prefill=(100,), loads={"host": 1, OBJECTS: 100_000})
     settings = evolve(STORE, chunk=16, block_size=16)
-    assert policy.choose_front(settings, known, 0, 64, "host") == 0, "all of it is loaded"
-    assert policy.choose_front(settings, known, 0, 64, OBJECTS) == 64, "all of it is computed"
-    assert policy.choose_front(settings, Rates(prefill=(100,)), 0, 64, OBJECTS) == 0, "what was not measured is trusted"
+    assert policy.choose_load_start(settings, known, 0, 64, "host") == 0, "all of it is loaded"
+    assert policy.choose_load_start(settings, known, 0, 64, OBJECTS) == 64, "all of it is computed"
+    assert policy.choose_load_start(settings, Rates(prefill=(100,)), 0, 64, OBJECTS) == 0, (
+        "what was not measured is trusted"
+    )
 
 
 def test_the_world_learns_how_long_a_third_tier_takes() -> None:

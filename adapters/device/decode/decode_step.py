@@ -37,19 +37,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 
 from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, make_next_step
+from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
-from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, with_more_to_come
+from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, as_last_outcome
 from adapters.device.sampling.sampler import Draw, NotFinite, make_picker
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
@@ -142,16 +141,17 @@ class DecodeRunner:
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
         self.row_watch.check_launch(self.slots, effect_requests)
-        outcomes = self.step(effect_requests, may_copy=not batch.has_changed)
+        outcomes = self.step(effect_requests, may_copy=not batch.has_changed, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = count_proposing_step(list(map(self._next_request, effect_requests, outcomes)), outcomes)
+        following = list(map(self._next_request, effect_requests, outcomes))
+        if any(map(has_copying, effect_requests)):
+            following = count_proposing_step(following, outcomes)
         ends_together = None in following and self.proposer is not None
         if batch.serve_and_check_stop() or ends_together or self.overlapped.finds_expired_match(following, batch):
             following = [None] * len(effect_requests)
         reported = list[tuple[RequestId, Outcome]]()
         for effect_request, outcome, next_request in zip(effect_requests, outcomes, following, strict=True):
-            goes_on = next_request is not None and isinstance(outcome, Decoded)
-            reported.append((effect_request.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
+            reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
         batch.report_outcomes(reported)
         return [one for one in (*following, *batch.take_joining()) if one is not None]
 
@@ -164,8 +164,7 @@ class DecodeRunner:
         last = outcome.tokens[-1]
         if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
             return None
-        left = count_steps_left(effect, outcome)
-        return make_next_step(effect_request, state, left) if left > 0 else None
+        return make_next_step(effect_request, state, left) if (left := count_steps_left(effect, outcome)) > 0 else None
 
     def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Give slots the pages for the rows of these steps, before anything is launched."""
@@ -178,7 +177,9 @@ class DecodeRunner:
 
     # --- one step ---
 
-    def _step_natively(self, native: NativeDecodeStep, asked: EffectRequest, *, may_copy: bool) -> Outcome | None:
+    def _step_natively(
+        self, native: NativeDecodeStep, asked: EffectRequest, *, may_copy: bool, more: bool
+    ) -> Outcome | None:
         """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
         effect: RunDecode = asked.effect  # type: ignore[assignment] # it is one
         started_ns = time.perf_counter_ns()
@@ -200,18 +201,23 @@ class DecodeRunner:
         copied = 0 if tree is None else taken.proposed
         beside = self.copies.read_beside(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
-        return Decoded(*counts, matched=matched, copied=copied, rows=copied and 1 + copied, beside=beside)
+        return Decoded(*counts, more=more, matched=matched, copied=copied, rows=copied and 1 + copied, beside=beside)
 
     def step(
-        self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None, *, may_copy: bool = True
+        self,
+        effect_requests: Sequence[EffectRequest],
+        piece: PromptPiece | None = None,
+        *,
+        may_copy: bool = True,
+        more: bool = False,
     ) -> tuple[Outcome, ...]:
-        """Take one decode step of all requests.
+        """Take one decode step of all requests. more: of the outcomes, as in `Decoded`.
 
         piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
         missing where the piece was not computed: no request was left to decode. may_copy: their rules still hold.
         """
         if self.native is not None and piece is None and len(effect_requests) == 1:
-            outcome = self._step_natively(self.native, effect_requests[0], may_copy=may_copy)
+            outcome = self._step_natively(self.native, effect_requests[0], may_copy=may_copy, more=more)
             if outcome is not None:
                 return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(effect_requests)
@@ -250,7 +256,10 @@ class DecodeRunner:
         matches = self.copies.find_matches([(member.slot, member.state) for member in members])
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
-        found = list(map(decode_outcome, members, verified.found, repeat(took_ns), matches))
+        found = [
+            decode_outcome(member, one, took_ns, matched, more=more)
+            for member, one, matched in zip(members, verified.found, matches, strict=True)
+        ]
         for member, outcome in zip(members, self.copies.describe(found, members, copies), strict=True):
             outcomes[member.index] = outcome
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
@@ -309,9 +318,9 @@ class DecodeRunner:
         if piece is not None:
             whole = piece.append_to(step, self.buckets)
             tokens = tokens + piece.tokens
-        states = () if piece is not None else [member.state for member in members]
+        state = members[0].state if len(members) == 1 and piece is None else None
         chains = {first: one.launched for one, first in zip(members, first_rows, strict=True) if one.launched}
-        forward = forward_unless_kept(self.shard, whole, feed_tokens(tokens, chains), states)
+        forward = forward_unless_kept(self.shard, whole, feed_tokens(tokens, chains), state)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
         picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]

@@ -48,12 +48,13 @@ def keep_last_row(shard: Pipeline, buckets: Sequence[int], state: SlotState, ste
     state.last_row = (step.segments[0].start + step.rows - 1, hidden)
 
 
-def forward_unless_kept(shard: Pipeline, step: Step, tokens: Tensor, states: Sequence[SlotState]) -> Forward:
-    """Run the forward of a step that decodes, unless its only row is there already. states: of its members; none if
-    their last tokens are not known yet.
+def forward_unless_kept(shard: Pipeline, step: Step, tokens: Tensor, state: SlotState | None) -> Forward:
+    """Run the forward of a step that decodes, unless its only row is there already.
+
+    state: of the step's only member. None: it has several, or the host does not know the token that is fed.
     """
-    if step.rows == len(states) == 1 and states[0].last_row is not None:
-        position, hidden = states[0].last_row
+    if state is not None and state.last_row is not None and step.rows == 1:
+        position, hidden = state.last_row
         if position == step.segments[0].start and len(hidden) == step.bucket:
             return Forward(hidden, {})
     return shard.forward(step, tokens)

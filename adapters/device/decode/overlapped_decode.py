@@ -101,12 +101,11 @@ class OverlappedDecode:
 
     def can_run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> bool:
         """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied."""
-        effects = [
-            effect_request.effect for effect_request in effect_requests if isinstance(effect_request.effect, RunDecode)
-        ]
+        if not self.shard.spec.runs_ahead:
+            return False
+        effects = [one.effect for one in effect_requests if isinstance(one.effect, RunDecode)]
         return (
-            self.shard.spec.runs_ahead
-            and not any(one.propose for one in effects)
+            not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
             and (batch.has_changed or not any(self.copies_next(one) for one in effect_requests))
         )
@@ -180,7 +179,7 @@ class OverlappedDecode:
                 for member in staying:
                     member.steps_left -= 1
                 return [member for member in staying if not member.has_ended]
-            has_match = any(self.copies.count(member.effect, member.state) > (0, 0) for member in running.members)
+            has_match = self.copies.has_match(running.members)
             self._in_flight = following
             running = following
         return ()
@@ -255,14 +254,14 @@ class OverlappedDecode:
         If a pace is set (`set_pace`), the end of the step is held back to its beat. So a running prefill gets the GPU
         meanwhile.
         """
-        offsets = [int(index < unread_count) for index in range(len(members))]
-        segments = tuple(
+        offsets = [1] * unread_count + [0] * (len(members) - unread_count)
+        segments = [
             Segment(member.slot, member.state.valid + offset, 1)
             for member, offset in zip(members, offsets, strict=True)
-        )
-        step = Step(segments, bucket_of(self.buckets, len(members)))
-        states = () if unread_count else [member.state for member in members]
-        forward = forward_unless_kept(self.shard, step, tokens, states)
+        ]
+        step = Step(tuple(segments), bucket_of(self.buckets, len(members)))
+        state = members[0].state if len(members) == 1 and not unread_count else None
+        forward = forward_unless_kept(self.shard, step, tokens, state)
         logits = self.shard.logits(step, forward.hidden)
         pace_ns = self._pace_ns
         if unread_count and pace_ns is not None:
@@ -308,13 +307,16 @@ class OverlappedDecode:
         continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
         the wait for the device.
         """
-        answering = [(member, one) for member, one in zip(running.members, picked, strict=True) if not member.has_ended]
-        for member, one in answering:
+        answering = list[tuple[BatchMember, PickResult]]()
+        for member, one in zip(running.members, picked, strict=True):
+            if member.has_ended:
+                continue
+            answering.append((member, one))
             if isinstance(one, TokenPick):
                 member.state.commit((one.token,))
-            member.has_ended = (
-                not isinstance(one, TokenPick) or member not in continuing or one.token in member.state.stops
-            )
+                member.has_ended = member not in continuing or one.token in member.state.stops
+            else:
+                member.has_ended = True
         matches = self.copies.find_matches([(member.slot, member.state) for member, _ in answering])
         outcomes = list[tuple[RequestId, Outcome]]()
         for (member, one), matched in zip(answering, matches, strict=True):

@@ -211,8 +211,11 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
     )
 
 
-def with_more_to_come(outcome: Decoded) -> Decoded:
-    """Return the outcome marked as not the last one of its launch."""
+def as_last_outcome(outcome: Outcome) -> Outcome:
+    """Return the outcome of a decode step as the last one of its launch for the request."""
+    if not isinstance(outcome, Decoded):
+        return outcome
+    # A launch of one step has this for each of its members. `evolve` would take three times as long.
     return Decoded(
         outcome.tokens,
         outcome.proposed,
@@ -220,7 +223,7 @@ def with_more_to_come(outcome: Decoded) -> Decoded:
         outcome.ns,
         outcome.accepted,
         outcome.steps,
-        more=True,
+        more=False,
         matched=outcome.matched,
         copied=outcome.copied,
         rows=outcome.rows,

@@ -230,7 +230,10 @@ def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
     ends: dict[int, str] = {}
     for index, row in enumerate(rows):
         matching = row.sampler.matching
-        mask = None if matching is None else matching.mask(row.drafted)
+        if matching is None:
+            masks.append(None)
+            continue
+        mask = matching.mask(row.drafted)
         if isinstance(mask, str):
             ends[index] = mask
         masks.append(None if isinstance(mask, str) else mask)

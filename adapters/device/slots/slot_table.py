@@ -21,12 +21,12 @@ class SlotTable:
 
     def find(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
         """Return the slot's state if it was opened for this request, else why nothing can be done for it there."""
-        state = self._entries.get(slot)
-        if state is None:
-            return DeviceFailed("broken", f"slot {slot} was never opened")
-        if isinstance(state, SlotState) and state.request != request:
-            return DeviceFailed("broken", f"slot {slot} serves request {state.request}, not {request}")
-        return state if isinstance(state, DeviceFailed) else state.refusal or state
+        entry = self._entries.get(slot)
+        if isinstance(entry, SlotState):
+            if entry.request == request:
+                return entry.refusal or entry
+            return DeviceFailed("broken", f"slot {slot} serves request {entry.request}, not {request}")
+        return entry or DeviceFailed("broken", f"slot {slot} was never opened")
 
     def find_state(self, slot: int) -> SlotState | None:
         """Return the slot's state whatever request it serves; None if it was never opened or refuses all work."""

@@ -111,9 +111,9 @@ def describe_failed_pick(slot: int, picked: NotFinite | DeadEnd) -> DeviceFailed
 
 
 def decode_outcome(
-    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int
+    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int, *, more: bool
 ) -> Decoded | DeviceFailed:
     """Return the outcome of what has been committed. ns: the time of the step. matched: as in `Decoded`."""
     if isinstance(agreed, DeviceFailed):
         return agreed
-    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted, matched=matched)
+    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted, more=more, matched=matched)

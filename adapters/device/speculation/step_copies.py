@@ -5,7 +5,8 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from attrs import evolve, frozen
 
@@ -15,6 +16,13 @@ from adapters.device.speculation.proposal_tree import Tree, fork_chain
 from adapters.device.speculation.proposer import DecodingSlot, TextProposer
 from effects.decode import Decoded, RunDecode, find_match_class
 from effects.ids import DeviceFailed, Tokens
+
+
+class CopyingMember(Protocol):
+    """A request that decodes: its decode step, and the state of its slot."""
+
+    effect: RunDecode
+    state: SlotState
 
 
 @frozen(eq=False)
@@ -54,6 +62,12 @@ class StepCopies:
                 found[effect.slot] = tree
                 rows += tree.size
         return found
+
+    def has_match(self, members: Iterable[CopyingMember]) -> bool:
+        """Would one of these copy text in its next step?"""
+        if self.proposer is None:
+            return False
+        return any(self.count(member.effect, member.state) > (0, 0) for member in members)
 
     def describe(
         self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, Tree]

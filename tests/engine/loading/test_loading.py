@@ -318,9 +318,9 @@ def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     for _ in range(100):
         taught = loading_taught(taught, load_ns)
     for tier in ("host", "disk"):
-        fronts = {policy.choose_front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
+        fronts = {policy.choose_load_start(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
         assert len(fronts) == 1
-    unknown = policy.choose_front(settings(first), evolve(first, loads={"host": load_ns}), 0, length, "disk")
+    unknown = policy.choose_load_start(settings(first), evolve(first, loads={"host": load_ns}), 0, length, "disk")
     assert unknown == 0, "only what is not known is trusted"
 
 
@@ -338,9 +338,9 @@ def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
         Rates(prefill=(25_000, 26_000)), {"disk": 61_000, "host": 3_000}
     )
     house = evolve(settings(known_at_start), chunk=1024)
-    assert policy.choose_front(house, known_at_start, 0, 1984, "disk") == 1984
-    assert policy.choose_front(house, known_at_start, 0, 1984, "host") == 0
-    assert policy.choose_front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
+    assert policy.choose_load_start(house, known_at_start, 0, 1984, "disk") == 1984
+    assert policy.choose_load_start(house, known_at_start, 0, 1984, "host") == 0
+    assert policy.choose_load_start(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
 
 
 def test_the_first_span_is_one_constant() -> None:

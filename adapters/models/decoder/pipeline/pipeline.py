@@ -26,6 +26,8 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[Shard]) -> None:
         self._parts = tuple(parts)
+        # The only part, where nothing has to become the current device around its calls.
+        self._host_part = parts[0] if len(parts) == 1 and parts[0].spec.device.type == "cpu" else None
         specs = [part.spec for part in parts]
         if not parts or any(one.layers.stop != other.layers.start for one, other in pairwise(specs)):
             raise ValueError(f"shards of layers {[spec.layers for spec in specs]} are no run of layers")
@@ -79,6 +81,8 @@ class Pipeline:
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         """Run the step through all shards. If one fails, those before it take back what they have settled."""
+        if self._host_part is not None:
+            return self._host_part.forward(step, inputs)
         if len(self._parts) == 1:
             with use_device(self.spec.device):
                 return self._parts[0].forward(step, inputs)
@@ -118,11 +122,16 @@ class Pipeline:
             yield
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        if self._host_part is not None:
+            self._host_part.commit(step, kept)
+            return
         for part in self._parts:
             with use_device(part.spec.device):
                 part.commit(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
+        if self._host_part is not None:
+            return self._host_part.logits(step, hidden)
         with use_device(self.spec.device):
             return self._parts[-1].logits(step, hidden)
 

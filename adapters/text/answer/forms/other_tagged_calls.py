@@ -15,10 +15,7 @@ class SeedCalls(XmlCalls):
     """Parses `<seed:tool_call><function=name><parameter=key>value</parameter></function></seed:tool_call>`."""
 
     tags = SEED
-    openers = SEED.openers
     controls = ("<seed:tool_call>", "</seed:tool_call>")
-    marks = SEED.openers
-    closers = SEED.call_closers
 
 
 @define(eq=False)
@@ -26,10 +23,7 @@ class MiniMaxCalls(XmlCalls):
     """Parses `<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke>...`."""
 
     tags = MINIMAX
-    openers = MINIMAX.openers
     controls = ("<minimax:tool_call>", "</minimax:tool_call>")
-    marks = MINIMAX.openers
-    closers = MINIMAX.call_closers
 
 
 @define(eq=False)
@@ -37,10 +31,7 @@ class GlmCalls(XmlCalls):
     """Parses `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
 
     tags = GLM
-    openers = GLM.openers
     controls = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    marks = GLM.openers
-    closers = GLM.call_closers
 
     def take_function_name(self) -> Parsing[str]:
         """Take the name behind the tag. It may stand on a line of its own."""

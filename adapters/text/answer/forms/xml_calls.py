@@ -30,12 +30,7 @@ from adapters.text.answer.forms.call_form import MAX_NAME, CallForm
 from adapters.text.answer.forms.call_tags import QWEN, CallTags
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import to_json_value
-from adapters.text.answer.schema_types import (
-    collect_types,
-    declared_properties,
-    find_property,
-    required_properties,
-)
+from adapters.text.answer.schema_types import collect_types, declared_properties, find_property, required_properties
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
@@ -50,7 +45,7 @@ def ignore_text(_: str) -> None:
 
 @define(eq=False)
 class XmlCalls(CallForm):
-    """Parses Qwen's calls. Other forms have other tags."""
+    """Parses Qwen's calls. Other forms have other tags, which say what opens and closes their calls."""
 
     tags: ClassVar[CallTags] = QWEN
     openers = QWEN.openers
@@ -60,9 +55,13 @@ class XmlCalls(CallForm):
     _name: str = field(default="", init=False)  # of the current call
     _given: set[str] = field(factory=set, init=False)  # parameters of the current call so far
     _search_count: int = field(default=0, init=False)  # how often all text was searched for the end of a value
-    _ending: str = field(
-        default="", init=False
-    )  # a line break that belongs to the closing tag, unless more text of the value comes
+    # A line break that belongs to the closing tag, unless more text of the value comes.
+    _ending: str = field(default="", init=False)
+
+    def __init_subclass__(cls) -> None:
+        cls.openers = cls.tags.openers
+        cls.marks = cls.tags.openers
+        cls.closers = cls.tags.call_closers
 
     def parse_call(self) -> Parsing[None]:
         incoming = self.incoming

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from adapters.text.answer.rules.input_rules import quoted_input
 from adapters.text.answer.rules.quoted_rules import to_terminal
@@ -28,6 +28,7 @@ SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$s
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")  # a key that bare text can have
+ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"  # of an argument that the schema does not name
 CALL_ID = "/[A-Za-z0-9]{9}/"  # Mistral's
 # The rules of Python's literals, by the JSON types as which they are read. Strings have the escapes of both languages.
 LITERALS: Mapping[str, str] = {
@@ -173,15 +174,37 @@ def write_python_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
     """Return the rule of `key=value` arguments, in the order of the schema, of which some are required."""
     if tool.input_grammar is not None:
         return f'"input=\\"" {quoted_input(tool.input_grammar)} "\\")"'
+    return write_keyed_arguments(tool, rules, KeyedForm("=", "COMMA", '")"', write_python_value))
+
+
+@frozen
+class KeyedForm:
+    """The way in which a form of calls writes arguments with bare keys. comma, end: as rules.
+
+    write_value: returns the rule of a value. It gets the tool, and the value's schema if there is one.
+    """
+
+    sign: str  # between a key and its value
+    comma: str
+    end: str
+    write_value: Callable[[FunctionTool, object], str]
+
+
+def write_keyed_arguments(tool: FunctionTool, rules: GeneratedRules, form: KeyedForm) -> str:
+    """Return the rule of arguments with bare keys, in the order of the schema, of which some are required.
+
+    If the schema names no arguments, any may follow that it does not forbid.
+    """
     schema = tool.parameters or {}
     found = [
-        (f"{json.dumps(key + '=')} ({write_python_value(tool, find_property(schema, key))})", needed)
+        (f"{json.dumps(key + form.sign)} ({form.write_value(tool, find_property(schema, key))})", needed)
         for key, needed in iterate_arguments(tool, WORD)
     ]
     if not found and schema.get("additionalProperties") is not False:
-        one = f'/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ "=" ({write_python_value(tool, schema.get("additionalProperties"))})'
-        return f'({one} (COMMA {one})*)? ")"'
-    return write_ordered_arguments(found, rules, comma="COMMA", end='")"')
+        value = form.write_value(tool, schema.get("additionalProperties"))
+        one = f"{ANY_KEY} {json.dumps(form.sign)} ({value})"
+        return f"({one} ({form.comma} {one})*)? {form.end}"
+    return write_ordered_arguments(found, rules, comma=form.comma, end=form.end)
 
 
 def write_ordered_arguments(found: Sequence[tuple[str, bool]], rules: GeneratedRules, *, comma: str, end: str) -> str:

@@ -7,20 +7,20 @@ from collections.abc import Container, Mapping
 
 from adapters.text.answer.forms.gemma_calls import MARK
 from adapters.text.answer.rules.argument_grammar import (
+    ANY_KEY,
     ANY_TEXT,
     LITERALS,
     NUMBERS,
     SAYS_NOTHING,
-    WORD,
     GeneratedRules,
-    iterate_arguments,
+    KeyedForm,
     read_options,
     refuse_unknown_keywords,
     write_json_value,
-    write_ordered_arguments,
+    write_keyed_arguments,
 )
 from adapters.text.answer.rules.input_rules import bare_rules, bare_terminal
-from adapters.text.answer.schema_types import collect_types, find_property
+from adapters.text.answer.schema_types import collect_types
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammars.grammar import GrammarRefused
 
@@ -40,7 +40,7 @@ def write_value_rules(controls: Container[str]) -> list[str]:
         *NUMBERS,
         'BOOLEAN: "true" | "false"',
         'NOTHING: "null"',
-        "KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/",
+        f"KEY: {ANY_KEY}",
         'listed: "[" (literal ("," literal)*)? "]"',
         'mapped: "{" (KEY ":" literal ("," KEY ":" literal)*)? "}"',
         "literal: " + " | ".join(VALUES.values()),
@@ -52,15 +52,7 @@ def write_gemma_arguments(tool: FunctionTool, rules: GeneratedRules) -> str:
     if tool.input_grammar is not None:
         text = bare_terminal(tool.input_grammar) or bare_rules(tool.input_grammar)
         return f'"input:" mark ({text}) mark "}}"'
-    schema = tool.parameters or {}
-    found = [
-        (f"{json.dumps(key + ':')} ({_write_value(tool, find_property(schema, key))})", needed)
-        for key, needed in iterate_arguments(tool, WORD)
-    ]
-    if not found and schema.get("additionalProperties") is not False:
-        one = f'KEY ":" ({_write_value(tool, schema.get("additionalProperties"))})'
-        return f'({one} ("," {one})*)? "}}"'
-    return write_ordered_arguments(found, rules, comma='","', end='"}"')
+    return write_keyed_arguments(tool, rules, KeyedForm(":", '","', '"}"', _write_value))
 
 
 def _write_value(tool: FunctionTool, schema: object) -> str:

@@ -1,7 +1,7 @@
 """A simulated replica that is cheap enough for hundreds of them: slots, queue, restores and digests.
 
 It does what the fold does with a request, in five steps: wait for a slot, keep the rows of the slot that has most,
-look up the rest, load one part while computing another (`policy.choose_front`), decode. It leaves out what hardly
+look up the rest, load one part while computing another (`policy.choose_load_start`), decode. It leaves out what hardly
 changes hits and times: prompts that follow one another, one-off requests, and copies on the device.
 """
 
@@ -19,7 +19,7 @@ from engine.tools.simulation.fleet.prompt_paths import PromptPath
 from engine.tools.simulation.fleet.replica_store import KeptRun, ReplicaStore
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.virtual_clock import Clock
-from states.policy import choose_front
+from states.policy import choose_load_start
 from states.rates import Rates
 from states.routing.digests import LoadReport
 from states.routing.route_prices import make_prices, round_rates
@@ -116,21 +116,21 @@ class LeanReplica:
         self.store.touch(runs)
         valid = path.stops[kept - 1] if kept else 0
         request.found = max([valid, *(run.stop for run in runs)])
-        front = self._choose_front(valid, runs)
-        load = [run for run in runs if run.stop > front]
-        request.restored = valid + (request.found - front if load else 0)
+        load_start = self._choose_load_start(valid, runs)
+        load = [run for run in runs if run.stop > load_start]
+        request.restored = valid + (request.found - load_start if load else 0)
         sides = 2 if load else 1
 
         def join_sides() -> None:
             nonlocal sides
             sides -= 1
             if not sides:
-                after = request.found if load else front
+                after = request.found if load else load_start
                 self.lane.compute_rows(after, path.tokens, partial(self._answer, request, slot))
 
         if load:
             self.clock.at(self.store.load_runs(load), partial(self._finish_load, load, join_sides))
-        self.lane.compute_rows(valid, front, join_sides)
+        self.lane.compute_rows(valid, load_start, join_sides)
 
     def _hold(self, slot: LeanSlot, keys: Sequence[bytes]) -> None:
         """Let a slot hold this sequence, and tell what the device has got and lost. Other slots may hold the same."""
@@ -144,15 +144,15 @@ class LeanReplica:
             del self._copies[key]
         self.store.on_change("device", [key for key in slot.held - before if self._copies[key] == 1], lost)
 
-    def _choose_front(self, valid: int, runs: Sequence[KeptRun]) -> int:
-        """Return the row from which on rows are loaded, as `choose_front` does, by the tier that has most of them."""
+    def _choose_load_start(self, valid: int, runs: Sequence[KeptRun]) -> int:
+        """Return the row from which on kept rows are loaded, as the planner does, by the tier that has most of them."""
         if not runs:
             return valid
         lengths = dict[Tier, int]()
         for run in runs:
             lengths[run.tier] = lengths.get(run.tier, 0) + run.stop - run.start
         tier = max(lengths, key=lambda name: lengths[name])
-        return choose_front(self.settings, self.rates, valid, runs[-1].stop, tier)
+        return choose_load_start(self.settings, self.rates, valid, runs[-1].stop, tier)
 
     def _finish_load(self, runs: Sequence[KeptRun], join_sides: Callable[[], None]) -> None:
         self.store.promote_runs(runs)

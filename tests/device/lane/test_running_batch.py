@@ -1,0 +1,27 @@
+"""Outcomes of a launch: the last one of a request says so, and is otherwise what it was."""
+
+from __future__ import annotations
+
+from attrs import evolve, fields
+
+from adapters.device.lane.running_batch import as_last_outcome, has_more_to_come
+from effects.decode import Decoded
+from effects.ids import DeviceFailed
+
+# No field but `steps` has its default: one that is forgotten shows.
+DECODED = Decoded(
+    (5, 6), 3, ((-0.5, ()), (-0.25, ())), 1000, accepted=1, steps=2, more=True, matched=4, copied=True, rows=8
+)
+
+
+def test_the_last_outcome_differs_in_nothing_else() -> None:
+    last = as_last_outcome(DECODED)
+    assert last == evolve(DECODED, more=False)
+    assert has_more_to_come(DECODED)
+    assert not has_more_to_come(last)
+    assert len(fields(Decoded)) == 10, "a new field has to be in `as_last_outcome`, and in this test"
+
+
+def test_a_failure_is_the_last_outcome_as_it_is() -> None:
+    failure = DeviceFailed("broken", "why")
+    assert as_last_outcome(failure) is failure
