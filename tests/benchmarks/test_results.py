@@ -44,7 +44,7 @@ QUICK = (
 SLOW = (
     "scope_windows",
     "cuda_store --device cpu --tiny --tokens 512 --runs 1",
-    "engine_overhead --steps 1000",
+    "engine_overhead --steps 200 --rounds 1",
     "write_files --mib 1 --pairs 1",
     "host_experts --shape small --device cpu --gib 0.01 --reports 1 --steps 2 --cpu-layers 1 --draws 1",
     "experts --rounds 1",
