@@ -89,7 +89,7 @@ class FolderClient(ObjectClient):
 
 
 def ignore_result(done: asyncio.Future[T]) -> None:
-    """Look at the exception, so that asyncio does not report that nobody has."""
+    """Retrieve the exception, so that asyncio does not report that nothing did."""
     if not done.cancelled():
         done.exception()
 
