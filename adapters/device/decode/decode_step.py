@@ -201,9 +201,9 @@ class DecodeRunner:
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
         copied = 0 if tree is None else taken.proposed
-        beside = self.copies.read_beside(effect.slot) if copied else 0
+        on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
-        return Decoded(*counts, matched=matched, copied=copied, rows=copied and 1 + copied, beside=beside)
+        return Decoded(*counts, matched=matched, copied=copied, rows=copied and 1 + copied, on_branch=on_branch)
 
     def step(self, effect_requests: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """Take one decode step of all requests.
