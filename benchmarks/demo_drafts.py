@@ -2,8 +2,9 @@
 
 No draft of these kinds is published for the demos. So they are made here, and some of their proposals are right:
 
+* `dflash` is the demo's own draft, and random for the hybrid demo, which has none.
 * `dflash2`, `dspark` and `gguf` have the weights of the demo's own DFlash draft. What DFlash 2 and DSpark add has small
-  random weights, so it changes some proposals. For the hybrid demo, which has no DFlash draft, all weights are random.
+  random weights, so it changes some proposals. For the hybrid demo all weights are random.
 * `eagle3` has a layer of random weights, and a head that was fitted to it by least squares: from the layer's output for
   rows of prompts, it predicts the token that follows.
 
@@ -43,7 +44,7 @@ from tests.models.corrected_drafts import dflash2, dspark, tensors_of, write_dra
 from tests.models.draft_models import FULL, Tensors, save_draft
 from tests.models.eagle3_drafts import random_eagle3, save_eagle3
 
-KINDS = ("dflash2", "dspark", "gguf", "eagle3")
+KINDS = ("dflash", "dflash2", "dspark", "gguf", "eagle3")
 VOCABULARY = 4096
 SMALL = 0.05  # of the random weights that are added to the demo's draft
 FITTED_PROMPTS, FITTED_ROWS = 8, 600  # of each subject, and of each prompt
@@ -56,6 +57,8 @@ def save_demo_draft(kind: str, model: str, folder: Path) -> Path:
     """Write a draft of this kind for a demo model into `folder`, and return what `--draft` takes."""
     if kind == "eagle3":
         return anyio.run(save_fitted_eagle3, model, folder)
+    if kind == "dflash" and model == "demo":
+        return demo.FOLDER / "draft"
     parts = {"dflash2": dflash2(VOCABULARY), "dspark": dspark(VOCABULARY, from_anchor=False)}
     config, own = read_own_draft() if model == "demo" else (random_config(), Tensors())
     if kind in parts:

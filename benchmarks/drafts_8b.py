@@ -99,7 +99,7 @@ class ForcedCopies(TextProposer):
         coming = self.known[self._lengths[slot] :][:chain]
         return CopiedText(tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming)))
 
-    def read_beside(self, slot: int) -> int:
+    def count_on_branch(self, slot: int) -> int:
         return 0
 
 

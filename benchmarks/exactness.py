@@ -9,7 +9,7 @@ share a head and leave, and executed again from a trace.
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
 for Gemma 4 `--draft assistant` an assistant. For the demos `--draft` also takes the kinds of `benchmarks.demo_drafts`:
-dflash2, dspark, gguf, eagle3. With `--gguf Q8_0` it is a GGUF file with weights of that type.
+dflash, dflash2, dspark, gguf, eagle3. With `--gguf Q8_0` it is a GGUF file with weights of that type.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 

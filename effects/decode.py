@@ -52,7 +52,7 @@ class Decoded:
     branched: bool = False  # a member's copies had a branch, so the forward verified a tree
     # Of `tokens`, those on the branch of what was copied. Where no branch was proposed: 1 if the target went on instead
     # as the branch would have begun.
-    beside: int = 0
+    on_branch: int = 0
 
 
 @frozen
@@ -61,13 +61,13 @@ class Copying:
 
     The core makes the rule in advance, because the executor finds matches between two steps and does not ask the core
     there. A step before which the request's text has a match proposes as many copied tokens as `counts` says for the
-    class of that match. They replace the proposals of a draft. Beside that chain it may propose one branch.
+    class of that match. They replace the proposals of a draft. That chain may have one branch.
     """
 
     counts: tuple[int, ...]  # tokens, for each of MATCH_CLASSES; 0: nothing is copied
     rows: int  # that a step with copies feeds at most, of all members
     steps: int  # with proposals that the launch may take without asking, however many of them are right
-    # Tokens of a branch beside the chain of `counts`, for each of MATCH_CLASSES: what followed at another position.
+    # Tokens of a branch of the chain of `counts`, for each of MATCH_CLASSES: what followed at another position.
     branches: tuple[int, ...] = (0,) * len(MATCH_CLASSES)
 
 

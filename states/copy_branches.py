@@ -1,4 +1,4 @@
-"""Branches beside copied chains: how many rows they get, what steps with them cost, and what they give.
+"""Branches of copied chains: how many rows they get, what steps with them cost, and what they give.
 
 Problem. A chain of copies ends at its first wrong token, which is often where earlier text went on in two ways. A step
 can verify the second way as well, as a branch of a tree (`IndexedText.find_branch`). But a tree costs more than a chain
@@ -10,7 +10,7 @@ one forward of the same size, and differ in price and in gain only.
 * The price is learned from steps that had a branch (`Rates.branch_times`). Before there is one, it is taken to be that
   of a chain. The first step with a branch is alone in its launch, which has one request, and is charged what it took.
 * The gain is known before anything is paid for. Every outcome of a chain says whether the branch would have begun with
-  the token that the target picked instead of the chain's next one (`Decoded.beside`).
+  the token that the target picked instead of the chain's next one (`Decoded.on_branch`).
 
 Example. After matches of 9 to 16 tokens, 6.2 of 15 copied tokens are right and 4.6 of 7, so 5.6 of 12 are. In one of
 four steps the target goes on as the second place does, for three tokens: a branch of 3 gives 0.75 more. A tree of 12
@@ -72,22 +72,22 @@ def estimate_branch_prices(rates: Rates, shape: Shape, most_rows: int, chains: S
 
 def count_chain_accepted(done: Decoded) -> int:
     """Return how many tokens of the copied chain were right."""
-    return done.accepted - (done.beside if done.proposed > done.copied else 0)
+    return done.accepted - (done.on_branch if done.proposed > done.copied else 0)
 
 
-def update_beside(known: ClassGains, widths: Sequence[int], done: Decoded, memory: int) -> int:
-    """Return `ClassGains.beside` after one more step with copies. It is a moving average, as the gains are.
+def update_branch_gain(known: ClassGains, widths: Sequence[int], done: Decoded, memory: int) -> int:
+    """Return `ClassGains.branch_gain` after one more step with copies. It is a moving average, as the gains are.
 
     If no branch was proposed although its first token would have been right, those after it are estimated with the
     acceptance that copies of this class usually have.
     """
     weight = min(known.seen + PRIOR_STEPS, memory)
-    sample = UNIT * done.beside
-    if done.beside and done.proposed == done.copied:
+    sample = UNIT * done.on_branch
+    if done.on_branch and done.proposed == done.copied:
         at = next((index for index, width in enumerate(widths) if width >= done.copied), len(widths) - 1)
         acceptance = estimate_acceptance(widths[at], known.gains[at])
         sample += estimate_chain_gain(max(0, widths[at] // CHAIN_SHARE - 1), acceptance)
-    return (known.beside * (weight - 1) + sample) // weight
+    return (known.branch_gain * (weight - 1) + sample) // weight
 
 
 def estimate_tree_gain(known: ClassGains, widths: Sequence[int], at: int, branch: int) -> int:
@@ -98,4 +98,4 @@ def estimate_tree_gain(known: ClassGains, widths: Sequence[int], at: int, branch
     below = widths[at - 1] if at else 0
     gain_below = known.gains[at - 1] if at else 0
     share = widths[at] - branch - below
-    return gain_below + (known.gains[at] - gain_below) * share // (widths[at] - below) + known.beside
+    return gain_below + (known.gains[at] - gain_below) * share // (widths[at] - below) + known.branch_gain

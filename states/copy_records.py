@@ -1,4 +1,4 @@
-"""What a launch that may copy text teaches all requests: how often copies are right, and what steps with them take.
+"""The lessons of launches that may copy text: how often copies are right, and what steps with them take.
 
 `states/measured_rates.py` and the world call this for outcomes and launches. `states/suffix_control.py` decides by it.
 """

@@ -45,11 +45,11 @@ class ClassGains:
 
     seen: int  # decode steps in which something was copied after such a match
     gains: tuple[int, ...]  # copied tokens that are expected to be right, in thousandths, one for each width
-    beside: int = 0  # tokens of a branch beside them that are expected to be right instead, in thousandths
+    branch_gain: int = 0  # tokens of a branch that are expected to be right instead, in thousandths
 
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values, as `Rates` does."""
-        if min(self.seen, self.beside, *self.gains, 0) < 0:
+        if min(self.seen, self.branch_gain, *self.gains, 0) < 0:
             raise ValueError(f"impossible gains: {self}")
 
 

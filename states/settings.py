@@ -42,7 +42,7 @@ class Settings:
     )
     max_proposals: int = 0  # of the draft, in a decode step; 0: there is no draft
     max_copied: int = 0  # tokens of earlier text that a decode step proposes; 0: no text is searched
-    max_branch: int = 0  # of these, tokens of a branch beside the chain; 0: the model verifies chains only
+    max_branch: int = 0  # of these, tokens of a branch of the chain; 0: the model verifies chains only
     tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
     no_trees: bool = False  # trees were asked for, but the model cannot verify them
     residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests

@@ -49,7 +49,7 @@ from states.copy_branches import (
     count_branch_tokens,
     count_chain_accepted,
     estimate_tree_gain,
-    update_beside,
+    update_branch_gain,
 )
 from states.rates import ClassGains, Rates
 from states.settings import Settings
@@ -105,7 +105,7 @@ def find_server_gains(widths: tuple[int, ...], rates: Rates) -> tuple[ClassGains
 
 def forget_steps(copied: Sequence[ClassGains]) -> tuple[ClassGains, ...]:
     """Return the gains as a new request starts from them: it has had no steps itself."""
-    return tuple(ClassGains(0, one.gains, one.beside) for one in copied)
+    return tuple(ClassGains(0, one.gains, one.branch_gain) for one in copied)
 
 
 def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
@@ -134,8 +134,8 @@ def update_class_gains(
     before = copied[at]
     counts = done.copied, count_chain_accepted(done)
     now = update_gains(SpeculationControl(widths, before.gains), before.seen, counts, memory)
-    beside = update_beside(before, widths, done, memory)
-    return (*copied[:at], ClassGains(min(before.seen + 1, memory), now, beside), *copied[at + 1 :])
+    branch_gain = update_branch_gain(before, widths, done, memory)
+    return (*copied[:at], ClassGains(min(before.seen + 1, memory), now, branch_gain), *copied[at + 1 :])
 
 
 # --- what the members of a launch copy ---
@@ -231,7 +231,10 @@ def plan_copies(
 
 
 def make_rule(choices: Sequence[ClassChoice], rows: int, steps: int) -> Copying:
-    """Return the rule by which a member copies. choices: for each class of matches; none: it copies nothing."""
+    """Return the rule by which a member copies.
+
+    choices: for each class of matches. If it is empty, the member copies nothing.
+    """
     counts = tuple(one.width - one.branch for one in choices)
     branches = tuple(one.branch for one in choices)
     nothing = (0,) * len(MATCH_CLASSES)
@@ -246,7 +249,7 @@ def choose_counts(control: SpeculationControl, terms: CopyTerms) -> list[ClassCh
     found = list[ClassChoice]()
     for known in control.copied:
         rates = {one: rate_copies(members, known.gains[one.at], one.price) for one in options}
-        if known.beside:
+        if known.branch_gain:
             gains = {one: estimate_tree_gain(known, control.copy_widths, one.at, one.branch) for one in trees}
             rates |= {one: rate_copies(members, gain, one.price) for one, gain in gains.items()}
         best = max(rates, key=rates.__getitem__, default=None)

@@ -86,8 +86,8 @@ class CountedCopies(TextProposer):
         self.copied[step] = group
         return self.searched.copy(slot, chain, branch)
 
-    def read_beside(self, slot: int) -> int:
-        return self.searched.read_beside(slot)
+    def count_on_branch(self, slot: int) -> int:
+        return self.searched.count_on_branch(slot)
 
 
 @pytest.fixture(scope="module", params=CASES)

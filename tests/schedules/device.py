@@ -457,7 +457,7 @@ class Device:
         branch = proposed - copied if copied else 0
         right = min(right, copied) if copied and not self.rng.randrange(2) else right
         right = min(right, one.steps - 1) if copied else right
-        beside = self.rng.randint(0, min(branch, right)) if branch else self.rng.randrange(2) * (right < copied)
+        on_branch = self.rng.randint(0, min(branch, right)) if branch else self.rng.randrange(2) * (right < copied)
         cuts = self.settings.stateful or self.rng.random() < 0.9  # or leaves that to the core
         picked: list[int] = []
         for position in range(at, at + 1 + right):
@@ -476,7 +476,7 @@ class Device:
             matched=self.rng.choice((0, 0, 3, 9, 40)) if self.settings.max_copied else 0,
             copied=copied,
             branched=branch > 0,
-            beside=min(beside, len(picked)),
+            on_branch=min(on_branch, len(picked)),
         )
 
     def choose_copies(self, one: RunDecode) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Branches beside copied chains: what they are expected to give, and when a launch proposes trees."""
+"""Branches of copied chains: what they are expected to give, and when a launch proposes trees."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_tree_is_proposed_up_to_the_price_that_its_branch_is_worth() -> None:
 def test_no_branch_is_proposed_where_the_model_verifies_chains_only_or_nothing_is_known_of_branches() -> None:
     rates = with_tree_times(1200, 1300)
     assert not any(rule_of(plan_for(rates, copier(max_branch=0))).branches)
-    unknown = evolve(rates, copied=tuple(evolve(one, beside=0) for one in LEARNED))
+    unknown = evolve(rates, copied=tuple(evolve(one, branch_gain=0) for one in LEARNED))
     assert not any(rule_of(plan_for(unknown, copier(unknown))).branches)
 
 
@@ -141,7 +141,7 @@ def test_rows_are_limited_by_the_price_of_trees_where_trees_are_copied() -> None
 
 
 def after_steps(*steps: Decoded) -> ClassGains:
-    rates = evolve(KNOWN, copied=tuple(evolve(one, beside=0) for one in LEARNED))
+    rates = evolve(KNOWN, copied=tuple(evolve(one, branch_gain=0) for one in LEARNED))
     plan = Plan((0,), copy_prices=copy_branches.estimate_copy_prices(rates, Shape(0, 1), 64))
     state = copier(rates, plan=plan)
     for step in steps:
@@ -151,31 +151,31 @@ def after_steps(*steps: Decoded) -> ClassGains:
 
 def test_chains_tell_what_a_branch_would_have_given() -> None:
     missed = Decoded((1, 2, 3), 15, accepted=2, copied=15, rows=16)
-    assert after_steps(missed).beside == 0
-    hit = after_steps(evolve(missed, beside=1))
+    assert after_steps(missed).branch_gain == 0
+    hit = after_steps(evolve(missed, on_branch=1))
     usual = speculation_control.estimate_acceptance(15, 7000)
-    assert hit.beside == (UNIT + speculation_control.estimate_chain_gain(2, usual)) // 8
+    assert hit.branch_gain == (UNIT + speculation_control.estimate_chain_gain(2, usual)) // 8
     assert hit.gains == after_steps(missed).gains, "the chain has gained the same"
-    forgotten = after_steps(evolve(missed, beside=1), *[missed] * 200)
-    assert forgotten.beside == 0
+    forgotten = after_steps(evolve(missed, on_branch=1), *[missed] * 200)
+    assert forgotten.branch_gain == 0
 
 
 def test_a_tree_tells_apart_what_its_chain_and_its_branch_have_given() -> None:
-    tree = Decoded((1, 2, 3, 4, 5), 15, accepted=4, copied=12, rows=16, branched=True, beside=2)
+    tree = Decoded((1, 2, 3, 4, 5), 15, accepted=4, copied=12, rows=16, branched=True, on_branch=2)
     chain = Decoded((1, 2, 3), 12, accepted=2, copied=12, rows=16)
     found = after_steps(tree)
-    assert found.beside == 2 * UNIT // 8
+    assert found.branch_gain == 2 * UNIT // 8
     assert found.gains == after_steps(chain).gains
     assert copy_branches.count_chain_accepted(tree) == 2
 
 
 def test_a_new_request_expects_of_branches_what_all_requests_have_learned() -> None:
-    tree = Decoded((1, 2, 3, 4, 5), 15, accepted=4, copied=12, rows=16, branched=True, beside=2)
+    tree = Decoded((1, 2, 3, 4, 5), 15, accepted=4, copied=12, rows=16, branched=True, on_branch=2)
     state = copier(evolve(KNOWN, copied=()), plan=Plan((0,), copy_prices=CopyPrices(StepPrices(1, 1000, (1100,)))))
     rates = copy_records.record_copies(TREES, evolve(KNOWN, copied=()), state, tree, 1)
-    assert rates.copied[LONG].beside == 250
+    assert rates.copied[LONG].branch_gain == 250
     assert control.make_control(TREES, rates).copied[LONG] == ClassGains(
-        0, rates.copied[LONG].gains, rates.copied[LONG].beside
+        0, rates.copied[LONG].gains, rates.copied[LONG].branch_gain
     )
 
 
@@ -193,13 +193,13 @@ def test_trees_settle_on_what_pays(tree_ns: int) -> None:
             chain, branch = (rule.counts[LONG], rule.branches[LONG]) if rule else (0, 0)
             rows = 1 + chain + branch if chain else 0
             right = min(chain, 2)
-            beside = (branch or 1) if chain > 2 else 0
-            accepted = right + (beside if branch and chain > 2 else 0)
+            on_branch = (branch or 1) if chain > 2 else 0
+            accepted = right + (on_branch if branch and chain > 2 else 0)
             ns = (tree_ns if branch else 1300) if chain else 1000
             done = Decoded(
                 tuple(range(1, 2 + accepted)), chain + branch, ns=ns, accepted=accepted, matched=MATCHED, copied=chain
             )
-            done = evolve(done, rows=rows, branched=branch > 0, beside=beside)
+            done = evolve(done, rows=rows, branched=branch > 0, on_branch=on_branch)
             if chain:
                 rates = copy_records.record_copy_time(rates, Shape(0, 1, rows), ns, branched=branch > 0)
                 rates = copy_records.record_copies(TREES, rates, state, done, 1)

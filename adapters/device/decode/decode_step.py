@@ -199,9 +199,10 @@ class DecodeRunner:
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
         copied = 0 if tree is None else taken.proposed
-        beside = self.copies.read_beside(effect.slot) if copied else 0
+        on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
-        return Decoded(*counts, more=more, matched=matched, copied=copied, rows=copied and 1 + copied, beside=beside)
+        rows = copied and 1 + copied
+        return Decoded(*counts, more=more, matched=matched, copied=copied, rows=rows, on_branch=on_branch)
 
     def step(
         self,

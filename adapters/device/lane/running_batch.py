@@ -207,7 +207,7 @@ def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
         copied=earlier.copied + later.copied,
         rows=max(earlier.rows, later.rows),
         branched=earlier.branched or later.branched,
-        beside=earlier.beside + later.beside,
+        on_branch=earlier.on_branch + later.on_branch,
     )
 
 
@@ -228,7 +228,7 @@ def as_last_outcome(outcome: Outcome) -> Outcome:
         copied=outcome.copied,
         rows=outcome.rows,
         branched=outcome.branched,
-        beside=outcome.beside,
+        on_branch=outcome.on_branch,
     )
 
 

@@ -177,8 +177,8 @@ class TextProposer(Protocol):
         """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
         ...
 
-    def read_beside(self, slot: int) -> int:
-        """Return `Decoded.beside` of the step before which `copy` was called last, once `find_matches` was called."""
+    def count_on_branch(self, slot: int) -> int:
+        """Return `Decoded.on_branch` of the step before which `copy` was called, once `find_matches` was called."""
         ...
 
 

@@ -36,9 +36,9 @@ class StepCopies:
         """Return `Decoded.matched` for slots whose states have the tokens of a step already."""
         return [0] * len(slots) if self.proposer is None else self.proposer.find_matches(slots)
 
-    def read_beside(self, slot: int) -> int:
-        """Return `Decoded.beside` of a slot that has copied in the step whose matches were found last."""
-        return 0 if self.proposer is None else self.proposer.read_beside(slot)
+    def count_on_branch(self, slot: int) -> int:
+        """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
+        return 0 if self.proposer is None else self.proposer.count_on_branch(slot)
 
     def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tree]:
         """Return the proposals that each of these requests copies in the next step, by slot.
@@ -87,7 +87,7 @@ class StepCopies:
                 copied=chain,
                 rows=rows,
                 branched=branched,
-                beside=self.read_beside(member.slot) if chain else 0,
+                on_branch=self.count_on_branch(member.slot) if chain else 0,
             )
             if isinstance(outcome, Decoded)
             else outcome
@@ -99,8 +99,8 @@ class StepCopies:
         assert self.proposer is not None
         copied = self.proposer.copy(slot, chain, branch)
         tokens = cut_after_stop(copied.chain, state.stops)
-        beside = cut_after_stop(copied.branch, state.stops)[: depth - copied.fork]
-        return fork_chain((state.tokens[-1], *tokens), copied.fork, beside if copied.fork < len(tokens) else ())
+        branched = cut_after_stop(copied.branch, state.stops)[: depth - copied.fork]
+        return fork_chain((state.tokens[-1], *tokens), copied.fork, branched if copied.fork < len(tokens) else ())
 
     def count(self, effect: RunDecode, state: SlotState) -> tuple[int, int]:
         """Return how many tokens a member is to copy in its next step, by the match that its text has now.

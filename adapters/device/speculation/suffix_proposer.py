@@ -89,14 +89,14 @@ class SuffixProposer:
         """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
         text = self._texts[slot].text
         tokens = text.copy(chain)
-        fork, beside = text.find_branch(len(tokens), branch)
-        text.note_proposed(len(tokens), len(beside))
-        return CopiedText(tokens, fork, beside)
+        found = text.find_branch(len(tokens), branch)
+        text.note_proposed(len(tokens), len(found.tokens))
+        return CopiedText(tokens, found.fork, found.tokens)
 
-    def read_beside(self, slot: int) -> int:
-        """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.beside`)."""
+    def count_on_branch(self, slot: int) -> int:
+        """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.on_branch`)."""
         known = self._texts.get(slot)
-        return 0 if known is None else known.text.beside
+        return 0 if known is None else known.text.on_branch
 
     def _read_text(self, slot: int, state: SlotState) -> IndexedText:
         """Return the slot's text with all tokens of its request."""

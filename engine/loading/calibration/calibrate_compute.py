@@ -84,7 +84,7 @@ class UnsearchedText:
     def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:  # noqa: ARG002 - of every text
         return CopiedText((1,) * chain, 0, (2,) * branch)
 
-    def read_beside(self, slot: int) -> int:  # noqa: ARG002 - nothing is learned here
+    def count_on_branch(self, slot: int) -> int:  # noqa: ARG002 - nothing is learned here
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Branches beside copied chains: which second-place continuation is found, and that answers stay as they are."""
+"""Branches of copied chains: which second-place continuation is found, and that answers stay as they are."""
 
 from __future__ import annotations
 
@@ -147,35 +147,35 @@ def test_what_is_proposed_no_more_can_be_read_after_its_archive_is_gone(monkeypa
             gc.collect()
             asked.tokens += [4, 9]
             proposer.find_matches([(0, asked)])
-            assert proposer.read_beside(0) == 1
+            assert proposer.count_on_branch(0) == 1
 
 
 @pytest.mark.parametrize(
-    ("came", "beside"),
+    ("came", "on_branch"),
     [((4, 8), 1), ((4, 7), 0), ((4, 5, 8), 0), ((8,), 0), ((4, 5, 6, 7, 1), 0), ((4,), 0)],
     ids=["second place", "neither", "later", "earlier", "all right", "not over yet"],
 )
-def test_a_chain_tells_whether_its_branch_would_have_been_right(came, beside):
+def test_a_chain_tells_whether_its_branch_would_have_been_right(came, on_branch):
     proposer = SuffixProposer(matcher())
     state = a_state(list(TWO_WAYS))
     proposer.find_matches([(0, state)])
     assert proposer.copy(0, 4) == ((4, 5, 6, 7), 0, ())
     state.tokens += came
     proposer.find_matches([(0, state)])
-    assert proposer.read_beside(0) == beside
+    assert proposer.count_on_branch(0) == on_branch
     proposer.find_matches([(0, state)])
-    assert proposer.read_beside(0) == 0, "nothing was copied since"
+    assert proposer.count_on_branch(0) == 0, "nothing was copied since"
 
 
-@pytest.mark.parametrize(("came", "beside"), [((4, 8, 9, 0), 2), ((4, 8, 0), 1), ((4, 8, 9, 7), 2), ((4, 5, 0), 0)])
-def test_a_tree_tells_how_many_tokens_of_its_branch_were_right(came, beside):
+@pytest.mark.parametrize(("came", "on_branch"), [((4, 8, 9, 0), 2), ((4, 8, 0), 1), ((4, 8, 9, 7), 2), ((4, 5, 0), 0)])
+def test_a_tree_tells_how_many_tokens_of_its_branch_were_right(came, on_branch):
     proposer = SuffixProposer(matcher())
     state = a_state(list(TWO_WAYS))
     proposer.find_matches([(0, state)])
     assert proposer.copy(0, 4, 2) == ((4, 5, 6, 7), 1, (8, 9))
     state.tokens += came
     proposer.find_matches([(0, state)])
-    assert proposer.read_beside(0) == beside
+    assert proposer.count_on_branch(0) == on_branch
 
 
 # --- what a step copies ---
@@ -280,5 +280,5 @@ async def test_a_branch_is_verified_and_its_tokens_are_kept(shard, way):
     assert tuple(client.answer) == answer
     (tree,) = [one for one in outcomes if one.branched]
     assert (tree.proposed, tree.copied, tree.rows) == (9, 6, 10)
-    assert (tree.beside, tree.accepted) == ((3, 5) if way == "second" else (0, 6))
+    assert (tree.on_branch, tree.accepted) == ((3, 5) if way == "second" else (0, 6))
     assert driver.executor.close()

@@ -197,4 +197,4 @@ def test_measured_times_of_every_kind_can_be_shown_as_json():
     shown = json.loads(json.dumps(show_rates(rates)))
     assert (shown["prefill"], shown["host"], shown["disk"]) == ([7], 3, 0)
     assert shown["decode"] == shown["copy_times"] == [[0, 1, 0, 5, 0]]
-    assert shown["copied"] == [{"seen": 1, "gains": [2], "beside": 0}]
+    assert shown["copied"] == [{"seen": 1, "gains": [2], "branch_gain": 0}]

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from effects.ids import Tokens
 
 MOST_COPIED = 31  # tokens that follow a match and are found with it (texts.h)
-MOST_BRANCH = 7  # tokens of a branch beside them
+MOST_BRANCH = 7  # tokens of a branch that leaves them
 END_OF_TEXT = -1
 
 
@@ -43,7 +43,7 @@ class IndexedText(Protocol):
         ...
 
     @property
-    def beside(self) -> int:
+    def on_branch(self) -> int:
         """The tokens that had come when the text was searched last and stand on the branch of the match before.
 
         If that branch was not proposed: 1 if it begins with the first token that differs from the chain.
@@ -59,7 +59,7 @@ class IndexedText(Protocol):
         ...
 
     def note_proposed(self, chain: int, branch: int) -> None:
-        """Note how many tokens of the chain and of its branch are proposed. The next search computes `beside`."""
+        """Note how many tokens of the chain and of its branch are proposed. The next search computes `on_branch`."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:

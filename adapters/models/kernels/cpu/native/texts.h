@@ -5,7 +5,7 @@
 #define MOST_MATCHED 64  // tokens of a match that are counted
 #define MOST_PLACES 16   // that are looked at, the newest first
 #define MOST_COPIED 31   // tokens that follow a match
-#define MOST_BRANCH 7    // tokens of a branch beside them
+#define MOST_BRANCH 7    // tokens of a branch of them
 
 // A place is the number of a token that others stand before. Places from PREFIX_TOKENS to `indexed` are in the chains.
 typedef struct {
@@ -30,7 +30,7 @@ typedef struct {
     int64_t place, matched; // the token that is copied first, and the tokens before it that agree; 0: nothing is found
     int64_t copies;         // tokens that follow
     int32_t copied[MOST_COPIED];
-    int64_t beside; // tokens that have come since the last search and stand on the branch of that match
+    int64_t on_branch; // tokens that have come since the last search and stand on the branch of that match
     // the branch that `find_branch` found last: its tokens, and the tokens of the chain before them
     int64_t fork, branch_length;
     int32_t branch[MOST_BRANCH];
@@ -164,7 +164,7 @@ void rekindle_find_branch(match_t *match, int64_t chain) {
 
 // The tokens on the branch of the last match, of those that have come since. If no branch was proposed, that is 1 where
 // the first token that differs from the chain is the one that the branch would have begun with.
-static int64_t count_beside(match_t *match) {
+static int64_t count_on_branch(match_t *match) {
     const text_t *const own = match->own;
     const int64_t came = own->count - match->end;
     const int64_t chain = match->chain_asked < match->copies ? match->chain_asked : match->copies;
@@ -186,7 +186,7 @@ void rekindle_match_texts(match_t *const *matches, long count) {
     for (long i = 0; i < count; i++) {
         match_t *const match = matches[i];
         text_t *const own = match->own;
-        match->beside = match->chain_asked ? count_beside(match) : 0;
+        match->on_branch = match->chain_asked ? count_on_branch(match) : 0;
         match->chain_asked = match->branch_asked = 0;
         match->source = NULL;
         match->place = match->matched = match->copies = match->compared = 0;

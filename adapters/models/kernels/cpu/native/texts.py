@@ -47,7 +47,7 @@ class MatchOf(ctypes.Structure):
         ("source", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("place", "matched", "copies")),
         ("copied", ctypes.c_int32 * MOST_COPIED),
-        *((name, ctypes.c_int64) for name in ("beside", "fork", "branch_length")),
+        *((name, ctypes.c_int64) for name in ("on_branch", "fork", "branch_length")),
         ("branch", ctypes.c_int32 * MOST_BRANCH),
         *((name, ctypes.c_int64) for name in ("end", "compared")),
         ("places", PlaceOf * MOST_COMPARED),
@@ -90,8 +90,8 @@ class NativeText:
         return tuple(self.found.copied[: min(count, self.found.copies)])
 
     @property
-    def beside(self) -> int:
-        count: int = self.found.beside
+    def on_branch(self) -> int:
+        count: int = self.found.on_branch
         return count
 
     def find_branch(self, chain: int, count: int) -> Branch:
