@@ -5,8 +5,8 @@
 A case is a family of `benchmarks.family_checkpoints`, or FAMILY:TYPE for a GGUF file with weights of that type. What
 is compared is what `benchmarks.exactness` compares, with a random DFlash draft. Folders are answered in all ways, files
 in seven: in a slot, then batched by four with the draft and without it, each cold, from host memory and from disk after
-`kill -9`. With --record a case is in the result as soon as it ends, and a case that is there
-is not measured again. --limit: no case begins that would not end within these seconds.
+`kill -9`. With --record a case is in the result as soon as it ends, and a case that is there is not measured again.
+--limit: no case begins that would not end within these seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ TYPES = {"gpt_oss": "MXFP4"}
 
 
 @frozen
-class Case:
+class FamilyCase:
     """A family, as a folder or, with a type of weights, as a GGUF file."""
 
     family: str
     gguf: str = ""
 
     @classmethod
-    def parse(cls, word: str) -> Case:
+    def parse(cls, word: str) -> FamilyCase:
         family, _, gguf = word.partition(":")
         if family not in FAMILIES:
             raise argparse.ArgumentTypeError(f"{family}; accepted: {', '.join(FAMILIES)}")
@@ -65,11 +66,11 @@ class Case:
         return FILE_MODES if self.gguf else MODES
 
 
-def list_cases() -> list[Case]:
-    return [*map(Case, FAMILIES), *(Case(family, TYPES.get(family, "Q8_0")) for family in FAMILIES)]
+def list_cases() -> list[FamilyCase]:
+    return [*map(FamilyCase, FAMILIES), *(FamilyCase(family, TYPES.get(family, "Q8_0")) for family in FAMILIES)]
 
 
-def measure_case(case: Case, given: argparse.Namespace) -> Measured:
+def measure_case(case: FamilyCase, given: argparse.Namespace) -> Measured:
     sizes = {"prompts": given.prompts, "longest": given.longest, "answer": given.answer, "threads": given.threads}
     words = [f"--{name}={value}" for name, value in sizes.items()]
     words += [f"--family={case.family}", f"--gguf={case.gguf}", f"--only={','.join(case.modes)}"]
@@ -78,11 +79,13 @@ def measure_case(case: Case, given: argparse.Namespace) -> Measured:
         return anyio.run(run_ways, prepare(own, Path(folder)), own)
 
 
-def describe(found: Measured, seconds: float) -> dict[str, Any]:
+def describe(found: Measured, given: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Return what is recorded of a case, beside its figure."""
     rows = found.rows
     return {
         "commit": find_commit(),
+        "longest prompt": given.longest,
+        "longest answer": given.answer,
         "ways": len(rows),
         "jobs": sum(row["jobs"] for row in rows),
         "differing": found.differing,
@@ -98,25 +101,22 @@ def describe(found: Measured, seconds: float) -> dict[str, Any]:
     }
 
 
-def make_figure(case: Case, row: dict[str, Any]) -> Figure:
-    unit = f"of {row['jobs']:,} differ"
-    what = f"{case.subject}, {row['ways']} ways"
-    return Figure("exactness", what, case.name, unit, row["differing"], goal=Goal(at_most=0))
+def make_figures(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Figure]:
+    """Make one figure of all cases that were answered in the same ways: so many rows would hide others on the page."""
+    made = list[Figure]()
+    for subject, cases in found.items():
+        for ways in sorted({row["ways"] for row in cases.values()}):
+            rows = [row for row in cases.values() if row["ways"] == ways]
+            jobs, differing = (sum(row[key] for row in rows) for key in ("jobs", "differing"))
+            at = f"{ways} ways, {len(rows)} families"
+            made.append(Figure("exactness", subject, at, f"of {jobs:,} differ", differing, goal=Goal(at_most=0)))
+    return made
 
 
 def read_recorded() -> dict[str, Any]:
     """Return the cases that are recorded for this kind of machine, by subject and name."""
     file = results.FOLDER / f"{NAME}-{describe_machine('cpu').name}.json"
     return dict(decode_result(file.read_text()).raw) if file.is_file() else {}
-
-
-def publish_cases(given: argparse.Namespace, found: dict[str, Any]) -> None:
-    figures = [
-        make_figure(Case(*name.split(", ")), row)
-        for subject in (FOLDERS, FILES)
-        for name, row in found.get(subject, {}).items()
-    ]
-    publish(given, "exactness_families", found, figures, "cpu")
 
 
 def measure_all(given: argparse.Namespace) -> int:
@@ -139,22 +139,22 @@ def measure_all(given: argparse.Namespace) -> int:
             continue
         seconds = time.monotonic() - begun
         longest = max(longest, seconds)
-        row = describe(found, seconds)
+        row = describe(found, given, seconds)
         failed += row["differing"] > 0
         shown.append({"case": case.name, **{key: value for key, value in row.items() if not isinstance(value, dict)}})
         recorded.setdefault(case.subject, {})[case.name] = row
         if given.record:
-            publish_cases(given, recorded)
+            publish(given, "exactness_families", recorded, make_figures(recorded), "cpu")
         gc.collect()
     print_table("Families: answers that differ", shown)
     if not given.record:
-        publish_cases(given, recorded)
+        publish(given, "exactness_families", recorded, make_figures(recorded), "cpu")
     return 1 if failed else 0
 
 
 def main() -> int:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--cases", type=lambda words: [*map(Case.parse, words.split(","))], default=list_cases())
+    parser.add_argument("--cases", type=lambda words: [*map(FamilyCase.parse, words.split(","))], default=list_cases())
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--longest", type=int, default=exactness.LONGEST, help="tokens of a prompt at most")
     parser.add_argument("--answer", type=int, default=exactness.ANSWER, help="tokens of an answer")

@@ -83,7 +83,7 @@ GPT_OSS = {
 
 
 @frozen
-class Shape:
+class PublishedShape:
     """What config.json says, the layers up to one that sees all rows, and the share of the limit to be reached in %."""
 
     settings: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Shape:
 
 
 SHAPES = {
-    "gemma4-31b": Shape(
+    "gemma4-31b": PublishedShape(
         {
             **GEMMA,
             "hidden_size": 5376,
@@ -128,7 +128,7 @@ SHAPES = {
         interval=6,
         goal=80,
     ),
-    "gemma4-26b-a4b": Shape(
+    "gemma4-26b-a4b": PublishedShape(
         {
             **GEMMA,
             "hidden_size": 2816,
@@ -145,7 +145,7 @@ SHAPES = {
         interval=6,
         goal=60,
     ),
-    "gpt-oss-20b": Shape(
+    "gpt-oss-20b": PublishedShape(
         {
             **GPT_OSS,
             "hidden_size": 2880,
@@ -161,7 +161,7 @@ SHAPES = {
         experts=MXFP4,
     ),
     # To try the benchmark itself.
-    "small": Shape(
+    "small": PublishedShape(
         {
             **GPT_OSS,
             "vocab_size": 4096,
@@ -177,7 +177,7 @@ SHAPES = {
         goal=0,
         experts=MXFP4,
     ),
-    "small-gemma": Shape(
+    "small-gemma": PublishedShape(
         {
             **GEMMA,
             "vocab_size": 4096,
@@ -200,7 +200,7 @@ SHAPES = {
 }
 
 
-def count_token_bytes(shape: Shape, config: LayeredConfig, context: int) -> int:
+def count_token_bytes(shape: PublishedShape, config: LayeredConfig, context: int) -> int:
     """Return the bytes that decoding one token must read."""
     layouts, experts = shape.find_layouts(config), config.experts
     found = 0.0
@@ -219,7 +219,7 @@ def count_token_bytes(shape: Shape, config: LayeredConfig, context: int) -> int:
 # --- the server ---
 
 
-def serve(shape: Shape, layers: int, profile: Path, words: Sequence[str]) -> None:
+def serve(shape: PublishedShape, layers: int, profile: Path, words: Sequence[str]) -> None:
     """Run `rekindle serve`, whose tensors are drawn."""
     from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs it
 
