@@ -96,9 +96,9 @@ async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_
 ) -> None:
     job, steps, step = Job(PROMPT, 60), 0, DecodeRunner.step
 
-    def spoiling(decoding: DecodeRunner, *asked: Any, more: bool) -> tuple[Outcome, ...]:
+    def spoiling(decoding: DecodeRunner, *asked: Any, **rules: Any) -> tuple[Outcome, ...]:
         nonlocal steps
-        outcomes = step(decoding, *asked, more=more)
+        outcomes = step(decoding, *asked, **rules)
         steps += 1
         if steps == 10:
             for slot in (0, 1):
