@@ -19,7 +19,7 @@ ENVIRONMENT: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # An ingress that is replaced goes on listening until HAProxy knows it. On a machine with a load of 15 for each
     # core that took 9 s. An ingress that had left after 5 s made HAProxy answer a request with an error of its own.
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "30",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "15",
     # Busy machines take longer than Ray's defaults of 5 s and 10 s until a proxy and a node are ready.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_raylet_start_wait_time_s": "120",
