@@ -11,8 +11,8 @@ from attrs import evolve, frozen
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
-from adapters.device.speculation.proposal_tree import Tree, fork_chain
-from adapters.device.speculation.proposer import DecodingSlot, TextProposer
+from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain
+from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
 from effects.decode import Decoded, RunDecode, find_match_class
 from effects.ids import DeviceFailed, Tokens
 
@@ -44,15 +44,18 @@ class StepCopies:
             return found
         rows = len(members)
         for effect, state in members:
-            chain, branch = self.count(effect, state)
-            if not chain or effect.copying is None:
+            length, branch = self.count(effect, state)
+            if not length or effect.copying is None:
                 continue
             depth = min(effect.steps - 1, self.capacity - state.valid - 1)
             left = effect.copying.rows - rows
-            chain = min(chain, left, depth)
-            if chain > 0 and (tree := self._copy(effect.slot, state, chain, min(branch, left - chain), depth)).size:
-                found[effect.slot] = tree
-                rows += tree.size
+            length = min(length, left, depth)
+            if length <= 0:
+                continue
+            copied = self.proposer.copy(effect.slot, length, min(branch, left - length))
+            if copied.chain:
+                found[effect.slot] = make_tree(state, copied, depth)
+                rows += found[effect.slot].size
         return found
 
     def describe(
@@ -80,14 +83,6 @@ class StepCopies:
             for outcome, member, chain in zip(found, members, chains, strict=True)
         ]
 
-    def _copy(self, slot: int, state: SlotState, chain: int, branch: int, depth: int) -> Tree:
-        """Return a tree of copies. depth: the tokens that may follow each other."""
-        assert self.proposer is not None
-        copied = self.proposer.copy(slot, chain, branch)
-        tokens = cut_after_stop(copied.chain, state.stops)
-        branch = cut_after_stop(copied.branch, state.stops)[: depth - copied.fork]
-        return fork_chain((state.tokens[-1], *tokens), copied.fork, branch if copied.fork < len(tokens) else ())
-
     def count(self, effect: RunDecode, state: SlotState) -> tuple[int, int]:
         """Return how many tokens a member is to copy in its next step, by the match that its text has now.
 
@@ -98,6 +93,15 @@ class StepCopies:
             return 0, 0
         group = find_match_class(self.proposer.read_match(effect.slot, state))
         return (copying.counts[group], copying.branches[group]) if group >= 0 else (0, 0)
+
+
+def make_tree(state: SlotState, copied: CopiedText, depth: int) -> Tree:
+    """Return the proposals behind a slot's last token. depth: the tokens that may follow each other."""
+    tokens = cut_after_stop(copied.chain, state.stops)
+    fed = (state.tokens[-1], *tokens)
+    if not copied.branch or copied.fork >= len(tokens):
+        return chain(fed)
+    return fork_chain(fed, copied.fork, cut_after_stop(copied.branch, state.stops)[: depth - copied.fork])
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
