@@ -188,8 +188,8 @@ class DecodeRunner:
         state = self.find_ready_slot(effect_request.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        tree = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot)
-        taken = native.step(effect.slot, state, effect.propose, self.proposer, tree)
+        copied_text = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot)
+        taken = native.step(effect.slot, state, effect.propose, self.proposer, copied_text)
         if taken is None:
             return None
         if not taken.tokens:
@@ -200,7 +200,7 @@ class DecodeRunner:
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
-        copied = 0 if tree is None else taken.proposed
+        copied = 0 if copied_text is None else taken.proposed
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
         return Decoded(*counts, matched=matched, copied=copied, rows=copied and 1 + copied, on_branch=on_branch)

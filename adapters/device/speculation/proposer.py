@@ -11,7 +11,7 @@ from torch import Tensor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
-from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
+from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain, prune_tree
 from adapters.models.decoder.shard import Kept, ReadableRows
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.kernels.host_addresses import HostAddresses
@@ -218,7 +218,7 @@ class DecodingSlot(NamedTuple):
 
 def make_members(
     proposer: Proposer | None,
-    copies: Mapping[int, Tree],
+    copies: Mapping[int, CopiedText],
     taken: Mapping[int, tuple[int, DecodingSlot]],
     capacity: int,
 ) -> list[StepMember]:
@@ -233,7 +233,8 @@ def make_members(
     trees: dict[int, Tree] = {}
     for slot, (_, (effect, state)) in taken.items():
         if slot in copies:
-            trees[slot] = copies[slot]
+            copied = copies[slot]
+            trees[slot] = fork_chain((state.tokens[-1], *copied.chain), copied.fork, copied.branch)
         elif effect.propose and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     if proposer is not None and requests:

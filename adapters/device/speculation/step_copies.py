@@ -11,7 +11,6 @@ from attrs import evolve, frozen
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
-from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain
 from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
 from effects.decode import Decoded, RunDecode, find_match_class
 from effects.ids import DeviceFailed, Tokens
@@ -32,14 +31,14 @@ class StepCopies:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
         return 0 if self.proposer is None else self.proposer.count_on_branch(slot)
 
-    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tree]:
-        """Return the proposals that each of these requests copies in the next step, by slot.
+    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, CopiedText]:
+        """Return the tokens that each of these requests copies in the next step, by slot.
 
         Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
         the launch may still give, and the rows of the slot. They end behind a token that ends the answer. A branch gets
         the rows that the chain leaves.
         """
-        found: dict[int, Tree] = {}
+        found: dict[int, CopiedText] = {}
         if self.proposer is None:
             return found
         rows = len(members)
@@ -54,12 +53,12 @@ class StepCopies:
                 continue
             copied = self.proposer.copy(effect.slot, length, min(branch, left - length))
             if copied.chain:
-                found[effect.slot] = make_tree(state, copied, depth)
-                rows += found[effect.slot].size
+                found[effect.slot] = copied = cut_copies(copied, state.stops, depth)
+                rows += len(copied.chain) + len(copied.branch)
         return found
 
     def describe(
-        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, Tree]
+        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, CopiedText]
     ) -> Sequence[Decoded | DeviceFailed]:
         """Return the outcomes of a step's members with what they say of copies, once `find_matches` was called.
 
@@ -95,13 +94,14 @@ class StepCopies:
         return (copying.counts[group], copying.branches[group]) if group >= 0 else (0, 0)
 
 
-def make_tree(state: SlotState, copied: CopiedText, depth: int) -> Tree:
-    """Return the proposals behind a slot's last token. depth: the tokens that may follow each other."""
-    tokens = cut_after_stop(copied.chain, state.stops)
-    fed = (state.tokens[-1], *tokens)
-    if not copied.branch or copied.fork >= len(tokens):
-        return chain(fed)
-    return fork_chain(fed, copied.fork, cut_after_stop(copied.branch, state.stops)[: depth - copied.fork])
+def cut_copies(copied: CopiedText, stops: frozenset[int], depth: int) -> CopiedText:
+    """Return copies that end with the answer. depth: the tokens that may follow each other."""
+    if not copied.branch and stops.isdisjoint(copied.chain):
+        return copied
+    tokens = cut_after_stop(copied.chain, stops)
+    if copied.fork >= len(tokens):
+        return CopiedText(tokens)
+    return CopiedText(tokens, copied.fork, cut_after_stop(copied.branch, stops)[: depth - copied.fork])
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:
