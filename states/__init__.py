@@ -12,7 +12,8 @@ folder is flat, because its modules are one machine. By subject:
 * What runs next, and together with what: `lane.py`, `launch_choice.py`, `prompt_choice.py`, `pacing.py`.
 * Which rows are kept, found, loaded or computed: `policy.py` (the planner is there), `kept_rows.py`, `sequences.py`,
   `scope.py`, `checkpoints.py`.
-* How much is proposed: `speculation_plan.py`, `speculation_control.py`, `suffix_control.py`.
+* How much is proposed: `speculation_plan.py`, `speculation_control.py`, `suffix_control.py`,
+  `copy_branches.py`.
 * How long things take: `rates.py`, `measured_rates.py`, `step_prices.py`.
 * Where weights are: `residency.py`, `experts.py`.
 * Which replica of a fleet serves a request: `routing/`.

@@ -51,8 +51,7 @@ PRIOR_STEPS = 8  # weight of the estimate that a request, or the server, starts 
 REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
 SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
 LONGEST_TRIAL_GAP = 512  # plain steps between two trials, at most
-# An option dearer than the cheapest one is taken only if the account can bear this many such steps without any gain.
-FRUITLESS_STEPS = 4
+FRUITLESS_STEPS = 4  # without gain that the account must bear, or an option dearer than the cheapest is not taken
 MAX_SERVER_ACCOUNT = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
 PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
 

@@ -20,8 +20,8 @@ log = logging.getLogger("rekindle.store")
 
 LookupOutcome: TypeAlias = PrefixFound | PrefixMissed
 
-# Tokens: a longer prompt is looked up on a thread of its own. Hashing this many takes 2 ms. A thread that waits for the
-# interpreter beside decode steps takes longer: with 16 sessions its answer came after 86 ms at the median.
+# Tokens: a longer prompt is looked up on a thread of its own. Hashing this many takes 2 ms. A thread also
+# waits for the interpreter while decode steps run: with 16 sessions, answers came after 86 ms at the median.
 LONG_PROMPT = 65_536
 MAX_REMEMBERED = 4096  # requests; each takes some 64 token ids
 HASHING_THREADS = 2  # lookups that hash on threads at once; more would compete for the interpreter

@@ -79,10 +79,9 @@ def choose_settings(
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
-    max_branch = count_most_branch(parts.text_proposer, shard)
-    # By default copies do not make a start longer: what they cost is learned from the first ones that are made.
-    timed = () if options.speculation.draft == AUTO else list_bucket_widths(max_copied)
-    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree), timed, max_branch)
+    timed = list_timed_copies(options, max_copied)
+    widths = choose_proposal_widths(block, tree)
+    shape = RateShape(numerics.chunk, fit.context, widths, timed, count_most_branch(parts.text_proposer, shard))
     locations = describe_locations(options, shard, draft)
     times = build_rates_key(proven.identity, None if draft is None else draft.identity, locations, asdict(shape))
     found = Settings(
@@ -102,7 +101,7 @@ def choose_settings(
         latency_target_ns=options.runtime.latency_target * 1_000_000,
         max_proposals=block,
         max_copied=max_copied,
-        max_branch=max_branch,
+        max_branch=shape.max_branch,
         tree=tree,
         no_trees=no_trees,
         residency=residency,
@@ -115,6 +114,14 @@ def choose_settings(
         shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
     return with_expert_counts(found, parts.experts)
+
+
+def list_timed_copies(options: Options, max_copied: int) -> tuple[int, ...]:
+    """List the numbers of copied tokens that a start measures.
+
+    By default copies do not make a start longer: what they cost is learned from the first ones that are made.
+    """
+    return () if options.speculation.draft == AUTO else list_bucket_widths(max_copied)
 
 
 def describe_locations(options: Options, shard: Pipeline, draft: DraftModel | None) -> str:

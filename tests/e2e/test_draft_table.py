@@ -43,7 +43,7 @@ FULL = Scope("full")
 
 
 @frozen
-class Kind:
+class DraftCase:
     """A kind of draft. saved: the name under which `test_kinds_of_drafts` makes one; empty: `draft` names it."""
 
     model: str = "demo"
@@ -57,18 +57,18 @@ class Kind:
 
 
 KINDS = {
-    "copies": Kind(draft="suffix"),
-    "copies, trees": Kind(draft="suffix", is_tree=True),
-    "copies, hybrid": Kind("demo-hybrid", draft="suffix"),
-    "DFlash": Kind(),
-    "DFlash, trees": Kind(is_tree=True),
-    "DFlash 2": Kind(saved="DFlash 2"),
-    "DSpark": Kind(saved="DSpark"),
-    "GGUF": Kind(saved="GGUF"),
-    "own head, hybrid": Kind("demo-hybrid"),
-    "EAGLE-3": Kind(saved="EAGLE-3"),
-    "EAGLE-3, trees": Kind(saved="EAGLE-3", is_tree=True),
-    "EAGLE-3, hybrid": Kind("demo-hybrid", saved="EAGLE-3"),
+    "copies": DraftCase(draft="suffix"),
+    "copies, trees": DraftCase(draft="suffix", is_tree=True),
+    "copies, hybrid": DraftCase("demo-hybrid", draft="suffix"),
+    "DFlash": DraftCase(),
+    "DFlash, trees": DraftCase(is_tree=True),
+    "DFlash 2": DraftCase(saved="DFlash 2"),
+    "DSpark": DraftCase(saved="DSpark"),
+    "GGUF": DraftCase(saved="GGUF"),
+    "own head, hybrid": DraftCase("demo-hybrid"),
+    "EAGLE-3": DraftCase(saved="EAGLE-3"),
+    "EAGLE-3, trees": DraftCase(saved="EAGLE-3", is_tree=True),
+    "EAGLE-3, hybrid": DraftCase("demo-hybrid", saved="EAGLE-3"),
 }
 PLACES: dict[str, dict[str, Any]] = {
     "here": {"device": "cpu"},
@@ -85,14 +85,14 @@ CELLS = [
 ]
 
 
-async def load(kind: Kind, folder: Path, place: str = "here") -> LoadedModel:
+async def load(kind: DraftCase, folder: Path, place: str = "here") -> LoadedModel:
     draft = str(save(folder, kind.model, kind.saved)) if kind.saved else kind.draft
     trees = {"ddtree": True} if kind.is_tree and kind.has_model else {}
     shape = {"kv_cache_min_tokens": 0, "host_cache_budget": 0, "kv_cache_dir": folder / "kv", "max_ctx": 1024}
     return await load_target(build_options(model=kind.model, draft=draft, **PLACES[place], **shape, **trees))
 
 
-def make_rates(target: LoadedModel, kind: Kind) -> Rates:
+def make_rates(target: LoadedModel, kind: DraftCase) -> Rates:
     """Rates by which proposals cost next to nothing and are nearly always right, so that they are always made."""
     settings = target.settings
     steps = [(members, rows) for members in (1, 2) for rows in (0, 128)]
@@ -109,7 +109,7 @@ def make_rates(target: LoadedModel, kind: Kind) -> Rates:
 
 
 async def answer(
-    target: LoadedModel, kind: Kind, jobs: Sequence[Job], *, at_once: int = 2, **settings: Any
+    target: LoadedModel, kind: DraftCase, jobs: Sequence[Job], *, at_once: int = 2, **settings: Any
 ) -> list[Answered]:
     changed = {"rates": make_rates(target, kind)} | settings
     if not kind.is_tree:
@@ -198,7 +198,7 @@ def main() -> None:
     anyio.run(leave, sys.argv[1], Path(sys.argv[2]))
 
 
-async def run_cell(kind: Kind, way: str, folder: Path, verified: Verified) -> list[list[Answered]]:
+async def run_cell(kind: DraftCase, way: str, folder: Path, verified: Verified) -> list[list[Answered]]:
     """Return answers that have to be the plain ones. Those before the last are what the last ones were kept from."""
     kept = [evolve(job, scope=FULL if way in ("killed", "kept") else Scope("off")) for job in make_jobs()]
     target = await load(kind, folder, way if way in PLACES else "here")

@@ -42,7 +42,7 @@ from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, count_steps_left, has_copying, make_next_step
+from adapters.device.decode.next_steps import count_proposing_step, find_next_step, has_copying
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
@@ -143,7 +143,10 @@ class DecodeRunner:
         self.row_watch.check_launch(self.slots, effect_requests)
         outcomes = self.step(effect_requests, may_copy=not batch.has_changed, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = list(map(self._next_request, effect_requests, outcomes))
+        following = [
+            find_next_step(one, outcome, self.slots, self.is_abandoned)
+            for one, outcome in zip(effect_requests, outcomes, strict=True)
+        ]
         if any(map(has_copying, effect_requests)):
             following = count_proposing_step(following, outcomes)
         ends_together = None in following and self.proposer is not None
@@ -154,17 +157,6 @@ class DecodeRunner:
             reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
         batch.report_outcomes(reported)
         return [one for one in (*following, *batch.take_joining()) if one is not None]
-
-    def _next_request(self, effect_request: EffectRequest, outcome: Outcome) -> EffectRequest | None:
-        """Return the effect request for a request's next step; None if the core has to decide first."""
-        effect = effect_request.effect
-        if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
-            return None
-        state = self.slots.find(effect.slot, effect_request.request)
-        last = outcome.tokens[-1]
-        if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(effect_request.request):
-            return None
-        return make_next_step(effect_request, state, left) if (left := count_steps_left(effect, outcome)) > 0 else None
 
     def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
         """Give slots the pages for the rows of these steps, before anything is launched."""
@@ -186,8 +178,8 @@ class DecodeRunner:
         state = self.find_ready_slot(asked.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        tree = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot) if may_copy else None
-        taken = native.step(effect.slot, state, effect.propose, self.proposer, tree)
+        copied_text = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot) if may_copy else None
+        taken = native.step(effect.slot, state, effect.propose, self.proposer, copied_text)
         if taken is None:
             return None
         if not taken.tokens:
@@ -198,7 +190,7 @@ class DecodeRunner:
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
-        copied = 0 if tree is None else taken.proposed
+        copied = 0 if copied_text is None else taken.proposed
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
         rows = copied and 1 + copied

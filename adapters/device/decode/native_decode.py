@@ -36,8 +36,7 @@ from adapters.device.sampling.grammar_mask import Mask, Matching
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.guesses import draft_sampling, noise_shares
-from adapters.device.speculation.proposal_tree import Tree
-from adapters.device.speculation.proposer import NO_PROPOSALS, DraftRequest, LocalDraft, Proposer
+from adapters.device.speculation.proposer import NO_PROPOSALS, CopiedText, DraftRequest, LocalDraft, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
@@ -111,7 +110,7 @@ class NativeDecodeStep:
     _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
 
     def step(
-        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copied: Tree | None = None
+        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copied: CopiedText | None = None
     ) -> NativeStepResult | None:
         """Take the slot's next step, with these copies of earlier text or with up to `most` proposals of the draft.
 
@@ -121,10 +120,10 @@ class NativeDecodeStep:
         sampler = state.sampler
         if not sampler.plain or sampler.sampling.logprobs >= 0 or sampler.native is None:
             return None
-        if copied is not None and (proposer is not None or copied.has_branches):
+        if copied is not None and (proposer is not None or copied.branch):
             return None  # the draft has to follow the copies
         try:
-            return self._step(slot, state, most, proposer, () if copied is None else copied.tokens[1:])
+            return self._step(slot, state, most, proposer, () if copied is None else copied.chain)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

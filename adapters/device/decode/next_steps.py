@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import evolve
 
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId
+
+
+def find_next_step(
+    effect_request: EffectRequest, outcome: Outcome, slots: SlotTable, is_abandoned: Callable[[RequestId], bool]
+) -> EffectRequest | None:
+    """Return the effect request for a request's next step; None if the core has to decide first."""
+    effect = effect_request.effect
+    if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
+        return None
+    state = slots.find(effect.slot, effect_request.request)
+    if isinstance(state, DeviceFailed) or outcome.tokens[-1] in state.stops or is_abandoned(effect_request.request):
+        return None
+    return make_next_step(effect_request, state, left) if (left := count_steps_left(effect, outcome)) > 0 else None
 
 
 def count_steps_left(effect: RunDecode, outcome: Decoded) -> int:

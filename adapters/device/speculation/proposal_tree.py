@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from itertools import takewhile
 
 from attrs import frozen
@@ -47,11 +48,13 @@ class Tree:
     @property
     def chain_length(self) -> int:
         """The proposals of the chain that it begins with, up to the first node that follows another one."""
-        return next((node for node in range(self.size) if self.parents[node + 1] != node), self.size)
+        if not self.has_branches:
+            return self.size
+        return next(node for node in range(self.size) if self.parents[node + 1] != node)
 
     @property
     def has_branches(self) -> bool:
-        return self.chain_length < self.size
+        return self.parents != list_chain_parents(len(self.parents))
 
     def paths(self) -> list[Tokens]:
         """Return for every node the tokens after the fed one that lead to it, its own included."""
@@ -117,14 +120,21 @@ def prune_tree(tree: Tree, count_allowed: Callable[[Tokens], int]) -> Tree:
 
 def chain(tokens: Tokens) -> Tree:
     """Return the tree in which each token follows the one before it."""
-    return Tree(tokens, tuple(range(-1, len(tokens) - 1)))
+    return Tree(tokens, list_chain_parents(len(tokens)))
+
+
+@cache
+def list_chain_parents(count: int) -> tuple[int, ...]:
+    """Return the parents of a chain of this many nodes. Chains have few lengths, and every decode step makes some."""
+    return tuple(range(-1, count - 1))
 
 
 def fork_chain(tokens: Tokens, fork: int, branch: Tokens) -> Tree:
     """Return a chain with one branch that follows its node `fork`. tokens: as in `chain`."""
+    if not branch:
+        return chain(tokens)
     first = len(tokens)
-    parents = (*range(-1, first - 1), *([fork, *range(first, first + len(branch) - 1)] if branch else ()))
-    return Tree((*tokens, *branch), parents)
+    return Tree((*tokens, *branch), (*list_chain_parents(first), fork, *range(first, first + len(branch) - 1)))
 
 
 def grow_tree(

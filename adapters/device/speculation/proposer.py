@@ -13,7 +13,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.launched_proposals import LaunchedProposals
-from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
+from adapters.device.speculation.proposal_tree import Tree, chain, fork_chain, prune_tree
 from adapters.models.decoder.shard import Kept, ReadableRows
 from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.drafts.draft_parts import LaunchPicks
@@ -238,7 +238,7 @@ class DecodingSlot(NamedTuple):
 
 def make_members(
     proposer: Proposer | None,
-    copies: Mapping[int, Tree],
+    copies: Mapping[int, CopiedText],
     taken: Mapping[int, tuple[int, DecodingSlot]],
     capacity: int,
     *,
@@ -255,7 +255,8 @@ def make_members(
     trees: dict[int, Tree] = {}
     for slot, (_, (effect, state)) in taken.items():
         if slot in copies:
-            trees[slot] = copies[slot]
+            copied = copies[slot]
+            trees[slot] = fork_chain((state.tokens[-1], *copied.chain), copied.fork, copied.branch)
         elif effect.propose and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     launched = None

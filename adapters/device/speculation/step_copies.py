@@ -12,8 +12,7 @@ from attrs import evolve, frozen
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
-from adapters.device.speculation.proposal_tree import Tree, fork_chain
-from adapters.device.speculation.proposer import DecodingSlot, TextProposer
+from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
 from effects.decode import Decoded, RunDecode, find_match_class
 from effects.ids import DeviceFailed, Tokens
 
@@ -40,27 +39,30 @@ class StepCopies:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
         return 0 if self.proposer is None else self.proposer.count_on_branch(slot)
 
-    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, Tree]:
-        """Return the proposals that each of these requests copies in the next step, by slot.
+    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, CopiedText]:
+        """Return the tokens that each of these requests copies in the next step, by slot.
 
         Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
         the launch may still give, and the rows of the slot. They end behind a token that ends the answer. A branch gets
         the rows that the chain leaves.
         """
-        found: dict[int, Tree] = {}
+        found: dict[int, CopiedText] = {}
         if self.proposer is None:
             return found
         rows = len(members)
         for effect, state in members:
-            chain, branch = self.count(effect, state)
-            if not chain or effect.copying is None:
+            length, branch = self.count(effect, state)
+            if not length or effect.copying is None:
                 continue
             depth = min(effect.steps - 1, self.capacity - state.valid - 1)
             left = effect.copying.rows - rows
-            chain = min(chain, left, depth)
-            if chain > 0 and (tree := self._copy(effect.slot, state, chain, min(branch, left - chain), depth)).size:
-                found[effect.slot] = tree
-                rows += tree.size
+            length = min(length, left, depth)
+            if length <= 0:
+                continue
+            copied = self.proposer.copy(effect.slot, length, min(branch, left - length))
+            if copied.chain:
+                found[effect.slot] = copied = cut_copies(copied, state.stops, depth)
+                rows += len(copied.chain) + len(copied.branch)
         return found
 
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
@@ -70,7 +72,7 @@ class StepCopies:
         return any(self.count(member.effect, member.state) > (0, 0) for member in members)
 
     def describe(
-        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, Tree]
+        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, CopiedText]
     ) -> Sequence[Decoded | DeviceFailed]:
         """Return the outcomes of a step's members with what they say of copies, once `find_matches` was called.
 
@@ -94,14 +96,6 @@ class StepCopies:
             for outcome, member, chain in zip(found, members, chains, strict=True)
         ]
 
-    def _copy(self, slot: int, state: SlotState, chain: int, branch: int, depth: int) -> Tree:
-        """Return a tree of copies. depth: the tokens that may follow each other."""
-        assert self.proposer is not None
-        copied = self.proposer.copy(slot, chain, branch)
-        tokens = cut_after_stop(copied.chain, state.stops)
-        branched = cut_after_stop(copied.branch, state.stops)[: depth - copied.fork]
-        return fork_chain((state.tokens[-1], *tokens), copied.fork, branched if copied.fork < len(tokens) else ())
-
     def count(self, effect: RunDecode, state: SlotState) -> tuple[int, int]:
         """Return how many tokens a member is to copy in its next step, by the match that its text has now.
 
@@ -112,6 +106,16 @@ class StepCopies:
             return 0, 0
         group = find_match_class(self.proposer.read_match(effect.slot, state))
         return (copying.counts[group], copying.branches[group]) if group >= 0 else (0, 0)
+
+
+def cut_copies(copied: CopiedText, stops: frozenset[int], depth: int) -> CopiedText:
+    """Return copies that end with the answer. depth: the tokens that may follow each other."""
+    if not copied.branch and stops.isdisjoint(copied.chain):
+        return copied
+    tokens = cut_after_stop(copied.chain, stops)
+    if copied.fork >= len(tokens):
+        return CopiedText(tokens)
+    return CopiedText(tokens, copied.fork, cut_after_stop(copied.branch, stops)[: depth - copied.fork])
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:

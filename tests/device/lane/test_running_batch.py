@@ -10,7 +10,18 @@ from effects.ids import DeviceFailed
 
 # No field but `steps` has its default: one that is forgotten shows.
 DECODED = Decoded(
-    (5, 6), 3, ((-0.5, ()), (-0.25, ())), 1000, accepted=1, steps=2, more=True, matched=4, copied=True, rows=8
+    (5, 6),
+    3,
+    ((-0.5, ()), (-0.25, ())),
+    1000,
+    accepted=1,
+    steps=2,
+    more=True,
+    matched=4,
+    copied=2,
+    rows=8,
+    branched=True,
+    on_branch=1,
 )
 
 
@@ -19,7 +30,7 @@ def test_the_last_outcome_differs_in_nothing_else() -> None:
     assert last == evolve(DECODED, more=False)
     assert has_more_to_come(DECODED)
     assert not has_more_to_come(last)
-    assert len(fields(Decoded)) == 10, "a new field has to be in `as_last_outcome`, and in this test"
+    assert len(fields(Decoded)) == 12, "a new field has to be in `as_last_outcome`, and in this test"
 
 
 def test_a_failure_is_the_last_outcome_as_it_is() -> None:

@@ -182,8 +182,8 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
     copies.find_matches(list(enumerate(states)))
     found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
-    assert all(tree.tokens[0] == 9 and not tree.has_branches for tree in found.values())
-    return {slot: tree.tokens[1:] for slot, tree in found.items()}
+    assert not any(copied.branch for copied in found.values())
+    return {slot: copied.chain for slot, copied in found.items()}
 
 
 def test_as_many_tokens_are_copied_as_the_launch_says_for_the_match():

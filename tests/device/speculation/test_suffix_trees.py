@@ -195,12 +195,15 @@ def copies_of(rule: Copying, count: int = 1, *, stops=frozenset(), steps=50, cap
     copies = StepCopies(SuffixProposer(matcher()), capacity)
     states = [a_state(list(TWO_WAYS), request, stops=stops) for request in range(count)]
     copies.find_matches(list(enumerate(states)))
-    return copies.choose(
+    found = copies.choose(
         [
             DecodingSlot(RunDecode(SlotId(slot), state.valid, state.tokens[-1], steps=steps, copying=rule), state)
             for slot, state in enumerate(states)
         ]
     )
+    return {
+        slot: fork_chain((TWO_WAYS[-1], *copied.chain), copied.fork, copied.branch) for slot, copied in found.items()
+    }
 
 
 def a_rule(chain_width: int, branch: int, rows: int = 64) -> Copying:

@@ -87,7 +87,8 @@ class NativeText:
         return found
 
     def copy(self, count: int) -> Tokens:
-        return tuple(self.found.copied[: min(count, self.found.copies)])
+        found = self.found
+        return tuple(found.copied[: min(count, found.copies)])
 
     @property
     def on_branch(self) -> int:
@@ -102,7 +103,8 @@ class NativeText:
 
     def note_proposed(self, chain: int, branch: int) -> None:
         self.found.chain_asked = chain
-        self.found.branch_asked = branch
+        if branch:  # the search has set it to 0
+            self.found.branch_asked = branch
 
     @property
     def nbytes(self) -> int:
