@@ -42,7 +42,7 @@ from attrs import define, evolve, field
 
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
-from adapters.device.decode.next_steps import count_proposing_step, find_next_step, has_copying
+from adapters.device.decode.next_steps import count_proposing_step, find_next_steps, has_copying
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
@@ -143,10 +143,7 @@ class DecodeRunner:
         self.row_watch.check_launch(self.slots, effect_requests)
         outcomes = self.step(effect_requests, may_copy=not batch.has_changed, more=True)
         self.row_watch.learn_new_rows(self.slots, effect_requests)
-        following = [
-            find_next_step(one, outcome, self.slots, self.is_abandoned)
-            for one, outcome in zip(effect_requests, outcomes, strict=True)
-        ]
+        following = find_next_steps(effect_requests, outcomes, self.slots, self.is_abandoned)
         if any(map(has_copying, effect_requests)):
             following = count_proposing_step(following, outcomes)
         ends_together = None in following and self.proposer is not None

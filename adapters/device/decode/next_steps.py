@@ -26,6 +26,17 @@ def find_next_step(
     return make_next_step(effect_request, state, left) if (left := count_steps_left(effect, outcome)) > 0 else None
 
 
+def find_next_steps(
+    effect_requests: Sequence[EffectRequest],
+    outcomes: Sequence[Outcome],
+    slots: SlotTable,
+    is_abandoned: Callable[[RequestId], bool],
+) -> list[EffectRequest | None]:
+    """Return the effect request for each request's next step; None where the core has to decide first."""
+    pairs = zip(effect_requests, outcomes, strict=True)
+    return [find_next_step(one, outcome, slots, is_abandoned) for one, outcome in pairs]
+
+
 def count_steps_left(effect: RunDecode, outcome: Decoded) -> int:
     """Return `RunDecode.steps` of the step after this outcome; 0: the core has to decide first."""
     return effect.steps - (1 if effect.copying is None else len(outcome.tokens))

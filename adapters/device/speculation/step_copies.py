@@ -54,14 +54,15 @@ class StepCopies:
             length, branch = self.count(effect, state)
             if not length or effect.copying is None:
                 continue
-            depth = min(effect.steps - 1, self.capacity - state.valid - 1)
             left = effect.copying.rows - rows
-            length = min(length, left, depth)
+            length = min(length, left, effect.steps - 1, self.capacity - state.valid - 1)
             if length <= 0:
                 continue
-            copied = self.proposer.copy(effect.slot, length, min(branch, left - length))
+            copied = self.proposer.copy(effect.slot, length, min(branch, left - length) if branch else 0)
+            if copied.branch or not state.stops.isdisjoint(copied.chain):
+                copied = cut_copies(copied, state.stops, min(effect.steps, self.capacity - state.valid) - 1)
             if copied.chain:
-                found[effect.slot] = copied = cut_copies(copied, state.stops, depth)
+                found[effect.slot] = copied
                 rows += len(copied.chain) + len(copied.branch)
         return found
 
@@ -110,8 +111,6 @@ class StepCopies:
 
 def cut_copies(copied: CopiedText, stops: frozenset[int], depth: int) -> CopiedText:
     """Return copies that end with the answer. depth: the tokens that may follow each other."""
-    if not copied.branch and stops.isdisjoint(copied.chain):
-        return copied
     tokens = cut_after_stop(copied.chain, stops)
     if copied.fork >= len(tokens):
         return CopiedText(tokens)

@@ -30,7 +30,7 @@ from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import CopiedText
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, IndexedText, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, IndexedText, TextMatcher
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
 MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
@@ -89,8 +89,9 @@ class SuffixProposer:
         """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
         text = self._texts[slot].text
         tokens = text.copy(chain)
-        found = text.find_branch(len(tokens), branch) if branch else NO_BRANCH
-        text.note_proposed(len(tokens), len(found.tokens))
+        if not branch:
+            return CopiedText(tokens)
+        found = text.find_branch(len(tokens), branch)
         return CopiedText(tokens, found.fork, found.tokens)
 
     def count_on_branch(self, slot: int) -> int:

@@ -39,7 +39,10 @@ class IndexedText(Protocol):
         ...
 
     def copy(self, count: int) -> Tokens:
-        """Return up to `count` tokens that followed at the earlier position, at most MOST_COPIED."""
+        """Return up to `count` tokens that followed at the earlier position, at most MOST_COPIED.
+
+        They count as proposed: the next search computes `on_branch` by them.
+        """
         ...
 
     @property
@@ -53,13 +56,11 @@ class IndexedText(Protocol):
     def find_branch(self, chain: int, count: int) -> Branch:
         """Return how else the text could go on, where `chain` copied tokens are proposed: at most `count` tokens.
 
+        They count as proposed, too.
+
         It is what followed at another earlier position, where the chain goes on otherwise. Of these positions that
         counts which has the longest match, then the most frequent next token, then the earliest one in the chain.
         """
-        ...
-
-    def note_proposed(self, chain: int, branch: int) -> None:
-        """Note how many tokens of the chain and of its branch are proposed. The next search computes `on_branch`."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -88,7 +88,9 @@ class NativeText:
 
     def copy(self, count: int) -> Tokens:
         found = self.found
-        return tuple(found.copied[: min(count, found.copies)])
+        copied = tuple(found.copied[: min(count, found.copies)])
+        found.chain_asked = len(copied)
+        return copied
 
     @property
     def on_branch(self) -> int:
@@ -99,12 +101,9 @@ class NativeText:
         if count <= 0 or not self.found.matched:
             return NO_BRANCH
         self.compiled.code.rekindle_find_branch(self.match_address, chain)
-        return Branch(self.found.fork, tuple(self.found.branch[: min(count, self.found.branch_length)]))
-
-    def note_proposed(self, chain: int, branch: int) -> None:
-        self.found.chain_asked = chain
-        if branch:  # the search has set it to 0
-            self.found.branch_asked = branch
+        tokens = tuple(self.found.branch[: min(count, self.found.branch_length)])
+        self.found.branch_asked = len(tokens)
+        return Branch(self.found.fork, tokens)
 
     @property
     def nbytes(self) -> int:
