@@ -15,6 +15,7 @@ from tests.models.kernels.gluon_machine import (
     Pointer,
     Product,
     Shared,
+    arrive,
     block,
     launch,
     load_kernels,
@@ -31,6 +32,11 @@ maximum, exp2, fma, add_up = (OPERATIONS[name] for name in ("maximum", "exp2", "
 @pytest.fixture(scope="module")
 def chain():
     return load_kernels("hopper.hopper_chain")
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return load_kernels("hopper.hopper_wide")
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -130,6 +136,52 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(chain, head, group,
     assert not out[row:].any()
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("columns", [256, 128, 64])
+@pytest.mark.parametrize("seed", range(2))
+def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, seed):
+    """A program has several tiles, and rows, columns and depth end within a tile."""
+    rows, outputs, depth, stages = 150 + 128 * seed, columns + 48, 160, 2 + seed
+    x, w = normal(rows, depth, seed=1 + seed), normal(outputs, depth, seed=5 + seed, scale=0.1)
+    out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
+    width = columns // 2 if gated else min(columns, 128)
+    launch(
+        wide.linear_wide_ahead, 2, seed, Descriptor(x, (64, 64)), Descriptor(w, (columns, 64)),
+        Descriptor(out, (64, width)), rows, outputs, depth, STAGES=stages, GROUP=2, GATED=gated, PDL=True, num_warps=4,
+    )  # fmt: skip
+    expected = multiply(x, w.T, torch.zeros(rows, outputs))
+    if gated:
+        expected = wide._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+    assert torch.equal(out, expected.to(BF16))
+
+
 def test_a_wait_that_nobody_ends_is_a_deadlock():
     with pytest.raises(RuntimeError, match="deadlock"):
         launch(lambda: wait_for(Barrier(count=1, left=1), 0), 1, seed=0)
+
+
+@pytest.mark.timeout(120)
+def test_a_slot_that_is_freed_too_early_is_found(wide, monkeypatch):
+    """The machine must see what it is for: here consumers free each block before they have multiplied with it."""
+    (rows, outputs, depth) = (128, 64, 640)
+    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2)
+    expected = multiply(x, w.T, torch.zeros(rows, outputs)).to(BF16)
+
+    def free_early(bar, *, count=1, **_):  # of the step itself, rather than of the one before
+        arrive(bar, count=count)
+
+    monkeypatch.setattr(wide.mbarrier, "arrive", free_early)
+    found = []
+    for seed in range(5):
+        out = torch.zeros(rows, outputs, dtype=BF16)
+        try:
+            launch(
+                wide.linear_wide_ahead, 1, seed, Descriptor(x, (64, 64)), Descriptor(w, (64, 64)),
+                Descriptor(out, (64, 64)), rows, outputs, depth, STAGES=2, GROUP=8, GATED=False, PDL=False, num_warps=4,
+            )  # fmt: skip
+        except (AssertionError, RuntimeError):
+            found.append(seed)
+        else:
+            found += [seed] * (not torch.equal(out, expected))
+    assert found
