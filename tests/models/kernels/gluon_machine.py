@@ -27,14 +27,14 @@ KERNELS = "adapters.models.kernels.triton"
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
-class Block(torch.Tensor):
+class TensorBlock(torch.Tensor):
     """A tensor of a kernel. Its layout is nothing."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
 
 def block(tensor: Any) -> Any:
-    return torch.as_tensor(tensor).as_subclass(Block)
+    return torch.as_tensor(tensor).as_subclass(TensorBlock)
 
 
 @define
@@ -73,8 +73,8 @@ class Descriptor:
 
 
 @define
-class Shared:
-    """Shared memory, or barriers where `bars` has them."""
+class SharedMemory:
+    """SharedMemory memory, or barriers where `bars` has them."""
 
     data: Tensor
     bars: list[Barrier] | None = None
@@ -83,10 +83,10 @@ class Shared:
     shape = property(lambda self: self.data.shape)
 
     def index(self, at: int) -> Any:
-        return self.bars[at] if self.bars is not None else Shared(self.data[at])
+        return self.bars[at] if self.bars is not None else SharedMemory(self.data[at])
 
-    def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.data.permute(order))
+    def permute(self, order: tuple[int, ...]) -> SharedMemory:
+        return SharedMemory(self.data.permute(order))
 
     def load(self, _layout: Any) -> Any:
         return block(self.data.clone())
@@ -118,7 +118,7 @@ class Product:
     """
 
     a: Any
-    b: Shared
+    b: SharedMemory
     acc: Any
     adds: bool = True
     result: Any = None
@@ -126,7 +126,7 @@ class Product:
     def take_place(self) -> None:
         if self.result is not None:
             return
-        a = (self.a.data if isinstance(self.a, Shared) else self.a).double()
+        a = (self.a.data if isinstance(self.a, SharedMemory) else self.a).double()
         b = self.b.data.double()
         acc = self.acc.result if isinstance(self.acc, Product) else self.acc
         total = acc.float().clone() if self.adds else torch.zeros_like(acc)
@@ -140,7 +140,7 @@ class Product:
 
 
 @define(eq=False)
-class Machine:
+class GluonMachine:
     """Runs programs. One thread has the turn; `switch` gives it to any thread whose condition holds.
 
     For a while one thread gets no turn as long as another one can go on, so that it falls far behind.
@@ -247,7 +247,7 @@ class Machine:
         self._copies.append(copy)
 
 
-machine = Machine()
+machine = GluonMachine()
 
 
 def wait_for(bar: Barrier, phase: int) -> None:
@@ -273,7 +273,7 @@ def _expect(bar: Barrier, count: int, pred: bool = True) -> None:
         assert bar.left >= 0, "more arrivals than a phase has"
 
 
-def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: Shared, pred: bool = True) -> None:
+def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: SharedMemory, pred: bool = True) -> None:
     def copy() -> None:
         found = desc.find(*at)
         target.data.zero_()
@@ -287,7 +287,7 @@ def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: Shared, pred: 
         machine.copy_later(copy)
 
 
-def _take(desc: Descriptor, at: list[int], source: Shared) -> None:
+def _take(desc: Descriptor, at: list[int], source: SharedMemory) -> None:
     machine.switch()
 
     def copy() -> None:
@@ -303,7 +303,7 @@ def _wait_for_writes(pending: int) -> None:
         machine.own.writes.pop(0)()
 
 
-def _multiply(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+def _multiply(a: Any, b: SharedMemory, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
     machine.switch()
     product = Product(a, b, acc, use_acc)
     machine.own.products.append(product)
@@ -361,10 +361,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return block(torch.where(torch.as_tensor(condition), a, b))
 
 
-def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> SharedMemory:
     if layout == "barriers":
-        return Shared(torch.zeros(0), [Barrier() for _ in range(shape[0])])
-    return Shared(torch.full([int(size) for size in shape], float("nan"), dtype=dtype))
+        return SharedMemory(torch.zeros(0), [Barrier() for _ in range(shape[0])])
+    return SharedMemory(torch.full([int(size) for size in shape], float("nan"), dtype=dtype))
 
 
 def _check(condition: bool) -> None:

@@ -14,7 +14,7 @@ from tests.models.kernels.gluon_machine import (
     Descriptor,
     Pointer,
     Product,
-    Shared,
+    SharedMemory,
     arrive,
     block,
     launch,
@@ -44,7 +44,7 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def multiply(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
-    product = Product(a, Shared(b), block(acc))
+    product = Product(a, SharedMemory(b), block(acc))
     product.take_place()
     return product.result
 
@@ -106,7 +106,7 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(chain, head, group,
     bucket = 32
     slots = len(spans)
     keys, values = (normal(slots, kv, capacity, head, seed=number + 2 * seed) for number in (1, 2))
-    for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
+    for slot, (start, count) in enumerate(spans):  # rows that have not been written may hold anything
         for cache in (keys, values):
             cache[slot, :, start + count :] = float("nan")
     q = normal(bucket, kv * group, head, seed=9 + seed)
@@ -156,7 +156,7 @@ def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, se
     assert torch.equal(out, expected.to(BF16))
 
 
-def test_a_wait_that_nobody_ends_is_a_deadlock():
+def test_a_wait_that_no_thread_ends_is_a_deadlock():
     with pytest.raises(RuntimeError, match="deadlock"):
         launch(lambda: wait_for(Barrier(count=1, left=1), 0), 1, seed=0)
 

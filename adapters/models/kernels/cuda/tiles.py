@@ -71,8 +71,8 @@ LARGE = Tile(256, 128, 64, 8, 4)
 SMALL = Tile(128, 64, 128, 4, 4)
 MIDDLE = Tile(128, 128, 64, 4, 3)
 GATED = Tile(128, 256, 64, 8, 4)
-# Tiles of `hopper_wide.linear_wide_ahead`, and what a wave of them takes beside one of the largest. An estimate: a tile
-# has a fixed part beside its arithmetic, and with 64 columns shared memory is the limit.
+# Tiles of `hopper_wide.linear_wide_ahead`, and what a wave of them takes compared with one of the largest. These are
+# estimates: a tile has a fixed part and its arithmetic, and with 64 columns shared memory is the limit.
 AHEAD = (Tile(128, 256, 64, 4, 4), Tile(128, 128, 64, 4, 6), Tile(128, 64, 64, 4, 8))
 AHEAD_TIMES = {256: 1.0, 128: 0.53, 64: 0.31}
 LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
@@ -117,7 +117,7 @@ def cut_columns_ahead(
         times = (number * AHEAD_TIMES[cut.tile.columns] for number, cut in zip(waves, cuts, strict=True))
         return sum(times) + LAUNCH * (len(cuts) - 1)
 
-    choices = [(Cut(tile, 0, columns),) for tile in AHEAD]
+    choices: list[tuple[Cut, ...]] = [(Cut(tile, 0, columns),) for tile in AHEAD]
     largest = AHEAD[0]
     for waves in range(1, height * columns // largest.columns // processors + 1):
         first = waves * processors // height * largest.columns

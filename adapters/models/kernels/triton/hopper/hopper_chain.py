@@ -11,9 +11,8 @@ consumer fill what is left.
 
 The assembler moves arithmetic across the wait for a product as it likes, but not across a loop. So a step waits for
 the values of tile n + 1, which is a loop, between its weights and the end of its products. A branch around the mask
-would do harm in the same way. So the last tiles, of which rows see a part, have a loop of their own.
-
-The fold of all splits before is in registers, and queries are in shared memory.
+would do harm in the same way. So the last tiles, of which rows see a part, have a loop of their own. The fold of
+all splits before is in registers, and queries are in shared memory.
 """
 
 from __future__ import annotations
