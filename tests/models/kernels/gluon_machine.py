@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,10 +28,28 @@ KERNELS = "adapters.models.kernels.triton"
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
+@define
+class NumberType:
+    """What a pointer points to."""
+
+    dtype: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.dtype.itemsize
+
+
+def find_dtype(found: Any) -> torch.dtype:
+    return found.dtype if isinstance(found, NumberType) else found
+
+
 class TensorBlock(torch.Tensor):
     """A tensor of a kernel. Its layout is nothing."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def to(self, dtype: Any) -> Any:  # type: ignore[override]
+        return super().to(find_dtype(dtype))
 
 
 def block(tensor: Any) -> Any:
@@ -46,7 +65,7 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        return SimpleNamespace(element_ty=self.numbers.dtype)
+        return SimpleNamespace(element_ty=NumberType(self.numbers.dtype))
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.numbers, self.at + offset)
@@ -147,8 +166,8 @@ class GluonMachine:
     """
 
     choice: random.Random = field(factory=lambda: random.Random(0))
-    program: int = 0
-    programs: int = 1
+    program: tuple[int, int] = (0, 0)
+    grid: tuple[int, int] = (1, 1)
     own: threading.local = field(init=False, factory=threading.local)
     _waiting: dict[int, Callable[[], bool]] = field(init=False, factory=dict)
     _living: set[int] = field(init=False, factory=set)
@@ -158,11 +177,13 @@ class GluonMachine:
     _changed: threading.Condition = field(init=False, factory=threading.Condition)
     _error: BaseException | None = field(init=False, default=None)
 
-    def run_program(self, choice: random.Random, program: int, programs: int, body: Callable[[], None]) -> None:
+    def run_program(
+        self, choice: random.Random, program: tuple[int, int], grid: tuple[int, int], body: Callable[[], None]
+    ) -> None:
         """Run a program to its end. choice: decides the order."""
         self.choice = choice
         self.program = program
-        self.programs = programs
+        self.grid = grid
         self._error = None
         self._waiting.clear()
         self._copies.clear()
@@ -364,7 +385,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> SharedMemory:
     if layout == "barriers":
         return SharedMemory(torch.zeros(0), [Barrier() for _ in range(shape[0])])
-    return SharedMemory(torch.full([int(size) for size in shape], float("nan"), dtype=dtype))
+    return SharedMemory(torch.full([int(size) for size in shape], float("nan"), dtype=find_dtype(dtype)))
 
 
 def _check(condition: bool) -> None:
@@ -400,8 +421,8 @@ OPERATIONS: dict[str, Any] = {
     "store": _store,
     "split": lambda values: (values[..., 0], values[..., 1]),
     "thread_barrier": lambda: None,
-    "program_id": lambda _axis: machine.program,
-    "num_programs": lambda _axis: machine.programs,
+    "program_id": lambda axis: machine.program[axis],
+    "num_programs": lambda axis: machine.grid[axis],
     "warp_specialize": lambda tasks, _warps, _registers: machine.specialize(tasks),
 }
 
@@ -472,8 +493,9 @@ def load_kernels(name: str) -> ModuleType:
         return import_module(f"{KERNELS}.{name}")
 
 
-def launch(kernel: Callable[..., None], programs: int, seed: int, *args: Any, **options: Any) -> None:
+def launch(kernel: Callable[..., None], grid: tuple[int, ...], seed: int, *args: Any, **options: Any) -> None:
     """Run all programs of a kernel, one after the other."""
-    for program in range(programs):
+    columns, rows = (*grid, 1)[:2]
+    for program in product(range(columns), range(rows)):
         choice = random.Random(f"{seed} {program}")
-        machine.run_program(choice, program, programs, lambda: kernel(*args, **options))
+        machine.run_program(choice, program, (columns, rows), lambda: kernel(*args, **options))

@@ -39,6 +39,16 @@ def wide():
     return load_kernels("hopper.hopper_wide")
 
 
+@pytest.fixture(scope="module")
+def few():
+    return load_kernels("hopper.hopper_products")
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return load_kernels("hopper.hopper_pieces")
+
+
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(BF16)
 
@@ -121,7 +131,7 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(chain, head, group,
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        chain.attend_chain_ahead, len(tiles) * kv, seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        chain.attend_chain_ahead, (len(tiles) * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
         HEADS=kv * group, KV=kv, GROUP=group, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
         V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,
@@ -147,7 +157,7 @@ def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, se
     out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
     width = columns // 2 if gated else min(columns, 128)
     launch(
-        wide.linear_wide_ahead, 2, seed, Descriptor(x, (64, 64)), Descriptor(w, (columns, 64)),
+        wide.linear_wide_ahead, (2,), seed, Descriptor(x, (64, 64)), Descriptor(w, (columns, 64)),
         Descriptor(out, (64, width)), rows, outputs, depth, STAGES=stages, GROUP=2, GATED=gated, PDL=True, num_warps=4,
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
@@ -156,9 +166,43 @@ def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, se
     assert torch.equal(out, expected.to(BF16))
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [5, 24])
+def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated):
+    outputs, depth = 72, 320
+    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2, scale=0.1)
+    out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
+    launch(
+        few.linear_ahead, (2, 2), rows, Descriptor(w, (64, 64)), Descriptor(x, (16, 64)), Pointer(out), rows, outputs,
+        depth, out.stride(0), STAGES=3, GATED=gated, PDL=True, num_warps=4,
+    )  # fmt: skip
+    expected = multiply(x, w.T, torch.zeros(rows, outputs))
+    if gated:
+        expected = few._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+    assert torch.equal(out, expected.to(BF16))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", range(2))
+def test_products_in_pieces_add_a_chain_of_each_piece(pieces, seed):
+    rows, outputs, depth, piece = 150, 90, 448, 128
+    x, w = normal(rows, depth, seed=1 + seed), normal(outputs, depth, seed=5 + seed, scale=0.1)
+    out = torch.full((rows, outputs), float("nan"), dtype=BF16)
+    launch(
+        pieces.linear_pieces, (4,), seed, Descriptor(x, (128, 64)), Descriptor(w, (64, 64)), Pointer(out), rows,
+        outputs, depth, piece, out.stride(0), STAGES=2 + seed, GROUP=8, GATED=False, PDL=True, num_warps=8,
+    )  # fmt: skip
+    total = torch.zeros(rows, outputs)
+    for first in range(0, depth, piece):
+        part = slice(first, first + piece)
+        total = total + multiply(x[:, part], w[:, part].T, torch.zeros(rows, outputs))
+    assert torch.equal(out, total.to(BF16))
+
+
 def test_a_wait_that_no_thread_ends_is_a_deadlock():
     with pytest.raises(RuntimeError, match="deadlock"):
-        launch(lambda: wait_for(Barrier(count=1, left=1), 0), 1, seed=0)
+        launch(lambda: wait_for(Barrier(count=1, left=1), 0), (1,), seed=0)
 
 
 @pytest.mark.timeout(120)
@@ -177,7 +221,7 @@ def test_a_slot_that_is_freed_too_early_is_found(wide, monkeypatch):
         out = torch.zeros(rows, outputs, dtype=BF16)
         try:
             launch(
-                wide.linear_wide_ahead, 1, seed, Descriptor(x, (64, 64)), Descriptor(w, (64, 64)),
+                wide.linear_wide_ahead, (1,), seed, Descriptor(x, (64, 64)), Descriptor(w, (64, 64)),
                 Descriptor(out, (64, 64)), rows, outputs, depth, STAGES=2, GROUP=8, GATED=False, PDL=False, num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
