@@ -32,7 +32,7 @@ CACHED = 150 << 20  # bytes: three times the L2 of an H200
 
 
 @frozen
-class Shape:
+class ChunkShape:
     """A model's products (name: columns, depth, whether gated), and its heads, key heads and head size."""
 
     products: dict[str, tuple[int, int, bool]]
@@ -40,7 +40,7 @@ class Shape:
 
 
 SHAPES = {
-    "8B": Shape(
+    "8B": ChunkShape(
         {
             "qkv": (6144, 4096, False),
             "o": (4096, 4096, False),
@@ -49,7 +49,7 @@ SHAPES = {
         },
         (32, 8, 128),
     ),
-    "27B hybrid": Shape(
+    "27B hybrid": ChunkShape(
         {"in": (16384, 5120, False), "gate and up": (34816, 5120, True), "down": (5120, 17408, False)}, (24, 4, 256)
     ),
 }
