@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from attrs import field, frozen
 
@@ -10,6 +11,7 @@ from effects.compression import Compressed, Compression, PromptPart
 from effects.decode import Logprob
 from effects.grammar import Grammar
 from effects.ids import Tokens
+from effects.packed_tokens import pack_tokens
 from effects.scope import Scope, Selection
 
 
@@ -62,6 +64,11 @@ class Job:
     salt: str = ""  # rows are shared only with jobs of the same salt
     one_off: bool | None = None  # no request will continue it (a title, a summary); None: the client does not say
     opens: bool = False  # it is the first turn of a conversation that offers no tools
+
+    @cached_property
+    def packed_prompt(self) -> bytes:
+        """The prompt as bytes (`effects.packed_tokens`)."""
+        return pack_tokens(self.prompt)
 
 
 @frozen

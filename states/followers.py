@@ -38,6 +38,7 @@ from attrs import evolve, frozen
 
 from effects.ids import RequestId
 from states import policy
+from states.kept_rows import ResidentRows
 from states.phases import make_prefill_chunk
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import (
@@ -50,7 +51,6 @@ from states.request_states import (
     UnparkingDraft,
     Waiting,
 )
-from states.sequences import count_continuable_rows
 from states.settings import DecisionContext, Settings
 from states.slots import Follow, Slots, can_share_rows
 
@@ -147,7 +147,7 @@ def measure_leader(
     valid_rows = state.slot_lease.valid_rows
     if isinstance(state, LookingUp | Restoring) and is_shortened(state.prompt, valid_rows, context):
         return None
-    rows = count_continuable_rows(settings, state.prompt.tokens[: state.prompt.prefill_rows], prompt.tokens)
+    rows = ResidentRows(state.prompt.packed, state.prompt.prefill_rows).count_continuable(settings, prompt)
     if settings.stateful:
         rows = find_state_rows(state, rows, settings)
     return Leader(request, valid_rows, rows) if rows > own_rows else None

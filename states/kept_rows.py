@@ -6,11 +6,19 @@ prompt is always computed, because its logits pick the first token of the answer
 
 from __future__ import annotations
 
+from attrs import frozen
+
 from effects.compression import Compressed, select_remaining_spans, select_tokens
 from effects.ids import Tokens
 from effects.job import Job
+from effects.packed_tokens import PACKED_BYTES, unpack_tokens
 from states.request_states import Prompt, RequestRemainder, SlotLease
-from states.sequences import count_continuable_rows, round_down_to_block
+from states.sequences import (
+    count_common_blocks,
+    count_common_packed_blocks,
+    count_continuable_rows,
+    round_down_to_block,
+)
 from states.settings import Settings
 
 
@@ -35,6 +43,39 @@ def get_kept_sequence(settings: Settings, left: RequestRemainder) -> Tokens:
     if left.slot_lease.rows_ahead:
         return left.prompt.tokens[: left.slot_lease.rows]
     return left.valid_tokens[: count_resumable_rows(settings, left)]
+
+
+@frozen
+class ResidentRows:
+    """Rows that another prompt may go on from. They stand for the first `count` tokens of `packed` and `answer`.
+
+    A long prompt is compared as bytes, and without being put together with its answer, since that is done for every
+    slot at every admission.
+    """
+
+    packed: bytes  # the prompt, or the whole sequence of an idle slot (`effects.packed_tokens`)
+    count: int
+    answer: Tokens = ()  # what follows
+
+    def count_continuable(self, settings: Settings, prompt: Prompt) -> int:
+        """Count the rows that a prompt can be continued from, as `count_continuable_rows` does."""
+        block_size = settings.block_size
+        shared = count_common_packed_blocks(block_size, self.packed, prompt.packed)
+        packed_count = len(self.packed) // PACKED_BYTES
+        if self.answer and shared == round_down_to_block(settings, packed_count) and shared < self.count:
+            rest = unpack_tokens(self.packed[shared * PACKED_BYTES :]) + self.answer
+            shared += count_common_blocks(block_size, rest, prompt.tokens[shared : shared + len(rest)])
+        return round_down_to_block(settings, min(shared, self.count, len(prompt.tokens) - 1))
+
+
+NO_ROWS = ResidentRows(b"", 0)
+
+
+def get_kept_rows(settings: Settings, left: RequestRemainder) -> ResidentRows:
+    """Return the rows that a slot keeps after its request. They stand for the tokens of `get_kept_sequence`."""
+    if left.slot_lease.rows_ahead:
+        return ResidentRows(left.prompt.packed, left.slot_lease.rows)
+    return ResidentRows(left.prompt.packed, count_resumable_rows(settings, left), left.answer)
 
 
 def find_own_state(settings: Settings, left: RequestRemainder) -> int:

@@ -10,6 +10,7 @@ A state has exactly the data that is valid in its phase. Phases that are not nee
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TypeAlias
 
 from attrs import frozen
@@ -18,6 +19,7 @@ from effects.compression import Compressed
 from effects.decode import Logprob
 from effects.ids import ModelName, SlotId, Tier, Tokens
 from effects.job import Job
+from effects.packed_tokens import pack_tokens
 from effects.ports import CancelReason
 from effects.stream import Finish
 from states.speculation_plan import SpeculationControl
@@ -83,6 +85,11 @@ class Prompt:
     heard_tokens: Tokens | None = (
         None  # of the answer, that the client had when the slot's rows were lost; None: no loss
     )
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The tokens as bytes (`effects.packed_tokens`)."""
+        return self.job.packed_prompt if self.tokens is self.job.prompt else pack_tokens(self.tokens)
 
     @property
     def prefill_rows(self) -> int:

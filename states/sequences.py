@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from effects.ids import Tokens
+from effects.packed_tokens import PACKED_BYTES
 from states.settings import Settings
 
 
@@ -21,20 +22,30 @@ def count_continuable_rows(settings: Settings, rows: Tokens, prompt: Tokens) -> 
 
 
 def count_common_blocks(block_size: int, first: Tokens, second: Tokens) -> int:
-    """Count the tokens that both begin with, in whole blocks.
+    """Count the tokens that both begin with, in whole blocks."""
+    return count_common_items(block_size, first, second)
 
-    As long as pieces are equal, the next piece is twice as long. This runs for every slot at every admission.
+
+def count_common_packed_blocks(block_size: int, first: bytes, second: bytes) -> int:
+    """Count the tokens that both begin with, in whole blocks, of packed tokens (`effects.packed_tokens`)."""
+    return count_common_items(block_size * PACKED_BYTES, first, second) // PACKED_BYTES
+
+
+def count_common_items(width: int, first: Tokens | bytes, second: Tokens | bytes) -> int:
+    """Count the items that both begin with, in whole pieces of `width`.
+
+    As long as pieces are equal, the next piece is twice as long.
     """
-    limit = min(len(first), len(second)) // block_size * block_size
+    limit = min(len(first), len(second)) // width * width
     start = 0
-    width = block_size
+    step = width
     while start < limit:
-        stop = min(start + width, limit)
+        stop = min(start + step, limit)
         if first[start:stop] == second[start:stop]:
             start = stop
-            width *= 2
-        elif width > block_size:
-            width //= 2
+            step *= 2
+        elif step > width:
+            step //= 2
         else:
             return start
     return limit

@@ -29,9 +29,10 @@ from effects.job import Job
 from states import followers, pages, policy
 from states.checkpoints import hand_over, mark_used
 from states.events import Admitted
+from states.kept_rows import NO_ROWS
 from states.pages import Pages
 from states.request_states import Followed, State, Waiting
-from states.sequences import count_continuable_rows, round_down_to_block
+from states.sequences import round_down_to_block
 from states.settings import DecisionContext, Settings
 from states.slots import (
     Slot,
@@ -39,6 +40,7 @@ from states.slots import (
     can_share_rows,
     find_row_salt,
     forget_rows,
+    get_resident_rows,
     get_resident_tokens,
     is_served_verbatim,
     keeps_conversation,
@@ -100,15 +102,15 @@ def find_best_start(
     job = state.prompt.job
     one_off = is_one_off(state)
     rows = [
-        get_resident_tokens(slot, requests, settings) if can_share_rows(slot, requests, job) else ()
+        get_resident_rows(slot, requests, settings) if can_share_rows(slot, requests, job) else NO_ROWS
         for slot in slots.slots
     ]
-    shared = [count_continuable_rows(settings, row, state.prompt.tokens) for row in rows]
+    shared = [one.count_continuable(settings, state.prompt) for one in rows]
     starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
     overwritable = [
         number
         for number in free
-        if not would_lose_tail(settings, rows[number], shared[number])
+        if not would_lose_tail(settings, rows[number].count, shared[number])
         and not (one_off and keeps_conversation(slots, number))
     ]
     source = max(
@@ -234,12 +236,12 @@ def list_inheritable_tokens(
     ]
 
 
-def would_lose_tail(settings: Settings, rows: Tokens, keep: int) -> bool:
+def would_lose_tail(settings: Settings, row_count: int, keep: int) -> bool:
     """Return whether a prompt that keeps `keep` rows of a slot would overwrite more than one whole block behind them.
 
-    Another request could continue from those rows. rows: the tokens that the slot's rows stand for.
+    Another request could continue from those rows. row_count: rows that the slot has.
     """
-    return round_down_to_block(settings, len(rows)) > keep + settings.block_size
+    return round_down_to_block(settings, row_count) > keep + settings.block_size
 
 
 def find_oldest(slots: Slots, free: list[int], source: int | None) -> int:

@@ -18,16 +18,18 @@ earlier rows are in checkpoints that all slots share (`states/checkpoints.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from attrs import evolve, field, frozen
 
 from effects.all import EffectRequest, Outcome
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, explain_no_compression, freezes_messages
+from effects.packed_tokens import pack_tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from states import pages, scope
 from states.checkpoints import EMPTY, StateCheckpoint, choose_checkpoint, drop_beyond, replace_checkpoint
-from states.kept_rows import find_own_state, get_kept_sequence
+from states.kept_rows import NO_ROWS, ResidentRows, find_own_state, get_kept_rows, get_kept_sequence
 from states.pages import Pages
 from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, get_remainder
 from states.settings import Settings
@@ -48,6 +50,11 @@ class Slot:
     one_off: bool = False  # its holder, or the request that left its rows, is one that no other request continues
     is_brief: bool = False  # its holder is a one-off whose answer is short
     pages: Pages = ()  # where its rows are, if slots share a pool of pages
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The tokens as bytes (`effects.packed_tokens`)."""
+        return pack_tokens(self.tokens)
 
 
 @frozen
@@ -130,6 +137,14 @@ def get_resident_tokens(slot: Slot, requests: Mapping[RequestId, State], setting
         return slot.tokens
     state = requests.get(slot.holder)
     return get_kept_sequence(settings, get_remainder(state)) if isinstance(state, Held) else ()
+
+
+def get_resident_rows(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> ResidentRows:
+    """Return the rows of this slot that another request may continue or copy (`get_resident_tokens`)."""
+    if slot.holder is None:
+        return ResidentRows(slot.packed, len(slot.tokens))
+    state = requests.get(slot.holder)
+    return get_kept_rows(settings, get_remainder(state)) if isinstance(state, Held) else NO_ROWS
 
 
 def find_row_salt(slot: Slot, requests: Mapping[RequestId, State]) -> str | None:

@@ -25,6 +25,7 @@ from effects.restore import BlocksRestored
 from effects.stream import EmitTokens, StopLaunch
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
+from states.kept_rows import ResidentRows
 from states.machine import Table, Transition
 from states.policy import Decision
 from states.request_states import (
@@ -292,7 +293,10 @@ def generous(state: Draining, event: Decoded, known: DecisionContext) -> Any:
 def early(slot: Any, requests: Any, _: Settings) -> Any:
     """Offers the rows of a busy slot before they are acknowledged."""
     state = requests.get(slot.holder)
-    return get_remainder(state).prompt.tokens if isinstance(state, Held) else slot.tokens
+    if not isinstance(state, Held):
+        return ResidentRows(slot.packed, len(slot.tokens))
+    prompt = get_remainder(state).prompt
+    return ResidentRows(prompt.packed, len(prompt.tokens))
 
 
 def alone(models: Any, effect_request: EffectRequest, settings: Settings) -> Any:
@@ -326,7 +330,7 @@ def test_rows_of_tokens_that_nobody_saw_are_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_copying_rows_before_they_are_there_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states.slot_admission, "get_resident_tokens", early)
+    monkeypatch.setattr(states.slot_admission, "get_resident_rows", early)
     assert "a slot is opened on rows that are not there" in caught()
 
 
