@@ -2,9 +2,11 @@
 
     python -m benchmarks.prefill_kernels [--record] [--rows 1024]
 
-Each kernel runs in two ways: as it serves on this device, and as on a GPU without kernels of its own (`plain`). Both
-must give the same bits. Products are compared with torch's as well, which are a library's. Weights lie in several
-copies, so that they come from memory and not from the cache. Times are medians of events around many launches.
+Attention and products run as they serve on this device, as on a GPU without kernels of its own (`plain`), and, where
+there are kernels for Hopper, as the candidates of `benchmarks.candidates`. All must give the same bits. A candidate has
+perhaps never run on a card, so give this command a time limit. Products are compared with torch's as well, which are a
+library's. Weights lie in several copies, so that they come from memory and not from the cache. Times are medians of
+events around many launches.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from benchmarks.arguments import benchmark_parser
+from benchmarks.candidates.launches import make_candidates
 from benchmarks.cuda_model import DEVICE, DTYPE
 from benchmarks.results import publish
 from effects.ids import PAGE
@@ -75,32 +78,41 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def make_kernels() -> tuple[TritonKernels, TritonKernels]:
-    """Return the kernels that serve here, and those of any other GPU."""
-    own, plain = TritonKernels(DEVICE), TritonKernels(DEVICE)
-    plain.products.hopper = False
-    plain._attention.hopper = False  # noqa: SLF001 - no option says this
-    return own, plain
+def make_kernels() -> dict[str, TritonKernels]:
+    """Return the kernels that serve here, those of any other GPU, and the candidates if this GPU is a Hopper."""
+    kernels = {"serving": TritonKernels(DEVICE), "plain": TritonKernels(DEVICE)}
+    kernels["plain"].products.hopper = False
+    kernels["plain"]._attention.hopper = False  # noqa: SLF001 - no option says this
+    if kernels["serving"].traits.capability.has_hopper_kernels:
+        kernels["candidate"] = make_candidates(DEVICE)
+    return kernels
+
+
+def describe(outs: dict[str, Tensor], times: dict[str, float], operations: float) -> dict[str, Any]:
+    """Return whether results have the bits of the kernel that serves, the us of each, and its TFLOP/s."""
+    return {
+        "same bits": {name: same_bits(out, outs["serving"]) for name, out in outs.items() if name != "serving"},
+        "us": {name: round(took, 1) for name, took in times.items()},
+        "TFLOP/s": {name: round(operations / took / 1e6, 1) for name, took in times.items()},
+    }
 
 
 def measure_product(rows: int, columns: int, depth: int, gated: bool) -> dict[str, Any]:
-    own, plain = make_kernels()
+    every = make_kernels()
     count = 1 + CACHED // (columns * depth * DTYPE.itemsize)
     weights = [torch.randn(columns, depth, device=DEVICE).mul_(depth**-0.5).to(DTYPE) for _ in range(count)]
     x = torch.randn(rows, depth, device=DEVICE).to(DTYPE)
+    own = every["serving"]
     packed = [own.pack_gated(weight) if gated else own.pack(weight) for weight in weights]
-    operations = 2 * rows * columns * depth
 
-    def rate(multiply: Callable[[Any], object], operands: list[Any]) -> float:
+    def took(multiply: Callable[[Any], object], operands: list[Any]) -> float:
         following = cycle(operands)
-        return round(operations / measure_us(lambda: multiply(next(following))) / 1e6, 1)
+        return measure_us(lambda: multiply(next(following)))
 
-    return {
-        "same bits": same_bits(own.linear(x, packed[0]), plain.linear(x, packed[0])),
-        "TFLOP/s": rate(lambda weight: own.linear(x, weight), packed),
-        "plain TFLOP/s": rate(lambda weight: plain.linear(x, weight), packed),
-        "torch TFLOP/s": rate(lambda weight: x @ weight.T, weights),
-    }
+    outs = {name: kernels.linear(x, packed[0]) for name, kernels in every.items()}
+    times = {name: took(lambda weight, one=kernels: one.linear(x, weight), packed) for name, kernels in every.items()}
+    times["torch"] = took(lambda weight: x @ weight.T, weights)
+    return describe(outs, times, 2 * rows * columns * depth)
 
 
 def measure_attention(rows: int, behind: int, heads: tuple[int, int, int]) -> dict[str, Any]:
@@ -109,8 +121,8 @@ def measure_attention(rows: int, behind: int, heads: tuple[int, int, int]) -> di
     table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(1, -1)
     k_cache, v_cache = (torch.randn(pages, kv, PAGE, size, device=DEVICE).to(DTYPE) for _ in range(2))
     q = torch.randn(rows, count, size, device=DEVICE).to(DTYPE)
-    attended, times = [], []
-    for kernels in make_kernels():
+    outs, times = {}, {}
+    for name, kernels in make_kernels().items():
         batch = Batch(rows, DEVICE, pages=table)
         batch.load(Step((Segment(0, behind, rows),), rows), [0] * rows)
         kernels.prepare_step(batch)
@@ -118,21 +130,14 @@ def measure_attention(rows: int, behind: int, heads: tuple[int, int, int]) -> di
         def attend(kernels: TritonKernels = kernels, batch: Batch = batch) -> Tensor:
             return kernels.attend(q, k_cache, v_cache, batch)
 
-        attended.append(attend())
-        times.append(measure_us(attend))
-    operations = 4 * count * size * rows * (behind + (rows + 1) / 2)
-    rates = [round(operations / took / 1e6, 1) for took in times]
-    return {
-        "same bits": same_bits(*attended),
-        "us": round(times[0], 1),
-        "TFLOP/s": rates[0],
-        "plain TFLOP/s": rates[1],
-    }
+        outs[name] = attend()
+        times[name] = measure_us(attend)
+    return describe(outs, times, 4 * count * size * rows * (behind + (rows + 1) / 2))
 
 
 def measure_rows(rows: int, heads: tuple[int, int, int], width: int) -> dict[str, float]:
     """Measure what is computed for each row alone, in us: norms, and rotation with the write to the cache."""
-    kernels, _ = make_kernels()
+    kernels = TritonKernels(DEVICE)
     count, kv, size = heads
     residual, delta = (torch.randn(rows, width, device=DEVICE).to(DTYPE) for _ in range(2))
     weight = torch.ones(width, device=DEVICE, dtype=DTYPE)

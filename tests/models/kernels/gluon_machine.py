@@ -24,7 +24,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-KERNELS = "adapters.models.kernels.triton"
+# Where kernels are: these packages are imported once more, with this machine in place of Triton.
+KERNELS = ("adapters.models.kernels.triton", "benchmarks.candidates")
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
@@ -469,8 +470,8 @@ def _make_modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def _in_place_of_triton() -> Iterator[None]:
-    package = import_module(KERNELS.rpartition(".")[0])
-    real = vars(package).get("triton")
+    parents = [(import_module(package), own) for package, _, own in (name.rpartition(".") for name in KERNELS)]
+    real = [vars(parent).get(own) for parent, own in parents]
     kept = dict(sys.modules)
     for name in kept:
         if name.split(".")[0] == "triton" or name.startswith(KERNELS):
@@ -481,16 +482,17 @@ def _in_place_of_triton() -> Iterator[None]:
     finally:
         sys.modules.clear()
         sys.modules.update(kept)
-        if real is None:
-            vars(package).pop("triton", None)
-        else:
-            vars(package)["triton"] = real
+        for (parent, own), module in zip(parents, real, strict=True):
+            if module is None:
+                vars(parent).pop(own, None)
+            else:
+                vars(parent)[own] = module
 
 
 def load_kernels(name: str) -> ModuleType:
     """Import a module of kernels for this machine. Others see the usual one, if there is one."""
     with _in_place_of_triton():
-        return import_module(f"{KERNELS}.{name}")
+        return import_module(name)
 
 
 def launch(kernel: Callable[..., None], grid: tuple[int, ...], seed: int, *args: Any, **options: Any) -> None:

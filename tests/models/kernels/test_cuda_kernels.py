@@ -87,28 +87,6 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
         assert same_bits(*found)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("columns", "depth"), [(448, 320), (1000, 4096), (5120, 512), (6144, 832), (72, 64)])
-@pytest.mark.parametrize("gated", [False, True])
-def test_products_of_many_rows_that_come_ahead_are_multiplied_as_those_that_do_not(columns, depth, gated, dtype):
-    """Rows and columns that end within a tile, cuts into two launches, and results that bulk copies cannot write."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("a kernel of Hopper's")
-    ahead, plain = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE)
-    plain.products.hopper = False  # as on every other GPU
-    few = triton_cuda.TritonKernels(DEVICE)
-    few.products.processors = 4  # so that a program has many tiles
-    weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
-    for rows in (129, 256, 1000, 1024, 2048):
-        x = normal(rows, depth, dtype=dtype, seed=rows)
-        found = []
-        for kernels in (plain, ahead, few):
-            multiply = kernels.gated_linear if gated else kernels.linear
-            found.append(multiply(x, kernels.pack_gated(weight) if gated else kernels.pack(weight)))
-        assert same_bits(found[0], found[1])
-        assert same_bits(found[0], found[2])
-
-
 def test_a_chain_of_products_that_come_ahead_ends_as_one_after_the_other(kernels):
     """Each reads what the one before wrote, and is on its processors long before that is there."""
     kernels.pdl = True

@@ -1,4 +1,7 @@
-"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU."""
+"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU.
+
+Among them are candidates, which have not run on a card.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,31 @@ BF16 = torch.bfloat16
 maximum, exp2, fma, add_up = (OPERATIONS[name] for name in ("maximum", "exp2", "fma", "sum"))
 
 
-@pytest.fixture(scope="module")
-def chain():
-    return load_kernels("hopper.hopper_chain")
+HOPPER = "adapters.models.kernels.triton.hopper"
+CHAINS = {
+    f"{HOPPER}.hopper_chain": "attend_chain_ahead",
+    "benchmarks.candidates.chain_overlapped": "attend_chain_overlapped",
+}
+
+
+@pytest.fixture(scope="module", params=CHAINS)
+def attend_chain(request):
+    return getattr(load_kernels(request.param), CHAINS[request.param])
 
 
 @pytest.fixture(scope="module")
 def wide():
-    return load_kernels("hopper.hopper_wide")
+    return load_kernels("benchmarks.candidates.wide")
 
 
 @pytest.fixture(scope="module")
 def few():
-    return load_kernels("hopper.hopper_products")
+    return load_kernels(f"{HOPPER}.hopper_products")
 
 
 @pytest.fixture(scope="module")
 def pieces():
-    return load_kernels("hopper.hopper_pieces")
+    return load_kernels(f"{HOPPER}.hopper_pieces")
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -107,7 +117,7 @@ def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int) -> Iter
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(("head", "group"), [(64, 4), (128, 8), (256, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_attention_has_the_bits_of_tiles_and_splits_in_order(chain, head, group, pages, seed):
+def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head, group, pages, seed):
     """Steps of several slots and padded rows; contexts of every residue of tiles and splits."""
     kv, page, capacity = 1, 256, 1024
     consumers = 2 if head < 256 else 1
@@ -131,7 +141,7 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(chain, head, group,
     out = torch.full(q.shape, float("nan"), dtype=BF16)
     scale = head**-0.5 * 1.4426950408889634
     launch(
-        chain.attend_chain_ahead, (len(tiles) * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        attend_chain, (len(tiles) * kv,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
         Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(out), Pointer(table), capacity, len(tiles), scale,
         HEADS=kv * group, KV=kv, GROUP=group, SPLIT=SPLIT, CONSUMERS=consumers, K_STAGES=2 + seed,
         V_STAGES=4 - 2 * seed, REGISTERS=240, PDL=True, PAGE=page if pages else 0, num_warps=4 if consumers == 2 else 8,

@@ -44,11 +44,6 @@ def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:
     return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
 
 
-def can_be_copied_in_bulk(matrix: Tensor) -> bool:
-    """Return whether bulk copies can read and write this matrix: its rows begin at multiples of 16 bytes."""
-    return not (matrix.stride(0) * matrix.itemsize % 16 or matrix.data_ptr() % 16)
-
-
 @cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the shared-memory layout of a block. Cached, because computing it takes as long as the launch that needs

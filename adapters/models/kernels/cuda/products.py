@@ -7,18 +7,17 @@ from attrs import define
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import can_be_copied_in_bulk, describe_blocks, launch_options
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options
 from adapters.models.kernels.cuda.tiles import (
     Cut,
     choose_tile_ahead,
     choose_tile_in_pieces,
     count_parts,
     cut_columns,
-    cut_columns_ahead,
 )
 from adapters.models.kernels.interfaces.layer_interface import NARROW
 from adapters.models.kernels.triton import linear
-from adapters.models.kernels.triton.hopper import hopper_pieces, hopper_wide
+from adapters.models.kernels.triton.hopper import hopper_pieces
 from adapters.models.kernels.triton.hopper import hopper_products as hopper
 from adapters.models.kernels.triton_launch import launch
 
@@ -42,8 +41,6 @@ class CudaProducts:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
         elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
-        elif self.hopper and x.dtype != torch.float32 and can_be_copied_in_bulk(out):
-            self._multiply_wide_ahead(x, w, out, gated=gated)
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
 
@@ -74,22 +71,6 @@ class CudaProducts:
             options |= {"GROUP": 8 if gated else 4, "IN_PIECES": piece > 0}
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
-
-    def _multiply_wide_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth) = x.shape
-        for cut in cut_columns_ahead(count, len(w), self.processors, x.dtype, self.shared):
-            tile = cut.tile
-            to = out[:, cut.first // 2 if gated else cut.first :]
-            width = tile.columns // 2 if gated else min(tile.columns, 128)
-            descriptors = (
-                describe_blocks(x, 64, tile.depth),
-                describe_blocks(w[cut.first : cut.first + cut.columns], tile.columns, tile.depth),
-                describe_blocks(to, 64, width),
-            )
-            programs = min(count_parts(count, tile.rows) * count_parts(cut.columns, tile.columns), self.processors)
-            options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
-            sizes = (count, cut.columns, depth)
-            launch(hopper_wide.linear_wide_ahead, (programs,), *descriptors, *sizes, **options)
 
     def _multiply_pieces_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
         (count, depth) = x.shape

@@ -71,10 +71,6 @@ LARGE = Tile(256, 128, 64, 8, 4)
 SMALL = Tile(128, 64, 128, 4, 4)
 MIDDLE = Tile(128, 128, 64, 4, 3)
 GATED = Tile(128, 256, 64, 8, 4)
-# Tiles of `hopper_wide.linear_wide_ahead`, and what a wave of them takes compared with one of the largest. These are
-# estimates: a tile has a fixed part and its arithmetic, and with 64 columns shared memory is the limit.
-AHEAD = (Tile(128, 256, 64, 4, 4), Tile(128, 128, 64, 4, 6), Tile(128, 64, 64, 4, 8))
-AHEAD_TIMES = {256: 1.0, 128: 0.53, 64: 0.31}
 LAUNCH = 0.1  # what another launch must save at least, in units of `_estimate_time`
 
 
@@ -102,28 +98,6 @@ def cut_columns(
             if 0 < first < columns:
                 rest = _choose_tile(count, first, columns, (MIDDLE, SMALL), processors)
                 cuts = min(cuts, (Cut(largest, 0, first), rest), key=lambda tried: _sum_times(count, tried, processors))
-    return tuple(evolve(cut, tile=limit_stages(cut.tile, dtype, shared)) for cut in cuts)
-
-
-@cache
-def cut_columns_ahead(
-    count: int, columns: int, processors: int, dtype: torch.dtype, shared: int = H200_SHARED
-) -> tuple[Cut, ...]:
-    """Cut a product's columns for `hopper_wide.linear_wide_ahead`: whole waves of the largest tiles, then the rest."""
-    height = count_parts(count, AHEAD[0].rows)
-
-    def estimate(cuts: tuple[Cut, ...]) -> float:
-        waves = (count_parts(height * count_parts(cut.columns, cut.tile.columns), processors) for cut in cuts)
-        times = (number * AHEAD_TIMES[cut.tile.columns] for number, cut in zip(waves, cuts, strict=True))
-        return sum(times) + LAUNCH * (len(cuts) - 1)
-
-    choices: list[tuple[Cut, ...]] = [(Cut(tile, 0, columns),) for tile in AHEAD]
-    largest = AHEAD[0]
-    for waves in range(1, height * columns // largest.columns // processors + 1):
-        first = waves * processors // height * largest.columns
-        if 0 < first < columns:
-            choices += [(Cut(largest, 0, first), Cut(tile, first, columns - first)) for tile in AHEAD]
-    cuts = min(choices, key=estimate)
     return tuple(evolve(cut, tile=limit_stages(cut.tile, dtype, shared)) for cut in cuts)
 
 

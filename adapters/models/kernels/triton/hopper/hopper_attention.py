@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_ring import everybody_here, make_ring, request_tile
+from adapters.models.kernels.triton.hopper.hopper_ring import make_ring, request_tile
 from adapters.models.kernels.triton.online_softmax import NOTHING
 
 _NOTHING = gl.constexpr(NOTHING.value)
+_everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
 
 
 @gluon.jit
@@ -119,7 +120,7 @@ def _are_last(left_ptr, here, splits):
     """Add `here` partials to the count and return whether all of them are written; if so, the others' partials are
     visible.
     """
-    everybody_here()
+    _everybody_here()
     left = gl.atomic_add(left_ptr, here, sem="acq_rel", scope="gpu") + here
     if left == splits:
         gl.store(left_ptr, 0)

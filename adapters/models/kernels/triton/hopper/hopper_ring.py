@@ -8,17 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from adapters.models.kernels.triton.hopper.hopper_products import bring
 
-everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
-
-
-@gluon.jit
-def make_barriers(STAGES: gl.constexpr, count: gl.constexpr):
-    """Allocate STAGES barriers. A phase of one ends after `count` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(STAGES):
-        mbarrier.init(bars.index(at), count=count)
-    return bars
-
 
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr):
@@ -26,7 +15,10 @@ def make_ring(desc, STAGES: gl.constexpr):
     ROWS: gl.constexpr = desc.block_type.shape[0]
     WIDTH: gl.constexpr = desc.block_type.shape[1]
     ring = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, WIDTH], desc.layout)
-    return ring, make_barriers(STAGES, 1)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(come.index(at), count=1)
+    return ring, come
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Products of many rows on Hopper (compute capability 9.0): `linear.linear_wide` with a warp for loads alone.
+"""Products of many rows on Hopper (compute capability 9.0): a candidate for `linear.linear_wide`.
 
 The sums are those of `linear`: one chain over ascending k in steps of 16. What differs is who does what. As many
 programs run as there are processors, and each computes one tile after the other. One warp brings blocks of both
@@ -20,11 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.hopper.hopper_ring import everybody_here, make_barriers
-from adapters.models.kernels.triton.linear import silu_times
+from adapters.models.kernels.triton.hopper.hopper_attention import _everybody_here
+from adapters.models.kernels.triton.hopper.hopper_chain import _make_barriers
+from adapters.models.kernels.triton.hopper.hopper_products import _silu_times, bring
 
-_silu_times = gluon.jit(silu_times.fn)
 take = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton 3.9 has renamed it
 ROWS = gl.constexpr(64)  # of a consumer
 CONSUMERS = gl.constexpr(2)
@@ -84,7 +83,7 @@ def _write(out_desc, memory, values, m, n):
     tma.store_wait(0)
     memory.store(values)
     fence_async_shared()
-    everybody_here()
+    _everybody_here()
     take(out_desc, [m, n], memory)
 
 
@@ -166,8 +165,8 @@ def linear_wide_ahead(
     x_ring = gl.allocate_shared_memory(dtype, [CONSUMERS * STAGES, ROWS, BLOCK_K], x_desc.layout)
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     memories = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, out_desc.block_type.shape[1]], out_desc.layout)
-    come = make_barriers(STAGES, 1)
-    free = make_barriers(STAGES, CONSUMERS)
+    come = _make_barriers(STAGES, 1)
+    free = _make_barriers(STAGES, CONSUMERS)
     steps = gl.cdiv(depth, BLOCK_K)
     tiles = gl.cdiv(rows, CONSUMERS * ROWS) * gl.cdiv(columns, BLOCK_N)
     if PDL:
