@@ -89,11 +89,11 @@ def _can_be_copied_in_bulk(matrix: Tensor) -> bool:
 def make_candidates(device: torch.device, traits: DeviceTraits | None = None) -> TritonKernels:
     """Return the kernels that serve, with the candidates in place of those that they may replace.
 
-    traits: of the device; the default is to ask it.
+    traits: of the device; the default is to ask it. A copy for another shard has only kernels that serve.
     """
     kernels = TritonKernels(device) if traits is None else TritonKernels(device, traits=traits)
-    found, old = kernels.traits, kernels.products
-    hopper = found.capability.has_hopper_kernels
-    kernels._attention = CandidateAttention(device, found.processors, found.shared, kernels.pdl, hopper)  # noqa: SLF001
-    kernels.products = CandidateProducts(found.processors, found.shared, kernels.pdl, hopper, old.plain)
+    can = kernels.traits.capability
+    own = (kernels.traits.processors, kernels.traits.shared, kernels.pdl, can.has_hopper_kernels)
+    kernels._attention = CandidateAttention(device, *own)  # noqa: SLF001 - a place that only candidates take
+    kernels.products = CandidateProducts(*own, can.takes_plain_pointers)
     return kernels
