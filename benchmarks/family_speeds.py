@@ -329,7 +329,7 @@ def measure_shape(name: str, given: argparse.Namespace, speed: float) -> dict[st
 def make_figures(name: str, found: Mapping[str, Any]) -> list[Figure]:
     shape, count = SHAPES[name], found["layers"]
     subject = f"{name} shape" + ("" if count == shape.settings["num_hidden_layers"] else f", {count} layers")
-    share = f"{subject}, decode, of the limit of its bytes"
+    share = f"{subject}, decode, of its bytes' limit"
     return [
         Figure("decode", share, str(CONTEXT), "%", found["share, %"], goal=Goal(at_least=shape.goal)),
         Figure("cold", f"{subject}, first token", str(PROMPT), "s", found["first token at 8k, s"]),

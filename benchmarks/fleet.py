@@ -515,7 +515,7 @@ def publish_failures(given: argparse.Namespace, single: list[str], several: list
     }
     print_table("turns in the fleet", [raw])
     print(*outcome.failures[:5], sep="\n")
-    at = f"{outcome.answered} turns, {given.kills} kills, {given.updates} updates, {given.outages} outages"
+    at = f"{outcome.answered} turns"
     at += f" of {given.store}" if given.outages else ""
     none = Goal(at_most=0)
     figures = [

@@ -284,7 +284,7 @@ def run_updates(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def make_figures(row: dict[str, Any]) -> list[Figure]:
     at = f"{' -> '.join(row['models'])}, {row['answers']} answers"
     none = Goal(at_most=0)
-    subject = "Fleet, weights updated under load: "
+    subject = "Fleet, weights updated: "
     return [
         Figure("service", f"{subject}requests that failed", at, "", row["failed"], goal=none),
         Figure("exactness", f"{subject}answers of neither weights alone", at, "", row["different"], goal=none),

@@ -418,7 +418,7 @@ def make_rates(rates: Sequence[dict[str, Any]]) -> list[Figure]:
     found = list[Figure]()
     for way, what in product(("moved", "tier"), ("write", "read")):
         moved = "bytes moved" if way == "moved" else "the whole tier"
-        subject = f"shared tier, {what}s, of the client's own speed: {moved}"
+        subject = f"shared tier, {what}s, of its client's speed, {moved}"
         for row in rates:
             at = f"{row['store']}, {row['codec']}"
             found.append(Figure("restart", subject, at, "x", row[f"{way}_{what}_ratio"], goal=Goal(at_least=0.9)))
