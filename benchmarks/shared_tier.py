@@ -417,7 +417,7 @@ def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure
 def make_rates(rates: Sequence[dict[str, Any]]) -> list[Figure]:
     found = list[Figure]()
     for way, what in product(("moved", "tier"), ("write", "read")):
-        moved = "bytes moved" if way == "moved" else "the whole tier"
+        moved = "bytes moved" if way == "moved" else "whole"
         subject = f"shared tier, {what}s, of its client's speed, {moved}"
         for row in rates:
             at = f"{row['store']}, {row['codec']}"

@@ -323,7 +323,7 @@ def test_a_request_that_joins_a_launch_gets_a_rule_of_its_own() -> None:
         after, effect = join(world, rates=rates)
         assert effect.copying is not None
         assert effect.copying.counts[LONG] == 7
-        assert after.lanes[MAIN].plan.copy_prices.members == 2
+        assert after.lanes[MAIN].plan.copy_prices.chains.members == 2
         assert after.lanes[MAIN].runs_unattended
 
 

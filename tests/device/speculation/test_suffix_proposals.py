@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation import suffix_proposer
-from adapters.device.speculation.proposer import DecodingSlot, TextProposer
+from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
@@ -328,9 +328,12 @@ class Script(TextProposer):
     def read_match(self, slot, state):
         return 40 * ((slot, len(state.tokens)) in self.at)
 
-    def copy(self, slot, count):
+    def copy(self, slot, chain, branch=0):
         self.copied.append(slot)
-        return (0,) * count
+        return CopiedText((0,) * chain)
+
+    def count_on_branch(self, slot):
+        return 0
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
