@@ -29,8 +29,10 @@ def write_log(path: Path, *texts: tuple[str, str]) -> Path:
 def measure(log: Path, capsys: pytest.CaptureFixture[str], **options: object) -> dict[str, object]:
     wanted = SpeculationBenchOptions(log=(log,), draft="suffix", json=True, **options)  # type: ignore[arg-type]
     assert run_speculation_bench(wanted) == 0
-    (figures,) = json.loads(capsys.readouterr().out)
-    return figures
+    chains, trees = json.loads(capsys.readouterr().out)
+    assert (chains["draft"], trees["draft"]) == ("suffix", "suffix, trees")
+    assert trees["tokens"] == chains["tokens"]
+    return chains
 
 
 def test_an_answer_that_repeats_its_prompt_is_copied_and_another_one_is_not(tmp_path, capsys) -> None:

@@ -22,7 +22,8 @@ from attrs import define, evolve, field, frozen
 from adapters.device.decode.decode_step import DecodeRunner
 from adapters.models.kernels.factory import build_text_matcher
 from adapters.store.disk.disk_tier import DiskTier
-from benchmarks.exactness import Answered, made, together
+from benchmarks import exactness
+from benchmarks.exactness import Answered, draw_prompts, together
 from effects.decode import MATCH_CLASSES
 from effects.ids import Tokens
 from effects.job import Job
@@ -120,7 +121,7 @@ async def answer(
 
 def make_jobs() -> list[Job]:
     """Prompts that say everything twice, so that there is something to copy; greedy and sampled ones in turn."""
-    jobs = made(2 * PROMPTS, (), longest=LONGEST, answer=ANSWER)[::2]
+    jobs = exactness.make_jobs(draw_prompts(2 * PROMPTS, LONGEST), (), answer=ANSWER)[::2]
     return [evolve(job, prompt=job.prompt * 2) for job in jobs]
 
 
