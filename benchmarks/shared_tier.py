@@ -418,10 +418,14 @@ def make_rates(rates: Sequence[dict[str, Any]]) -> list[Figure]:
     found = list[Figure]()
     for way, what in product(("moved", "tier"), ("write", "read")):
         moved = "bytes moved" if way == "moved" else "whole"
-        subject = f"shared tier, {what}s, of its client's speed, {moved}"
         for row in rates:
-            at = f"{row['store']}, {row['codec']}"
-            found.append(Figure("restart", subject, at, "x", row[f"{way}_{what}_ratio"], goal=Goal(at_least=0.9)))
+            store, _, pace = row["store"].partition(" at ")  # for instance "file at 125 MB/s"
+            if way == "moved" and row["codec"] != "store":
+                continue  # bytes are moved alike
+            subject = f"shared tier ({store}), {what}s over its client's, {moved}"
+            at = (pace.removesuffix(" MB/s") or "full") + (" zstd" if row["codec"] == "zstd" else "")
+            ratio = round(row[f"{way}_{what}_ratio"], 2)
+            found.append(Figure("restart", subject, at, "x", ratio, goal=Goal(at_least=0.9)))
     return found
 
 

@@ -152,7 +152,7 @@ def make_figures(memory: RowMemory, found: Mapping[str, Any]) -> list[Figure]:
     spare = found["bytes read"] - found["bytes needed"]
     return [
         Figure("memory", subject, at, "%", memory.excess, goal=Goal(at_most=5)),
-        Figure("restart", "small widths, bytes read above those needed", at, "B", spare, goal=Goal(at_most=0)),
+        Figure("restart", "small widths, bytes read in vain", at, "B", spare, goal=Goal(at_most=0)),
     ]
 
 
