@@ -147,7 +147,7 @@ def measure_leader(
     valid_rows = state.slot_lease.valid_rows
     if isinstance(state, LookingUp | Restoring) and is_shortened(state.prompt, valid_rows, context):
         return None
-    rows = ResidentRows(state.prompt.packed, state.prompt.prefill_rows).count_continuable(settings, prompt)
+    rows = ResidentRows(state.prompt.packed_tokens, state.prompt.prefill_rows).count_continuable(settings, prompt)
     if settings.stateful:
         rows = find_state_rows(state, rows, settings)
     return Leader(request, valid_rows, rows) if rows > own_rows else None

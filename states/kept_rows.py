@@ -47,23 +47,23 @@ def get_kept_sequence(settings: Settings, left: RequestRemainder) -> Tokens:
 
 @frozen
 class ResidentRows:
-    """Rows that another prompt may go on from. They stand for the first `count` tokens of `packed` and `answer`.
+    """Rows that another prompt may go on from. They stand for the first `count` tokens of `packed_tokens` and `answer`.
 
     A long prompt is compared as bytes, and without being put together with its answer, since that is done for every
     slot at every admission.
     """
 
-    packed: bytes  # the prompt, or the whole sequence of an idle slot (`effects.packed_tokens`)
+    packed_tokens: bytes  # the prompt, or the whole sequence of an idle slot (`effects.packed_tokens`)
     count: int
     answer: Tokens = ()  # what follows
 
     def count_continuable(self, settings: Settings, prompt: Prompt) -> int:
         """Count the rows that a prompt can be continued from, as `count_continuable_rows` does."""
         block_size = settings.block_size
-        shared = count_common_packed_blocks(block_size, self.packed, prompt.packed)
-        packed_count = len(self.packed) // PACKED_BYTES
+        shared = count_common_packed_blocks(block_size, self.packed_tokens, prompt.packed_tokens)
+        packed_count = len(self.packed_tokens) // PACKED_BYTES
         if self.answer and shared == round_down_to_block(settings, packed_count) and shared < self.count:
-            rest = unpack_tokens(self.packed[shared * PACKED_BYTES :]) + self.answer
+            rest = unpack_tokens(self.packed_tokens[shared * PACKED_BYTES :]) + self.answer
             shared += count_common_blocks(block_size, rest, prompt.tokens[shared : shared + len(rest)])
         return round_down_to_block(settings, min(shared, self.count, len(prompt.tokens) - 1))
 
@@ -74,8 +74,8 @@ NO_ROWS = ResidentRows(b"", 0)
 def get_kept_rows(settings: Settings, left: RequestRemainder) -> ResidentRows:
     """Return the rows that a slot keeps after its request. They stand for the tokens of `get_kept_sequence`."""
     if left.slot_lease.rows_ahead:
-        return ResidentRows(left.prompt.packed, left.slot_lease.rows)
-    return ResidentRows(left.prompt.packed, count_resumable_rows(settings, left), left.answer)
+        return ResidentRows(left.prompt.packed_tokens, left.slot_lease.rows)
+    return ResidentRows(left.prompt.packed_tokens, count_resumable_rows(settings, left), left.answer)
 
 
 def find_own_state(settings: Settings, left: RequestRemainder) -> int:

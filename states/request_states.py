@@ -87,7 +87,7 @@ class Prompt:
     )
 
     @cached_property
-    def packed(self) -> bytes:
+    def packed_tokens(self) -> bytes:
         """The tokens as bytes (`effects.packed_tokens`)."""
         return self.job.packed_prompt if self.tokens is self.job.prompt else pack_tokens(self.tokens)
 

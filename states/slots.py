@@ -52,7 +52,7 @@ class Slot:
     pages: Pages = ()  # where its rows are, if slots share a pool of pages
 
     @cached_property
-    def packed(self) -> bytes:
+    def packed_tokens(self) -> bytes:
         """The tokens as bytes (`effects.packed_tokens`)."""
         return pack_tokens(self.tokens)
 
@@ -142,7 +142,7 @@ def get_resident_tokens(slot: Slot, requests: Mapping[RequestId, State], setting
 def get_resident_rows(slot: Slot, requests: Mapping[RequestId, State], settings: Settings) -> ResidentRows:
     """Return the rows of this slot that another request may continue or copy (`get_resident_tokens`)."""
     if slot.holder is None:
-        return ResidentRows(slot.packed, len(slot.tokens))
+        return ResidentRows(slot.packed_tokens, len(slot.tokens))
     state = requests.get(slot.holder)
     return get_kept_rows(settings, get_remainder(state)) if isinstance(state, Held) else NO_ROWS
 

@@ -2,7 +2,7 @@
 
 Problem. A client that leaves has to cancel its request. Ray Serve's configuration has `splice-request`. With it,
 HAProxy 2.8 does not notice that a client leaves, if the head and the body of its request came in two pieces, which most
-clients send. An answer that is no stream was then computed to its end, for nobody. With `-dS` HAProxy never splices,
+clients send. An answer that is no stream was then computed to its end in vain. With `-dS` HAProxy never splices,
 and notices each client that leaves (2.8.25, each way tried alone and behind Ray Serve 2.60).
 
 Ray Serve starts the program that RAY_SERVE_HAPROXY_BINARY_PATH names, so this script is all that is needed. A fleet on

@@ -294,9 +294,9 @@ def early(slot: Any, requests: Any, _: Settings) -> Any:
     """Offers the rows of a busy slot before they are acknowledged."""
     state = requests.get(slot.holder)
     if not isinstance(state, Held):
-        return ResidentRows(slot.packed, len(slot.tokens))
+        return ResidentRows(slot.packed_tokens, len(slot.tokens))
     prompt = get_remainder(state).prompt
-    return ResidentRows(prompt.packed, len(prompt.tokens))
+    return ResidentRows(prompt.packed_tokens, len(prompt.tokens))
 
 
 def alone(models: Any, effect_request: EffectRequest, settings: Settings) -> Any:
