@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("adapters", "effects", "engine", "states")
 # Rooms in which two modules of one name are the same thing made twice: for each backend, and for each kind of draft.
 TWIN_ROOMS = ("adapters/models/kernels/", "adapters/models/drafts/")
-TWINS = {"native_decode.py"}  # the device's side of a decode step in one call, and the library's
 IRREGULAR = {
     "begun",
     "bound",
@@ -130,8 +129,8 @@ def test_a_file_name_means_one_thing_in_its_package() -> None:
         if path.name != "__init__.py":
             place = str(path.relative_to(ROOT))
             places[place.split("/", maxsplit=1)[0], path.name].append(place)
-    twice = {key: found for key, found in places.items() if len(found) > 1 and key[1] not in TWINS}
-    others = [found for found in twice.values() if not all(place.startswith(TWIN_ROOMS) for place in found)]
+    twice = [found for found in places.values() if len(found) > 1]
+    others = [found for found in twice if not all(place.startswith(TWIN_ROOMS) for place in found)]
     assert others == []
 
 

@@ -20,7 +20,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.kernels.cpu.native.draw import factors_address
-from adapters.models.kernels.cpu.native.native_decode import (
+from adapters.models.kernels.cpu.native.native_passes import (
     MOST_PARTS,
     DrawOf,
     FollowingOf,
