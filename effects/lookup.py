@@ -41,7 +41,7 @@ class FindPrefix:
     side: ClassVar = Side.STORE
     prompt: Tokens
     beyond: int  # tokens that are on the device already, with the state behind them
-    window: int = 0  # recent prompts to compare with; the prompt becomes one of them; 0: neither
+    prompts_to_compare: int = 0  # the last so many prompts; this one becomes one of them; 0: neither
     rows: int = 0  # tokens whose rows are on the device, though the positional state behind them may not be
     salt: str = ""  # only rows of the same salt are found
 

@@ -98,8 +98,8 @@ def make_open_slot(
 def look_up_prefix(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Transition[LookingUp, FindPrefix]:
     """Search host memory and disk for more of the prompt than the slot has."""
     rows = slot_lease.rows if settings.stateful else 0
-    window = policy.count_prompts_to_compare(prompt)
-    lookup = FindPrefix(prompt.tokens, slot_lease.valid_rows, window, rows, prompt.job.salt)
+    prompts_to_compare = policy.count_prompts_to_compare(prompt)
+    lookup = FindPrefix(prompt.tokens, slot_lease.valid_rows, prompts_to_compare, rows, prompt.job.salt)
     return Transition(LookingUp(slot_lease, prompt), lookup)
 
 

@@ -199,7 +199,7 @@ def has_missing_blocks(settings: Settings, slot_lease: SlotLease, prompt: Prompt
 
 
 def count_prompts_to_compare(prompt: Prompt) -> int:
-    """Count the recent prompts that the lookup compares the job's prompt with (`FindPrefix.window`).
+    """Count the recent prompts that the lookup compares the job's prompt with (`FindPrefix.prompts_to_compare`).
 
     They are compared once, before other tokens than the job's may be served.
     """

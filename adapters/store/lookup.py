@@ -57,9 +57,10 @@ class Lookup:
             self.divergences.pop(other, None)
 
     def _look_up(self, request: RequestId, effect: FindPrefix) -> LookupOutcome:
-        shared, recent = (
-            self.store.compare_recent(effect.prompt, effect.window, effect.salt) if effect.window else (0, None)
-        )
+        shared = 0
+        recent = None
+        if effect.prompts_to_compare:
+            shared, recent = self.store.compare_recent(effect.prompt, effect.prompts_to_compare, effect.salt)
         found = self.store.find_prefix(effect.prompt, effect.beyond, effect.rows, effect.salt)
         about = {"request": request}
         self._remember_divergence(request, recent, (found if isinstance(found, Miss) else found[1]).diverged)

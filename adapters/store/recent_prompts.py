@@ -73,30 +73,30 @@ class RecentPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def longest_match(self, prompt: Tokens, window: int) -> int:
-        """Return the longest common beginning, in tokens, of the prompt and any of the last `window` prompts."""
-        if window < 1:
+    def longest_match(self, prompt: Tokens, count: int) -> int:
+        """Return the longest common beginning, in tokens, of the prompt and any of the last `count` prompts."""
+        if count < 1:
             return 0
         with self._lock:
-            return max(list(self._count_shared_tokens(pack_tokens(prompt)).values())[-window:], default=0)
+            return max(list(self._count_shared_tokens(pack_tokens(prompt)).values())[-count:], default=0)
 
     def add(self, prompt: Tokens) -> RecentPrompt:
         """Add a prompt as the most recent one."""
         return self.add_and_compare(prompt, 0)[1]
 
     def add_and_compare(
-        self, prompt: Tokens, window: int, salt: str = ""
+        self, prompt: Tokens, count: int, salt: str = ""
     ) -> tuple[int, RecentPrompt, Divergence | None]:
         """Add a prompt, and compare it with the others.
 
-        Return three things: how many tokens it has in common with the most similar of the last `window` prompts; the
+        Return three things: how many tokens it has in common with the most similar of the last `count` prompts; the
         prompt as it was added; and where it diverges from the most similar of all prompts.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)
         with self._lock:
             found = self._count_shared_tokens(packed)
-            longest = max(list(found.values())[-window:], default=0) if window > 0 else 0
+            longest = max(list(found.values())[-count:], default=0) if count > 0 else 0
             parent = max(found, key=lambda serial: (found[serial], serial), default=0)
             shared = found.get(parent, 0)
             diverged = (

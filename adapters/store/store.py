@@ -149,13 +149,13 @@ class Store(Generic[D]):
             self.hits[lease.tier] += 1
             return name, lease
 
-    def count_shared_tokens(self, prompt: Tokens, window: int, salt: str = "") -> int:
-        """Return how many tokens the prompt shares with the most similar of the last `window` prompts, and add it."""
-        return self.compare_recent(prompt, window, salt)[0]
+    def count_shared_tokens(self, prompt: Tokens, count: int, salt: str = "") -> int:
+        """Return how many tokens the prompt shares with the most similar of the last `count` prompts, and add it."""
+        return self.compare_recent(prompt, count, salt)[0]
 
-    def compare_recent(self, prompt: Tokens, window: int, salt: str) -> tuple[int, Divergence | None]:
+    def compare_recent(self, prompt: Tokens, count: int, salt: str) -> tuple[int, Divergence | None]:
         """Do the same; also return where the prompt leaves the most similar of all remembered prompts."""
-        shared, recent, diverged = self.recent_prompts.add_and_compare(prompt, window, salt)
+        shared, recent, diverged = self.recent_prompts.add_and_compare(prompt, count, salt)
         for tier in self.lower_tiers[:1]:  # the one whose list of prompts this is
             tier.submit(NotePrompt(recent, self.memory.wake_waiters))
         return shared, diverged

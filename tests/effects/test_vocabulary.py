@@ -94,4 +94,4 @@ def test_two_asks_that_say_the_same_are_the_same() -> None:
     assert hash(one) == hash(Launch((EffectRequest(RequestId(1), RunDecode(SlotId(0), 4, 7)),)))
     assert one != Launch((EffectRequest(RequestId(2), RunDecode(SlotId(0), 4, 7)),))
     assert LoadModel("draft") == LoadModel("draft")
-    assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, window=1)
+    assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, prompts_to_compare=1)

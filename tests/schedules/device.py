@@ -605,7 +605,7 @@ class CheckedStore:
         if self.rng.random() < self.failures:
             return StoreFailed("io", "simulated")
         prompt, rows = find.prompt, find.rows
-        shared = self.compared(request, prompt, find.window)
+        shared = self.compared(request, prompt, find.prompts_to_compare)
         lengths = range(self.settings.block_size, len(prompt) + 1, self.settings.block_size)
         there, checkpoints = self.kept, list[int]()
         if self.settings.stateful:

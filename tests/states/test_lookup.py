@@ -191,7 +191,7 @@ AUTO = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
 def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
     then = lookup.admit_request(a_waiting(AUTO), Admitted(HERE, HERE, 20), knowing(STORE))
     hold = some(STORE, job=AUTO, valid=20, reused=20, tier="device", miss="")
-    assert then == Transition(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, window=30))
+    assert then == Transition(a(LookingUp, hold), opening(20), FindPrefix(PROMPT, 20, prompts_to_compare=30))
     then = lookup.continue_after_miss(
         a(LookingUp, hold), PrefixMissed("diverged_at:8", shared=14, length=8), knowing(STORE)
     )

@@ -475,11 +475,11 @@ async def test_a_lookup_tells_what_recent_prompts_share(
         return await answer if isinstance(answer, Awaitable) else answer
 
     prompts = (PROMPT, (*PROMPT[:50], 96, 96), PROMPT)
-    shared = [(await found_by(FindPrefix(one, 0, window=2))).shared for one in prompts]
+    shared = [(await found_by(FindPrefix(one, 0, prompts_to_compare=2))).shared for one in prompts]
     assert shared == [0, 50, 101]
     assert (await found_by(FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
     await bench.kept()
-    found = await found_by(FindPrefix((*PROMPT, 5), 0, window=1))
+    found = await found_by(FindPrefix((*PROMPT, 5), 0, prompts_to_compare=1))
     assert isinstance(found, PrefixFound)
     assert (found.shared, found.length) == (101, 96)
     bench.moving.lookup.release_prefix(RequestId(1), ReleasePrefix(found.lease))

@@ -128,7 +128,9 @@ class SimulatedStore:
         return self.disk is None or not self.disk.queued_bytes
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
-        shared = self.store.count_shared_tokens(effect.prompt, effect.window, effect.salt) if effect.window else 0
+        shared = 0
+        if effect.prompts_to_compare:
+            shared = self.store.count_shared_tokens(effect.prompt, effect.prompts_to_compare, effect.salt)
         found = self.store.find_prefix(effect.prompt, effect.beyond, effect.rows, effect.salt)
         if isinstance(found, Miss):
             return PrefixMissed(found.reason, shared=shared, length=found.length)
