@@ -229,9 +229,11 @@ class Prefilling:
 
 @frozen
 class Speculating:
-    """The answer is decoded step by step, with proposals or without; one effect is in flight.
+    """The answer is decoded step by step; one effect is in flight.
 
-    Answers that propose nothing, as without a draft, are in this state as well (`ProposesNothing`).
+    This is the state of every request that decodes. Where nothing is proposed, as without a draft, `speculation` is
+    `ProposesNothing`. Answers, metrics and /slots show the name of this state as a stage (`Stage` in
+    `effects/ports.py`), and those names are a public format.
     """
 
     slot_lease: SlotLease
