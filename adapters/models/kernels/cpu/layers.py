@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adapters.models.kernels.cpu.native.layer_description import NativePart
 from adapters.models.kernels.cpu.native.layers import NativeLayer, NativeLayers
-from adapters.models.kernels.cpu.native.native_passes import Launch, NativeContextPass, NativeDraft, NativePass
 from adapters.models.kernels.cpu.native.native_library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_passes import Launch, NativeContextPass, NativeDraft, NativePass
 from adapters.models.kernels.cpu.native.norm_and_head import NativeContext, NativeContextLayer, NativeHead
 from adapters.models.kernels.cpu.native.products import NativePacked, NativeWeight
 from adapters.models.kernels.cpu.native.rows import PreparedHeads
