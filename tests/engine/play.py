@@ -132,11 +132,11 @@ async def engine(
         async def carry_out() -> None:
             requests = tuple(effect_request.request for effect_request in launch.effect_requests)
             try:
-                told = tuple(zip(requests, await device.perform(launch), strict=True))
+                outcomes = tuple(zip(requests, await device.perform(launch), strict=True))
             except Exception as error:  # noqa: BLE001 - as the lane tells it
                 settle(LaunchFailed(requests, error))
             else:
-                settle(told)
+                settle(outcomes)
 
         tasks.start_soon(carry_out)
 
@@ -175,7 +175,7 @@ async def collect(ticket: EngineTicket) -> tuple[tuple[int, ...], Closed]:
 
 
 def expected(job: Job) -> tuple[int, ...]:
-    """What the scripted model says, without any engine."""
+    """Return the tokens that the scripted model answers, computed without an engine."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < job.max_tokens:
         tokens += (next_token(job.prompt + tokens),)

@@ -105,7 +105,7 @@ def a_disconnect_while_a_neighbour_decodes() -> str:
     story.tell(B, Cancelled("client_gone"))
     story.tell(B, PrefillAdvanced(32))
     story.tell(A, Decoded((51,)), Decoded((52,)), Decoded((53,)))
-    story.tell(B, Cancelled("client_gone"))  # the edge says so twice; nobody is there any more
+    story.tell(B, Cancelled("client_gone"))  # the edge may say so twice; the request has left by then
     return story.end()
 
 
@@ -309,8 +309,8 @@ def a_device_that_dies() -> str:
 
 
 def a_snapshot_that_gives_way() -> str:
-    """A is saved: the copies may begin once 10 ms have passed in which no first token was waited for. They stop for B's
-    first token, and go on behind it. When a minute is over and nobody is served any more, memory goes back.
+    """A is saved. The copies may begin once 10 ms have passed in which no first token was waited for. They stop for B's
+    first token, and continue after it. When the server has been idle for a minute, memory is given back.
     """
     story, prompt = Teller(evolve(PLAIN, store=True)), tuple(range(40))
     story.tell(A, Submitted(Job(prompt, 1)), PrefixMissed("empty_store"), PrefillAdvanced(32), PrefillAdvanced(39))

@@ -1,4 +1,4 @@
-"""What is imported beside torch, and what is opened ahead of it."""
+"""Tests of the modules that are imported while torch loads, and of the libraries that are opened before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
 
 
 def said(code: str) -> list[str]:
-    """By a process that has imported nothing yet."""
+    """Return the words that the code prints in a process that has imported nothing yet."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
@@ -62,7 +62,7 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
     code = (
         "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
-        "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
+        "sys.addaudithook(lambda event, args: event.startswith('ctypes.dl') and print(event, *args));"
         "import engine.commands; from engine.settings import preflight, paths;"
         "from engine.settings.output import start_progress;"
         "from engine.settings.options import build_options; options = preflight.prepare_options(build_options(port=0));"

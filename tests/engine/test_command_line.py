@@ -44,8 +44,8 @@ def test_help_has_examples_that_the_command_line_takes(
     path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, command = shown(path, capsys).partition("╭")[0], " ".join(["rekindle", *path])
-    told = [one for one in re.split(r"\n\s*\n", text) if one.startswith(command)]
-    examples = [shlex.split(re.split(" [<>] ", one)[0]) for one in told]
+    paragraphs = [one for one in re.split(r"\n\s*\n", text) if one.startswith(command)]
+    examples = [shlex.split(re.split(" [<>] ", one)[0]) for one in paragraphs]
     assert examples, text
     for words in examples:
         if words[-1] != "--help":
@@ -123,7 +123,7 @@ def test_a_shell_that_is_none_of_these_is_told(
 
 
 def on_a_terminal(**more: str) -> str:
-    """What `rekindle --help` writes to a terminal."""
+    """Return the text that `rekindle --help` writes to a terminal."""
     ours, theirs = pty.openpty()
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment = {**plain, **importing(ROOT), "TERM": "xterm-256color", **more}
@@ -133,7 +133,7 @@ def on_a_terminal(**more: str) -> str:
         try:
             while piece := os.read(ours, 1 << 16):
                 text += piece
-        except OSError:  # how the other side's end is told here
+        except OSError:  # so it shows that the other side has closed
             pass
         assert run.wait(30) == 0
     os.close(ours)

@@ -1,4 +1,4 @@
-"""What a server tells a router about its blocks, with the real fold and a real store."""
+"""Tests of the messages in which a server names its blocks to a router, with the real fold and a real store."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ async def test_the_sequence_of_a_slot_is_told_with_its_salt_when_its_request_has
             pass
         kept = next(slot.tokens for slot in world().slots.slots if slot.tokens)
         assert len(kept) >= SETTINGS.block_size
-        told = device_keys(source.take_message(world()))
-        assert told == keys_of(source, kept, "owner")
-        assert not told & keys_of(source, kept)
+        named_keys = device_keys(source.take_message(world()))
+        assert named_keys == keys_of(source, kept, "owner")
+        assert not named_keys & keys_of(source, kept)
 
 
 def test_tiers_tell_their_runs_without_checkpoints():

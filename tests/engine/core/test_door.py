@@ -1,4 +1,4 @@
-"""What every door promises: the real one, and the fake that the HTTP edge is tested with, alike."""
+"""Tests of the promises that every door makes: of the real one, and of the fake with which the HTTP edge is tested."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def heard(ticket: Ticket) -> list[Message]:
 
 async def until(door: Door, condition: Callable[[Status], object]) -> Status:
     with anyio.fail_after(60):
-        while not condition(status := door.status()):  # noqa: ASYNC110 - a door tells nobody of its changes
+        while not condition(status := door.status()):  # noqa: ASYNC110 - a door announces no changes
             await anyio.sleep(0.001)
     return status
 
@@ -117,8 +117,8 @@ async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Op
         states.append(await until(door, lambda status: status.slots_busy == 0))
     assert [isinstance(message, Closed) and message.finish for message in turned_away] == ["queue_full"]
     for status in states:
-        told = json.loads(json.dumps(STRICT.unstructure(status)))
-        assert evolve(STRICT.structure(told, Status), props=status.props) == status
+        shown = json.loads(json.dumps(STRICT.unstructure(status)))
+        assert evolve(STRICT.structure(shown, Status), props=status.props) == status
         assert status.slots_busy == sum(slot.is_processing for slot in status.slots)
         for number, slot in enumerate(status.slots):
             assert slot.id == number

@@ -110,7 +110,9 @@ class Dying(ScriptedDevice):
 
 @pytest.mark.parametrize("dying", range(1, 14))
 async def test_lost_rows_are_computed_again_and_the_client_never_notices(dying: int) -> None:
-    """In each launch of the first prompt's eight chunks and six decode steps, with a neighbour."""
+    """The device dies once, in any launch of the first prompt's eight chunks and six decode steps. Another request is
+    served at the same time.
+    """
     async with engine(device=Dying(dying)) as running:
         tickets = [running.door.submit(LONG), running.door.submit(SHORT)]
         messages = [message async for message in tickets[0]]
@@ -147,7 +149,7 @@ async def test_a_shard_that_cannot_be_had_fails_requests_as_lost_and_says_which(
 
 
 async def test_rows_that_are_lost_while_they_are_kept_are_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """And nobody's failure: the answer is complete, and what follows from the loss is told."""
+    """The request has not failed: its answer is complete. The log says what follows from the loss."""
 
     async def dying(*_: object) -> SnapshotSaved:
         await checkpoint()
@@ -348,7 +350,7 @@ async def failing_later(*_: Any) -> PrefixMissed:
 async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(
     find: PerformEffect, stage: type
 ) -> None:
-    """What fails is a miss either way."""
+    """A lookup that fails counts as a miss, whether it answers at once or later."""
     async with engine(evolve(SETTINGS, store=True), perform={FindPrefix: find}) as running:
         await anyio.wait_all_tasks_blocked()  # it has begun
         ticket = running.door.submit(LONG)
@@ -381,7 +383,7 @@ async def test_a_timer_is_an_effect_that_an_event_answers(monkeypatch: pytest.Mo
 
 
 async def test_an_engine_that_closes_waits_for_no_timer() -> None:
-    """That of a minute runs since the first request."""
+    """The timer of a minute runs since the first request."""
     with anyio.fail_after(20):
         async with engine() as running:
             await collect(running.door.submit(SHORT))
@@ -424,8 +426,8 @@ async def test_stages_add_up_to_the_time_the_request_took() -> None:
 async def test_the_pace_of_decode_steps_can_be_seen() -> None:
     settings = evolve(SETTINGS, latency_target_ns=40_000_000)
     async with engine(settings) as running:
-        told = running.door.status().props["decode_pace"]
-    assert told == {"latency_target_ms": 40, "is_even": False, "interval_ms": 0}
+        shown = running.door.status().props["decode_pace"]
+    assert shown == {"latency_target_ms": 40, "is_even": False, "interval_ms": 0}
 
 
 async def test_where_the_draft_is_can_be_seen() -> None:
@@ -437,9 +439,10 @@ async def test_where_the_draft_is_can_be_seen() -> None:
         running.door.live = lambda: LiveFigures(
             MemoryLedger({"draft": ModelBytes(0, 7)}, None, (), None, None, {}, {}, {}, {})
         )
-        told = running.door.status().props["runtime"]["draft_residency"]
-        assert told["policy"] == "request-scoped"
-        assert (told["draft"]["state"], told["draft"]["device_bytes"], told["draft"]["host_bytes"]) == ("parked", 0, 7)
+        shown = running.door.status().props["runtime"]["draft_residency"]
+        assert shown["policy"] == "request-scoped"
+        draft = shown["draft"]
+        assert (draft["state"], draft["device_bytes"], draft["host_bytes"]) == ("parked", 0, 7)
 
 
 async def test_nothing_is_left_behind() -> None:

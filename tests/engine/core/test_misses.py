@@ -1,4 +1,4 @@
-"""Where a prompt leaves what slots keep, told at its end."""
+"""Tests of the report where a prompt diverges from the rows that slots keep. It is made once, at the end of a request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_place_is_told_token_by_token(kept: Tokens, keep: int, expected: Div
     misses = CacheMisses({}, PLAIN)
     misses.observe((an_opening(PROMPT, keep),), a_world(Slot(kept)))
     assert misses.find_divergence(ONE, Report(len(PROMPT), keep)) == expected
-    assert misses.find_divergence(ONE, Report(len(PROMPT), keep)) is None, "it has been told"
+    assert misses.find_divergence(ONE, Report(len(PROMPT), keep)) is None, "it has been reported"
 
 
 def test_of_several_the_likest_is_told_and_only_of_the_same_salt() -> None:

@@ -34,7 +34,7 @@ from states.world import advance, make_world
 from tests.engine.play import collect, engine, header
 from tests.engine.stories import GOLDEN, STORIES, files
 
-HELD = Sampling(grammar=Grammar("regex", "nobody's business"))
+HELD = Sampling(grammar=Grammar("regex", "a private text"))
 JOBS = [Job(tuple(range(n, 150 + n)), 40, HELD if n == 1 else Sampling(), (17,)) for n in range(3)]
 
 
@@ -154,9 +154,9 @@ async def test_a_killed_servers_trace_agrees_as_far_as_it_goes(
         with pytest.raises(TraceCutShort) as cut:
             replay_file(path)
         assert main(["replay", str(path)]) == 3
-        told = capsys.readouterr().err
-        assert str(cut.value) in told
-        events = re.search(r"after event (\d+): its server was killed.*\n  replayed: (\d+) events, and every", told)
+        printed = capsys.readouterr().err
+        assert str(cut.value) in printed
+        events = re.search(r"after event (\d+): its server was killed.*\n  replayed: (\d+) events, and every", printed)
         assert events is not None
         assert int(events[2]) == int(events[1]) + 1 > 5
     text = STORIES["a_full_house"]().splitlines(keepends=True)

@@ -1,4 +1,6 @@
-"""What is told of requests while they run and after: stages with their times, tokens, totals; all of it bounded."""
+"""Tests of what the engine shows of requests while they run and afterwards: stages with their times, tokens and totals,
+all of it bounded.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,12 @@ class Halting:
 
 async def until_halted(device: Halting) -> None:
     with anyio.fail_after(60):
-        while device.steps < 4:  # noqa: ASYNC110 - a scripted device tells nobody
+        while device.steps < 4:  # noqa: ASYNC110 - a scripted device announces no changes
             await anyio.sleep(0.001)
 
 
 def plain(activity: Activity) -> Activity:
-    """As it comes out of JSON: everything in it can be told."""
+    """Assert that the activity survives JSON, and return it."""
     converter = Converter(forbid_extra_keys=True)
     assert converter.structure(converter.unstructure(activity), Activity) == activity
     return activity
@@ -74,15 +76,15 @@ async def test_a_request_is_told_of_while_it_runs_and_when_it_has_ended() -> Non
         halting.go.set()
         _, closed = await collect(ticket)
         await until_empty(playing)
-        told = plain(playing.door.activity())
-        assert told.running == ()
-        (past,) = told.recent
+        shown = plain(playing.door.activity())
+        assert shown.running == ()
+        (past,) = shown.recent
         assert (past.id, past.finish, past.miss) == (ticket.request, "length", "nothing_shared_on_device")
         assert past.stages_ms.items() >= {"Prefilling": closed.stages_ms["Prefilling"]}.items()
         assert (past.completion_tokens, past.decode_steps, past.at > 0) == (5, 5, True)
-        assert told.totals.finished == {"length": 1}
-        assert told.totals.misses == {"nothing_shared_on_device": 1}
-        assert (told.totals.prompt_tokens, told.totals.completion_tokens, told.totals.decode_steps) == (100, 5, 5)
+        assert shown.totals.finished == {"length": 1}
+        assert shown.totals.misses == {"nothing_shared_on_device": 1}
+        assert (shown.totals.prompt_tokens, shown.totals.completion_tokens, shown.totals.decode_steps) == (100, 5, 5)
 
 
 async def until_empty(playing: PlayedEngine) -> None:
@@ -107,16 +109,16 @@ async def test_who_waits_is_told_last_and_so_many_are_told_and_no_more() -> None
     async with engine(settings, ScriptedDevice(before=halting)) as playing:
         tickets = [playing.door.submit(Job(prompt=(*PROMPT, n), max_tokens=4)) for n in range(40)]
         await until_halted(halting)
-        told = playing.door.activity().running
-        assert [one.stage == "Waiting" for one in told[:2]] == [False, False]
-        assert all(one.stage == "Waiting" and one.done == 0 for one in told[2:])
-        assert len(told) == 40
+        shown = playing.door.activity().running
+        assert [one.stage == "Waiting" for one in shown[:2]] == [False, False]
+        assert all(one.stage == "Waiting" and one.done == 0 for one in shown[2:])
+        assert len(shown) == 40
         world = playing.event_loop.world
         waiting = next(state for state in world.requests.values() if isinstance(state, Waiting))
         crowd = evolve(world, requests={**{1000 + n: waiting for n in range(90)}, **world.requests})
-        crowded = named(crowd, playing.door.meter, 0)
-        assert len(crowded) == MAX_RUNNING_SHOWN
-        assert [one.id for one in crowded[:2]] == [one.id for one in told[:2]]
+        limited = named(crowd, playing.door.meter, 0)
+        assert len(limited) == MAX_RUNNING_SHOWN
+        assert [one.id for one in limited[:2]] == [one.id for one in shown[:2]]
         halting.go.set()
         for ticket in tickets:
             await collect(ticket)
@@ -134,15 +136,15 @@ async def test_a_request_that_drains_is_told_of_until_it_has(reason: str) -> Non
         await until_halted(halting)
         ticket.cancel(reason)  # type: ignore[arg-type]
         await collect(ticket)
-        told = playing.door.activity()
-        assert [one.stage for one in told.running] == ["Draining"]
-        assert [one.id for one in told.recent] == [ticket.request]
-        assert told.recent[0].stages_ms["Draining"] > 0  # as far as it has gone
+        shown = playing.door.activity()
+        assert [one.stage for one in shown.running] == ["Draining"]
+        assert [one.id for one in shown.recent] == [ticket.request]
+        assert shown.recent[0].stages_ms["Draining"] > 0  # as far as it has gone
         halting.go.set()
         await until_empty(playing)
         assert playing.door.activity().running == ()
         ended = playing.door.activity().recent[0].stages_ms
-        assert ended["Draining"] > told.recent[0].stages_ms["Draining"]
+        assert ended["Draining"] > shown.recent[0].stages_ms["Draining"]
         assert playing.door.activity().recent[0].stages_ms == ended  # nothing goes on
 
 

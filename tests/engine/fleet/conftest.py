@@ -34,28 +34,28 @@ from tests.text import small
 
 IDENTITY = "0" * 32
 BLOCK = 8
-NOBODY = "http://127.0.0.1:1"
+NO_SERVER = "http://127.0.0.1:1"
 
 
 @define(eq=False)
 class FakeHandle:
-    """A handle of a deployment. It chooses the first replica that need not be avoided. told: by its callers.
+    """A handle of a deployment. It chooses the first replica that need not be avoided.
 
-    prefill: as the decisions of its router have it.
+    calls: the arguments of each call of `choose_replica`. prefill: the remote prefill that its router's decisions name.
     """
 
     replicas: dict[str, ReplicaFacts]
     prefill: RemotePrefill | None = None
-    told: list[dict[str, Any]] = field(factory=list)
+    calls: list[dict[str, Any]] = field(factory=list)
 
     @asynccontextmanager
-    async def choose_replica(self, **told: Any) -> AsyncIterator[SimpleNamespace]:
-        self.told.append(told)
+    async def choose_replica(self, **call: Any) -> AsyncIterator[SimpleNamespace]:
+        self.calls.append(call)
         while not self.replicas:  # noqa: ASYNC110 - tests change them
             await anyio.sleep(0.01)
-        name = next((one for one in self.replicas if one not in told["avoid"]), next(iter(self.replicas)))
+        name = next((one for one in self.replicas if one not in call["avoid"]), next(iter(self.replicas)))
         held = (0, 0, 0, 0)
-        told["on_decision"](RouteDecision(name, "new_session", held, 0, 0, 0, 0, prefill=self.prefill))
+        call["on_decision"](RouteDecision(name, "new_session", held, 0, 0, 0, 0, prefill=self.prefill))
         yield SimpleNamespace(replica_id=name, replica_metadata=self.replicas[name].to_metadata())
 
     def broadcast(self, method: str) -> SimpleNamespace:
@@ -84,8 +84,8 @@ class FakeFleet:
             connection.raw_transport.abort()
 
     def lose_first(self) -> None:
-        """Let nobody listen where the first replica is."""
-        self.handle.replicas["a"] = evolve(self.handle.replicas["a"], url=NOBODY)
+        """Give the first replica an address where no server listens."""
+        self.handle.replicas["a"] = evolve(self.handle.replicas["a"], url=NO_SERVER)
 
     @property
     def first(self) -> Site:

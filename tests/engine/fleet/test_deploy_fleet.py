@@ -1,4 +1,4 @@
-"""What the command prints when a fleet is ready, and when it is not."""
+"""Tests of the lines that `fleet` prints when a fleet is ready, and when it is not."""
 
 from __future__ import annotations
 

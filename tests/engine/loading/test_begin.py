@@ -1,4 +1,6 @@
-"""A model is read beside everything else: what is timed waits until nothing else goes on, and nobody waits for long."""
+"""Tests of a model that loads while the rest of a start goes on. Its timed parts run only while nothing else does, and
+the rest of the start does not wait long for them.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,13 @@ async def test_what_is_timed_waits_for_whoever_began(options: Options) -> None:
 async def test_a_target_that_nobody_waits_for_ends_with_its_step(options: Options, at: str | None) -> None:
     if at is not None:
         await (await begin_load(options).wait_for_target()).close()
-    told = Told()
-    beginning = begin_load(options, told)
+    steps_seen = Told()
+    beginning = begin_load(options, steps_seen)
     if at is not None:
-        told.until(at)
+        steps_seen.until(at)
     assert beginning.cancel()
     assert isinstance(beginning.result.exception(0), LoadCancelled)
-    assert MEASURE not in told.steps
+    assert MEASURE not in steps_seen.steps
     assert beginning.lane.is_closed
 
 

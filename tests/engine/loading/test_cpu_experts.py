@@ -270,7 +270,7 @@ async def test_a_placement_has_caches_of_its_own_and_finds_them_after_a_restart_
 
 async def answer_and_restore(target: LoadedModel) -> tuple[Any, int]:
     """Answer a few jobs, one after the other, and tell how many tokens of the first ones' prompts were restored."""
-    told = []
+    answers = []
     restored = 0
     async with run_engine(target.settings, target.executor, transfer=target.transfer, paranoid=True) as running:
         for seed in range(2):
@@ -278,8 +278,8 @@ async def answer_and_restore(target: LoadedModel) -> tuple[Any, int]:
             found = await answered(running, Job(prompt, 12, scope=Scope("full")))
             assert found.report is not None
             restored += found.report.restored_tokens
-            told.append(found.tokens)
-    return told, restored
+            answers.append(found.tokens)
+    return answers, restored
 
 
 @pytest.mark.usefixtures("_two_arithmetics")

@@ -1,4 +1,6 @@
-"""Where a drafter's weights are at the start: `auto` keeps them, unless the drafter's device is short of memory."""
+"""Tests of where a drafter's weights are at the start: `auto` keeps them, unless the drafter's device is short of
+memory.
+"""
 
 from __future__ import annotations
 

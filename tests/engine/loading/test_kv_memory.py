@@ -91,7 +91,7 @@ def test_what_a_draft_keeps_is_charged_for_every_slot() -> None:
 
 
 async def answers(target: LoadedModel, jobs: list[Job], *, together: bool) -> list[tuple[Tokens, str]]:
-    told = list[tuple[Tokens, str]]([((), "")] * len(jobs))
+    answers = list[tuple[Tokens, str]]([((), "")] * len(jobs))
 
     async def one(number: int) -> None:
         tokens: Tokens = ()
@@ -99,7 +99,7 @@ async def answers(target: LoadedModel, jobs: list[Job], *, together: bool) -> li
             if isinstance(message, EmitTokens):
                 tokens += message.tokens
             elif isinstance(message, Closed):
-                told[number] = tokens, message.finish
+                answers[number] = tokens, message.finish
 
     async with run_engine(target.settings, target.executor, paranoid=True) as running:
         if together:
@@ -109,7 +109,7 @@ async def answers(target: LoadedModel, jobs: list[Job], *, together: bool) -> li
         else:
             for number in range(len(jobs)):
                 await one(number)
-    return told
+    return answers
 
 
 async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was_alone(tmp_path: Path) -> None:

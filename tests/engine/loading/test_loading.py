@@ -78,8 +78,8 @@ HOSTILE = {
     "words": json.dumps({**GOOD, "from_memory": "7"}).encode(),
     "a list of ratios": json.dumps({**GOOD, "zstd": [800]}).encode(),
     "an endless ratio": json.dumps({**GOOD, "zstd": 10**12}).encode(),
-    "quicker beside than alone": json.dumps({**GOOD, "load_slowdown": 999}).encode(),
-    "endlessly slow beside": json.dumps({**GOOD, "prefill_slowdown": 10**9}).encode(),
+    "quicker together than alone": json.dumps({**GOOD, "load_slowdown": 999}).encode(),
+    "endlessly slow together": json.dumps({**GOOD, "prefill_slowdown": 10**9}).encode(),
     "many digits": FOUND.to_json().replace("2000", "2" * 3900).encode(),
     "large": FOUND.to_json().encode() + b" " * LARGEST,
 }
@@ -175,7 +175,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
         pytest.param(evolve(FOUND, from_files=1), 3_000, never, 1, id="never nothing"),
         pytest.param(FOUND, 1_999, lambda *_: 900, 900, id="a much quicker disk"),
         pytest.param(FOUND, 8_001, lambda *_: 2_100, 2_100, id="much slower once"),
-        pytest.param(evolve(FOUND, single=0), 4_000, lambda *_: 1_000, 1_000, id="samples alone have told so far"),
+        pytest.param(evolve(FOUND, single=0), 4_000, lambda *_: 1_000, 1_000, id="only samples so far"),
         pytest.param(evolve(FOUND, single=0), 0, lambda *_: 0, 2_000, id="no file can be read"),
         pytest.param(FOUND, 0, lambda *_: 0, 2_000, id="no file can be read any more"),
     ],
@@ -202,8 +202,8 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     assert load_or_measure_times(mine, "a", rehearsal, never) == evolve(
         before, from_files=disk, single=single or before.single
     )
-    told = several is not never and single
-    assert kept(tmp_path) == (evolve(before, from_files=disk, single=single) if told else before)
+    is_known = several is not never and single
+    assert kept(tmp_path) == (evolve(before, from_files=disk, single=single) if is_known else before)
     assert store.close()
 
 

@@ -1,4 +1,6 @@
-"""What is reckoned before a model is loaded is what the ledger charges when it is, and decides what nobody chose."""
+"""Tests of the estimates that are made before a model is loaded: the ledger charges the same after the load, and they
+decide whatever no option says.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
     expected = plain - sum(count * (2 - four.bits / 8) for count in counts.values())
     assert estimate_weights(config, bf16, gpu, whole, layouts) == pytest.approx(expected)
     assert estimate_weights(config, F32, gpu, whole, layouts) == 2 * plain
-    layouts["model.embed_tokens.weight"] = eight  # whose head is packed, beside the table
+    layouts["model.embed_tokens.weight"] = eight  # its head is packed, in addition to the table
     head = 1000 * 512 * 8.5 / 8
     assert estimate_weights(config, bf16, gpu, range(1, 2), layouts) == pytest.approx(
         estimate_weights(config, bf16, gpu, range(1, 2), {**layouts, "model.embed_tokens.weight": other}) + head

@@ -1,4 +1,4 @@
-"""Where a shard's weights come from."""
+"""Tests of the ways in which the weights of a shard are read and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.loading.load_shards import stage_weights
 
 
 def test_weights_that_are_not_finite_are_told_of_when_all_have_been_read() -> None:
-    """Nobody waits for a device after each of them."""
+    """The device is not waited for after each tensor, so an error is raised when all have been read."""
     checkpoint, read = Checkpoint.open(demo.FOLDERS["demo"]), list[str]()
 
     def load() -> None:

@@ -120,10 +120,14 @@ class OneStart:
     store: Store
     shard: ReadBack
 
-    async def told(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
-        """And gone, and written: while a slot is busy, nobody continues from a state that may move on."""
+    async def answer(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
+        """Return the tokens of the answer, and the tier and number of restored tokens.
+
+        This waits until the request has left the world and its rows are written: no other request may continue from the
+        state of a busy slot, since it may move on.
+        """
         found = await answered(self.engine, job)
-        while self.engine.event_loop.world.requests:  # noqa: ASYNC110 - nobody else is told
+        while self.engine.event_loop.world.requests:  # noqa: ASYNC110 - no event marks the end of a request
             await anyio.sleep(0.001)
         await anyio.to_thread.run_sync(settled, self.store)
         assert found.report is not None
@@ -172,7 +176,7 @@ async def cold(tmp_path: Path, job: Job, **changes: object) -> Tokens:
     """Return the answer that a process gives which keeps nothing, row by row. It is computed once for all tests."""
     if job not in COLD:
         async with process(tmp_path / "none", **{**changes, "chunk": 1, "block_size": 1, "store": False}) as running:
-            COLD[job] = (await running.told(evolve(job, scope=Scope("off"))))[0]
+            COLD[job] = (await running.answer(evolve(job, scope=Scope("off"))))[0]
     return COLD[job]
 
 
@@ -193,7 +197,7 @@ async def test_every_way_to_a_state_gives_the_tokens_of_a_cold_one(tmp_path: Pat
         async with process(folder, host) as running:
 
             async def asked(job: Job, running: OneStart = running) -> tuple[str, int]:
-                tokens, restored = await running.told(job)
+                tokens, restored = await running.answer(job)
                 assert tokens == answers[id(job)]
                 return restored
 
@@ -242,7 +246,7 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
         async with process(tmp_path / "kv", host, **large) as running:
             for _ in range(5):
                 job, states = dialogue.asks(), running.shard.states.brought
-                tokens, (tier, restored) = await running.told(job)
+                tokens, (tier, restored) = await running.answer(job)
                 assert tokens == await cold(tmp_path, job, **large)
                 new = len(job.prompt) - before
                 assert len(job.prompt) - restored <= new + CHUNK, (lives, dialogue.turns)
@@ -259,7 +263,7 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
     job = Job(prompt(1, 100), 9)
     begun = evolve(job, prompt=job.prompt[:60], max_tokens=1)
     async with process(tmp_path / "kv") as running:
-        answer, _ = await running.told(job)
+        answer, _ = await running.answer(job)
     turn, tried = Job((*job.prompt, *answer, *prompt(4, 30)), 9), list[int]()
 
     def half(states: CountedStates, slot: int, _: NamedTensors, __: int) -> None:
@@ -268,9 +272,9 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
         raise RuntimeError("only half of it")
 
     async with process(tmp_path / "kv") as running:
-        await running.told(begun)
+        await running.answer(begun)
         monkeypatch.setattr(CountedStates, "import_", half)
-        assert await running.told(turn) == (await cold(tmp_path, turn), ("none", 0))
+        assert await running.answer(turn) == (await cold(tmp_path, turn), ("none", 0))
         assert len(tried) == 1
 
 
@@ -287,19 +291,19 @@ async def test_a_slot_that_does_not_get_its_rows_costs_time_only(
         copy(rows, source, target, count)
 
     async with process(tmp_path / "kv") as running:
-        await running.told(job)
+        await running.answer(job)
         monkeypatch.setattr(RecurrentRows, "copy", once)
-        tokens, _ = await running.told(branch)
+        tokens, _ = await running.answer(branch)
         assert (tokens, len(tried)) == (await cold(tmp_path, branch), 2)
 
 
 async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_the_answer(tmp_path: Path) -> None:
     job = Job(prompt(1, 70), 40)
     async with process(tmp_path / "kv") as running:
-        answer, _ = await running.told(job)
+        answer, _ = await running.answer(job)
     turn = Job((*job.prompt, *answer, *prompt(2, 20)), 5)
     async with process(tmp_path / "kv") as running:
-        assert await running.told(turn) == (await cold(tmp_path, turn), ("disk", 96)), "109 rows, of which 6 blocks"
+        assert await running.answer(turn) == (await cold(tmp_path, turn), ("disk", 96)), "109 rows, of which 6 blocks"
 
 
 async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +314,12 @@ async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, m
     known = (*job.prompt, *plain)
     async with process(tmp_path / "kv", known=[known]) as running:
         found = await answered(running.engine, job)
-        await running.told(Job(prompt(9, 5), 1))  # both are done
+        await running.answer(Job(prompt(9, 5), 1))  # both are done
         assert found.tokens == plain
         assert found.report is not None
         assert found.report.proposed > found.report.accepted > 10, "some were taken back"
         turn = Job((*known, *prompt(2, 20)), 8)
-        tokens, restored = await running.told(turn)
+        tokens, restored = await running.answer(turn)
         assert restored == ("device", (len(known) - 1) // 16 * 16)
         assert tokens == await cold(tmp_path, turn)
 
@@ -349,7 +353,7 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
 
 
 class Strict(RecurrentShard):
-    """As shards are: what can be rolled back is one block of the state."""
+    """A shard that refuses what real shards refuse: only one block of the state can be rolled back."""
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
         if not step.rows_only and any(segment.count > self.states.block for segment in step.segments):

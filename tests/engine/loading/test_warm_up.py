@@ -1,4 +1,4 @@
-"""What a start makes before anybody waits for it: kernels, for the probe and for what serves."""
+"""Tests of the kernels that a start compiles before a request waits for them: those of the probe, and those that serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
 
 def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Sequence[str]:
-    """What was heard. probed: an earlier start has left what the probe found."""
+    """Return the steps that the compilation reported. probed: an earlier start has kept the result of the probe."""
     checkpoint, heard = Checkpoint.open(demo.FOLDER), list[str]()
     plan = (Placement(range(checkpoint.config.num_layers), device),)
     dtype, kept = torch.bfloat16, CalibrationCache(folder)
@@ -56,8 +56,8 @@ def test_what_cannot_be_compiled_before_is_told_and_no_reason_not_to_start(caplo
 
     caplog.set_level(logging.DEBUG, "rekindle")
     compile_first([wrong])
-    [told] = [one.getMessage() for one in caplog.records if "will be compiled when" in one.getMessage()]
-    assert ("a step that fails" if find_spec("triton") else "triton") in told
+    [message] = [one.getMessage() for one in caplog.records if "will be compiled when" in one.getMessage()]
+    assert ("a step that fails" if find_spec("triton") else "triton") in message
 
 
 def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the core tells the parts of an engine about the pace of their work."""
+"""Tests of the pace that the core sets for the parts of an assembled engine."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ async def test_every_effect_has_an_executor(tmp_path: Path) -> None:
 
 
 async def test_decode_steps_hear_whether_prompts_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[tuple[bool, int]]()
+    paces = list[tuple[bool, int]]()
     monkeypatch.setattr(
-        OverlappedDecode, "set_pace", lambda _, *, evenly, interval_ns: told.append((evenly, interval_ns))
+        OverlappedDecode, "set_pace", lambda _, *, evenly, interval_ns: paces.append((evenly, interval_ns))
     )
     executor = drive(FakeShard()).executor
     settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, prompt_lane_min_rows=8)
     async with run_engine(settings, executor) as running, create_task_group() as tasks:
         running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=True, interval_ns=7)), tasks)
         running.event_loop.dispatch(EffectRequest(ENGINE, PaceSteps(evenly=False)), tasks)
-    assert told == [(True, 7), (False, 0)]
+    assert paces == [(True, 7), (False, 0)]
     assert executor.close()
 
 
 async def test_memory_for_snapshots_hears_whether_anybody_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = list[bool]()
-    monkeypatch.setattr(SlabMemory, "set_pace", lambda _, __, pace: told.append(pace.gently))
+    paces = list[bool]()
+    monkeypatch.setattr(SlabMemory, "set_pace", lambda _, __, pace: paces.append(pace.gently))
     async with process(tmp_path / "kept", host=1 << 20) as running:
-        assert told == [False], "the start is over"
-        await running.told(Job(prompt(1, 40), 8))
-        assert told == [False, True, False]
+        assert paces == [False], "the start is over"
+        await running.answer(Job(prompt(1, 40), 8))
+        assert paces == [False, True, False]
 
 
 async def test_a_snapshot_waits_for_the_timer_of_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ async def test_a_snapshot_waits_for_the_timer_of_the_core(tmp_path: Path, monkey
     monkeypatch.setattr(EventLoop, "fold", noted)
     async with process(tmp_path / "kept", host=1 << 30) as running:
         with fail_after(20):
-            await running.told(Job(prompt(1, 40), 8))
+            await running.answer(Job(prompt(1, 40), 8))
         assert running.store.collect_figures()["host"]["entries"]
     (_, interval), (started, quiet), (opened, pace) = asked
     assert interval == StartTimer("trim_interval", 1, 60_000 * pacing.MS)
@@ -89,7 +89,7 @@ async def test_an_engine_trims_memory_after_work(tmp_path: Path, monkeypatch: py
     async with process(tmp_path / "kept") as running:
         await anyio.sleep(0.1)
         assert trims == [], "there was no work"
-        await running.told(Job(prompt(1, 40), 8))
+        await running.answer(Job(prompt(1, 40), 8))
         with fail_after(20):
             while not trims:
                 await anyio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""What is answered while the model loads."""
+"""Tests of the answers that a server gives while its model loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No thread of ours dies unseen: it is logged, told, and nobody waits for it any more."""
+"""Tests that no thread of ours dies unseen: it is logged and reported, and nothing waits for it any more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.play import header
 
 
 class Odd(BaseException):
-    """As libraries in other languages raise them: no Exception."""
+    """An error that is no `Exception`, as libraries in other languages raise them."""
 
 
 def fail(error: BaseException) -> None:
@@ -34,11 +34,11 @@ def fail(error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no\nroom"), Odd("no room")])
 def test_what_a_thread_dies_of_is_logged_kept_and_told(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    told = list[str]()
-    thread = WatchedThread("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
+    names = list[str]()
+    thread = WatchedThread("worker", lambda: fail(error), died=lambda: names.append(threading.current_thread().name))
     thread.start()
     thread.join(10)
-    assert (thread.is_dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
+    assert (thread.is_dead, thread.trouble, names) == (True, f"{type(error).__name__}: no room", ["worker"])
     assert "the thread worker has died" in caplog.text
     assert "Traceback" in caplog.text, "it is a bug: the log says where"
 

@@ -1,4 +1,6 @@
-"""Models that are here already: where they are looked for, how they are called, and what is told of them."""
+"""Tests of the models that this machine has already: where they are looked for, how they are named, and what is shown
+of them.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def test_a_path_stays_a_path(name: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "parts"),
     [
         ("Qwen3-4B", ["matches Qwen/Qwen3-4B, deep/Qwen3-4B", "give the full name"]),
         ("Qwen3-8B", ["similar: ", "Qwen/Qwen3-4B", "`rekindle models`", "`hf download ORG/NAME`"]),
@@ -121,10 +123,10 @@ def test_a_path_stays_a_path(name: str, home: Path) -> None:
         ("xyzzy", ["no model of that name in ~/models or the Hugging Face cache;"]),
     ],
 )
-def test_a_model_that_is_not_here_is_told_with_what_is(name: str, told: list[str], home: Path) -> None:
+def test_a_model_that_is_not_here_is_told_with_what_is(name: str, parts: list[str], home: Path) -> None:
     with pytest.raises(UserError) as refused:
         prepare_options(build_options(model=name))
-    assert all(part in str(refused.value) for part in told), refused.value
+    assert all(part in str(refused.value) for part in parts), refused.value
     assert "\n" not in str(refused.value)
 
 
@@ -144,12 +146,12 @@ def test_what_is_served_from_the_hub_is_called_by_its_repository(home: Path) -> 
 def test_a_shell_completes_the_names_of_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "chat"):
         assert main(["__complete", command, ""]) == 0
-        told = capsys.readouterr().out.split()
-        assert {"demo", "demo-hybrid", "mine", "Qwen/Qwen3-4B", "gguf/small.Q4_0.gguf"} <= set(told)
+        shown = capsys.readouterr().out.split()
+        assert {"demo", "demo-hybrid", "mine", "Qwen/Qwen3-4B", "gguf/small.Q4_0.gguf"} <= set(shown)
         assert main(["__complete", command, "~/models/g"]) == 0
-        told = capsys.readouterr().out.split()
-        assert "~/models/gguf/" in told
-        assert "~/models/notes.txt" in told
+        shown = capsys.readouterr().out.split()
+        assert "~/models/gguf/" in shown
+        assert "~/models/notes.txt" in shown
 
 
 def test_a_home_without_any_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +160,12 @@ def test_a_home_without_any_is_no_fault(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """What `rekindle models` tells in a home with one model that is served, and one that is not."""
+def run_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Return a function that runs `rekindle models` in a home with one model that can be served and one that cannot,
+    and returns what it prints.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 18 << 30)
@@ -174,8 +180,8 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..., Any]) -> None:
-    found = told("--json")
+def test_models_are_listed_with_what_they_would_be_served_with(run_models: Callable[..., Any]) -> None:
+    found = run_models("--json")
     assert list(found) == ["demo", "demo-hybrid", "mine", "other"]
     mine, other, demo = found["mine"], found["other"], found["demo"]
     assert (mine["family"], mine["stored"], mine["dtype"], mine["limit"]) == ("qwen3", "float32", "float32", 16384)
@@ -184,25 +190,25 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     assert mine["devices"]["cpu"][0] < mine["devices"]["cpu"][1]
     assert "model_type 'gpt2' is not supported" in other["why"]
     assert (demo["slots"], demo["context"], demo["stored"]) == (16, 32768, "bfloat16")
-    coded = told("--json", "--kv-dtype", "int8")["mine"]
+    coded = run_models("--json", "--kv-dtype", "int8")["mine"]
     assert (mine["kv_dtype"], coded["kv_dtype"]) == ("float32", "int8")
     assert coded["devices"]["cpu"][0] < mine["devices"]["cpu"][0], "rows take less"
-    text = told()
+    text = run_models()
     assert "16 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text
     assert "Searched ~/models and ~/hub." in text
 
 
 def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(
-    told: Callable[..., Any], tmp_path: Path
+    run_models: Callable[..., Any], tmp_path: Path
 ) -> None:
     models = tmp_path / "models"
     save_model(models / "sparse", "qwen3_moe", **EXPERTS)
     wide = {"hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 64}
     save_qwen3(tmp_path / "wide", **wide)
     write_gguf(models / "wide.gguf", tmp_path / "wide", Kind.Q8_0, tokenizer=None)
-    found = told("--json", "--experts", "host")
-    assert told("--json", "--cpu-experts", "1")["sparse"]["cpu_experts"] == 1
+    found = run_models("--json", "--experts", "host")
+    assert run_models("--json", "--cpu-experts", "1")["sparse"]["cpu_experts"] == 1
     rows = 2 * 3 * 2 * 16 * 4  # keys and values, layers, heads, their size, float32
     assert (found["mine"]["bits"], found["mine"]["token"], found["mine"]["state"]) == (32, rows, 0)
     assert (found["sparse"]["bits"], found["sparse"]["token"]) == (32, rows)
@@ -211,22 +217,22 @@ def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(
     assert (file["stored"], file["token"]) == ("Q8_0", 2 * 3 * 2 * 64 * 2)
     assert 8.5 < file["bits"] < 8.6, "and norms"
     assert found["demo-hybrid"]["state"] > 1 << 20
-    text = told()
+    text = run_models()
     assert "1.5 KiB a token" in text
     assert "32.0 bits" in text
 
 
 def test_what_does_not_fit_is_told_with_what_would_help(
-    told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run_models: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (taken, _) = told("--json", "--max-ctx", "8192", "--slots", "2")["mine"]["devices"]["cpu"]
+    (taken, _) = run_models("--json", "--max-ctx", "8192", "--slots", "2")["mine"]["devices"]["cpu"]
     monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: taken * 5 // 4)
-    mine = told("--json", "--slots", "4")["mine"]
+    mine = run_models("--json", "--slots", "4")["mine"]
     assert (mine["fits"], mine["context"]) == (True, 4096)
-    mine = told("--json", "--max-ctx", "16384", "--slots", "4")["mine"]
+    mine = run_models("--json", "--max-ctx", "16384", "--slots", "4")["mine"]
     assert (mine["fits"], mine["advice"]) == (False, [])
-    mine = told("--json", "--max-ctx", "16384")["mine"]
+    mine = run_models("--json", "--max-ctx", "16384")["mine"]
     assert mine["fits"], "in one slot"
     monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 1)
-    text = told()
+    text = run_models()
     assert "mine: does not fit; this would help: a smaller model" in text

@@ -1,6 +1,6 @@
-"""What a start measures and keeps: found by the next one, and one and the same for all that start at once.
+"""Tests of the measurements that a start keeps: the next start finds them, and starts at the same time agree on one.
 
-What is damaged is counted, told once and measured again.
+A damaged file is counted, reported once and measured again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_damage_is_counted_told_once_and_made_up_for(
     lines = metrics.render()[0].decode().splitlines()
     assert 'rekindle_damaged_files_total{what="numerics"} 1.0' in lines
     assert 'rekindle_damaged_files_total{what="rates"} 0.0' in lines
-    if not file.is_dir():  # whoever put a folder there may take it away
+    if not file.is_dir():  # a folder in its place is not removed
         assert begun().damaged["numerics"] == 0
         assert len(made) == 2
     assert len(left(kept)) == 1
@@ -143,8 +143,8 @@ def test_a_home_that_cannot_be_written(kept: CalibrationCache) -> None:
 
 
 def test_who_waits_is_told_before_something_is_proven_and_only_then(kept: CalibrationCache) -> None:
-    told = list[str]()
-    mine = CalibrationCache(kept.folder, proving=lambda: told.append("proving"))
-    assert mine.load_or_make(KEY, lambda: len(told), str, int) == 1
+    calls = list[str]()
+    mine = CalibrationCache(kept.folder, proving=lambda: calls.append("proving"))
+    assert mine.load_or_make(KEY, lambda: len(calls), str, int) == 1
     assert mine.load_or_make(KEY, never, str, int) == 1
-    assert told == ["proving"]
+    assert calls == ["proving"]

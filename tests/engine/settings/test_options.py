@@ -17,7 +17,7 @@ from engine.settings.options import Options, build_options, flat_values
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """What `serve` would have been run with."""
+    """Return a list that takes the options of each `serve`, which is not carried out."""
     seen = list[Options]()
 
     def run(options: Options, *_: object) -> int:

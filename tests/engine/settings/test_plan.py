@@ -1,4 +1,6 @@
-"""Which layers go where: weights and rounding, what cannot be asked for, and that a split is told nothing else."""
+"""Tests of which layers go to which device: by weights and with rounding, which options are refused, and that a split
+changes nothing else.
+"""
 
 from __future__ import annotations
 
@@ -115,11 +117,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) -> None:
     given, said = REFUSED[case]
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as refused:
         plan_placement(build_options(**given).placement, CONFIG)
-    assert said in str(told.value)
-    assert str(told.value).startswith("--target-devices")
-    assert "\n" not in str(told.value)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("--target-devices")
+    assert "\n" not in str(refused.value)
 
 
 CONTRADICTIONS = {
@@ -129,7 +131,7 @@ CONTRADICTIONS = {
         {"target_devices": "cpu,cpu,cpu", "target_layer_split": "1,2"},
         "--target-layer-split 1,2: 2 weights for 3 devices; accepted: one weight for each device",
     ),
-    "an interpreter for nobody": (
+    "an interpreter without a use": (
         {"target_devices": "cpu,tcp://a:1", "target_shard_ipc_python": Path("python")},
         "--target-shard-ipc-python runs what --target-devices, --draft-device or --prefill-drafter-device have in a",
     ),
@@ -144,14 +146,14 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_options_that_contradict_each_other_are_refused(case: str) -> None:
     given, said = CONTRADICTIONS[case]
-    with pytest.raises(UserError, match=r"^--target") as told:
+    with pytest.raises(UserError, match=r"^--target") as refused:
         build_options(**given)
-    assert said in str(told.value)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0", "auto:1", "cuda:1"])
 def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies on a device tells its number, so that "cuda" would be another one than its own."""
+    """A tensor on a device names the device's number, so "cuda" without one would not compare equal to it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     number = int(name[-1]) if ":" in name else 0
@@ -207,7 +209,7 @@ def test_layers_of_several_classes_are_named_with_theirs() -> None:
     near, far = (range(5), evolve(ONE, plan=plan)), (range(5, 10), OTHER)
     assert join_numerics([near, far]).plan is None
     assert join_numerics([(range(5), OTHER), (range(5, 10), near[1])]).plan == plan, (
-        "what a draft's products are proven beside"
+        "what a draft's products are proven with"
     )
 
 

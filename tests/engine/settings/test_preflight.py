@@ -1,4 +1,6 @@
-"""What is wrong is told before anything is imported or made, in one line that says what is accepted."""
+"""Tests of wrong options: each is refused before anything is imported or created, in one line that says what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint"
 
 @pytest.fixture(autouse=True)
 def a_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which there is no model."""
+    """Set a home folder that has no model."""
     home = str(tmp_path_factory.mktemp("home"))
     for name in ("HOME", "HF_HUB_CACHE"):
         monkeypatch.setenv(name, home)

@@ -69,7 +69,7 @@ async def test_every_api_answers_as_the_server_does(fleet: FakeFleet, path: str)
 async def test_the_router_gets_the_block_keys_of_the_prompt(fleet: FakeFleet) -> None:
     body = {**chat("Hello " * 20, max_tokens=1), "prompt_cache_key": "mine"}
     await fleet.client.post(CHAT, json=body)
-    route = fleet.handle.told[-1]["route"]
+    route = fleet.handle.calls[-1]["route"]
     prompt = fleet.first.door.tickets[-1].job.prompt
     assert route.keys == chain_keys(compute_root(IDENTITY, BLOCK), pack_tokens(prompt), BLOCK)
     assert (route.tokens, route.block_size, route.session) == (len(prompt), BLOCK, "mine")
@@ -82,7 +82,7 @@ async def test_a_conversation_that_goes_on_is_read_after_its_answer(
     read = PromptReader.find_keys
 
     async def count_reads(*arguments: Any) -> RouteKeys | None:
-        choices.append(len(fleet.handle.told))
+        choices.append(len(fleet.handle.calls))
         return await read(*arguments)
 
     monkeypatch.setattr(PromptReader, "find_keys", count_reads)
@@ -94,7 +94,7 @@ async def test_a_conversation_that_goes_on_is_read_after_its_answer(
         messages = [*messages, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "On."}]
     # The first choice asks for any replica, to know the model. Then the first prompt is read before its own choice.
     assert choices == [1, 3, 4]
-    routes = [told["route"] for told in fleet.handle.told[-3:]]
+    routes = [call["route"] for call in fleet.handle.calls[-3:]]
     assert routes[1].keys == routes[0].keys
     prompt = fleet.first.door.tickets[-2].job.prompt
     assert routes[2].keys == chain_keys(compute_root(IDENTITY, BLOCK), pack_tokens(prompt), BLOCK)
@@ -254,7 +254,7 @@ async def test_keys_and_hosts_are_checked_before_a_replica_is_asked(folder: Path
         assert (await fleet.client.get("/fleet")).status_code == 401
         key = {"authorization": "Bearer secret"}
         assert (await fleet.client.get("/props", headers={**key, "host": "evil.example"})).status_code == 421
-        assert not fleet.handle.told
+        assert not fleet.handle.calls
         assert (await fleet.client.post(CHAT, json=chat(max_tokens=1), headers=key)).status_code == 200
         assert len((await fleet.client.get("/fleet", headers=key)).json()["data"]) == 2
 

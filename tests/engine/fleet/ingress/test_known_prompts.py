@@ -1,4 +1,4 @@
-"""What an ingress knows of conversations that it has read."""
+"""Tests of the memory that an ingress has of conversations whose prompts it has read."""
 
 from __future__ import annotations
 

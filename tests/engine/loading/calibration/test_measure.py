@@ -112,7 +112,9 @@ def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypa
 
 
 def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first start beside other work has told of steps that seemed dear."""
+    """A first start on a busy machine measured steps that seemed slow. A later start measures the narrow ones again,
+    and each width keeps its shortest times.
+    """
     kept, asked = CalibrationCache(tmp_path), list[Sequence[int]]()
     dear = (TimedStep(0, 1, 0, 8_000, 0), TimedStep(0, 1, 4, 16_000, 8_000), TimedStep(0, 1, 16, 30_000, 8_000))
     kept.remember("a", to_json(Rates(prefill=(1000,), decode=dear)))
@@ -168,7 +170,7 @@ ROUND = 3 * calibrate_compute.IN_A_ROW  # steps of three widths
 
 
 class HeldUp:
-    """In place of an executor: decode steps take 10 for each row, and `slower` times that in their first round."""
+    """An executor whose decode steps take 10 for each row, and `slower` times as long in their first round."""
 
     def __init__(self, slower: int) -> None:
         self.slower, self.outcomes = slower, list[Any]()
@@ -253,7 +255,7 @@ def test_where_prompts_go_with_decode_steps(devices, shard, rows) -> None:  # ty
 
 
 @pytest.mark.parametrize(
-    ("parts", "beside", "chunks"),
+    ("parts", "concurrent", "chunks"),
     [
         ((make_fake_shard(runs_ahead=True),), True, SPAN),
         ((make_fake_shard(runs_ahead=True),), False, 1),
@@ -262,5 +264,5 @@ def test_where_prompts_go_with_decode_steps(devices, shard, rows) -> None:  # ty
     ],
     ids=["a GPU", "a GPU with a draft", "a CPU", "two that compute elsewhere"],
 )
-def test_how_many_chunks_a_launch_may_be_of(parts: tuple[FakeShard, ...], beside: bool, chunks: int) -> None:
-    assert choose_prefill_span(Pipeline(parts), concurrent=beside) == chunks
+def test_how_many_chunks_a_launch_may_be_of(parts: tuple[FakeShard, ...], concurrent: bool, chunks: int) -> None:
+    assert choose_prefill_span(Pipeline(parts), concurrent=concurrent) == chunks

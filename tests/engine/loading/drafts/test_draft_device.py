@@ -46,9 +46,9 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
     options = build_options(model=model, device="cpu", max_ctx=512, disk_prefix_cache="off", host_cache_budget=0)
     target = await load_target(options)
     try:
-        found, beside = find_draft(options, target.checkpoint), target.draft
+        found, shared_draft = find_draft(options, target.checkpoint), target.draft
         assert found is not None
-        assert beside is not None
+        assert shared_draft is not None
         width = found.shape.hidden_size
 
         def tried() -> None:
@@ -60,14 +60,14 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
                 found, target.checkpoint.config, placement, kept=target.calibrations, fast=False
             )
             apart = build_draft(found, placement, kernels, target.checkpoint)
-            expected, head = proposed(beside, width), target.shard.head
+            expected, head = proposed(shared_draft, width), target.shard.head
             assert proposed(apart, width) == expected
-            copied = apart.memory()["weights"] - beside.memory()["weights"]
+            copied = apart.memory()["weights"] - shared_draft.memory()["weights"]
             assert copied >= head.embedding.nbytes
             assert apart.offload() > copied
             assert apart.memory()["weights"] == 0
             apart.load_back()
-            assert apart.memory()["weights"] - beside.memory()["weights"] == copied
+            assert apart.memory()["weights"] - shared_draft.memory()["weights"] == copied
             assert proposed(apart, width) == expected
             apart.close()
 

@@ -96,14 +96,14 @@ def test_models_without_experts_and_on_a_cpu_are_listed_as_they_are() -> None:
 
 
 async def answers(target) -> list[Tokens]:
-    told = list[Tokens]()
+    answers = list[Tokens]()
     async with run_engine(target.settings, target.executor, paranoid=True) as running:
         for seed in range(3):
             tokens: Tokens = ()
             async for message in running.submissions.submit(Job(tuple(range(7 + seed, 60 + seed)), 60)):
                 tokens += message.tokens if isinstance(message, EmitTokens) else ()
-            told.append(tokens)
-    return told
+            answers.append(tokens)
+    return answers
 
 
 def saved(folder: Path) -> Path:

@@ -1,4 +1,6 @@
-"""How many sequences of which length: what fits, what was asked for, and what the ledger charges in the end."""
+"""Tests of the number of slots and their length: what memory has room for, what was asked for, and what the ledger
+charges in the end.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def as_it_was() -> Iterator[None]:
 
 
 def configure(form: log_format.LogFormat, level: log_format.LogLevel) -> None:
-    """As in a process that has no log yet: pytest puts handlers of its own there."""
+    """Configure logs as in a process that has none yet: pytest adds handlers of its own to the root logger."""
     logging.getLogger().handlers.clear()
     log_format.configure(form, level)
 
@@ -41,7 +41,7 @@ def test_lines_are_objects_for_what_collects_them(capsys: pytest.CaptureFixture[
     log = logging.getLogger("rekindle.http")
     before = datetime.now(UTC).replace(microsecond=0)
     log.warning('line one\nline "two"', extra={"request": 7})
-    logging.getLogger("somebody.else").debug("noise")
+    logging.getLogger("another.library").debug("noise")
     log.debug("POST", extra={"answer": "chatcmpl-1", "requests": [7, 8]})
     try:
         int("lost")

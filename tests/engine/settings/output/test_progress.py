@@ -1,4 +1,4 @@
-"""Long commands say how far they are: lines where nobody watches, a bar on a terminal, nothing for short work."""
+"""Tests of the progress that long commands show: lines in a log, a bar on a terminal, and nothing for short work."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_commands_tell_how_far_they_are_unless_they_are_to_be_quiet(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Everything is told at once."""
+    """The delay of the first line is 0 here, so every command shows progress at once."""
     kept = tmp_path / "kept"
     fill(kept, FIRST)
     monkeypatch.setattr("engine.settings.output.progress.FIRST_S", -1.0)

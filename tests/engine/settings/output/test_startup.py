@@ -1,4 +1,4 @@
-"""What a start shows: lines where nobody looks, a bar that leaves nothing behind where somebody does."""
+"""Tests of what a start shows: lines in a log, and on a terminal a bar that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_a_step_that_goes_on_says_so_and_how_far_it_has_got(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "rekindle"), StartProgress(every_s=0.01) as steps:
         steps(WEIGHTS)
         wait_for(lambda: any("still reading weights (" in line for line in lines(caplog)))
-        told = count_parts(steps, WEIGHTS, 1000)
+        count_one = count_parts(steps, WEIGHTS, 1000)
         for _ in range(1200):  # more than were expected are no more than all
-            told()
+            count_one()
         wait_for(lambda: any("still reading weights, 1,000 of 1,000 (" in line for line in lines(caplog)))
     first = lines(caplog)[0]
     assert first.startswith("starting: reading weights (")
@@ -54,12 +54,12 @@ def test_who_wants_no_news_gets_none(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_a_part_is_told_once_for_each_hundredth_of_all() -> None:
-    told = list[tuple[str, int, int]]()
-    one_more = count_parts(lambda step, done=0, total=0: told.append((step, done, total)), WEIGHTS, 18_000)
+    reports = list[tuple[str, int, int]]()
+    one_more = count_parts(lambda step, done=0, total=0: reports.append((step, done, total)), WEIGHTS, 18_000)
     for _ in range(18_000):
         one_more()
-    assert len(told) == 100
-    assert told[-1] == (WEIGHTS, 18_000, 18_000)
+    assert len(reports) == 100
+    assert reports[-1] == (WEIGHTS, 18_000, 18_000)
 
 
 def test_each_step_is_a_line_where_stderr_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,5 +109,5 @@ def test_a_step_that_begins_once_more_is_told_once(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "rekindle"), StartProgress(every_s=3600) as steps:
         for step in (COMPILE, COMPILE, WEIGHTS):
             steps(step)
-    told = [message.partition(" (")[0] for message in caplog.messages]
-    assert told == [f"starting: {COMPILE}", f"starting: {WEIGHTS}"]
+    reports = [message.partition(" (")[0] for message in caplog.messages]
+    assert reports == [f"starting: {COMPILE}", f"starting: {WEIGHTS}"]
