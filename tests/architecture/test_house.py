@@ -1,4 +1,4 @@
-"""How modules and functions are named, over everything that ships: what the rooms and words are held to."""
+"""Tests of how modules, functions and words are chosen in everything that ships, and of how large they may be."""
 
 from __future__ import annotations
 

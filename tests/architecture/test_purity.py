@@ -1,4 +1,4 @@
-"""What no linter sees: the core neither awaits, nor hashes, nor walks a set, nor computes with floats."""
+"""Tests of what no linter sees: the core does not await, hash, walk a set or compute with floats."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_no_file_knows_whose_machine_it_was_written_on() -> None:
 
 
 def test_failures_are_caught_broadly_in_one_place_of_the_engine() -> None:
-    """Where executors are called. Everywhere else an exception is a bug and stops the engine."""
+    """Broad handlers stand where executors are called. Everywhere else an exception is a bug and stops the engine."""
     broad = [name(path) for path in CODE if path.is_relative_to(ROOT / "engine") for _ in broad_handlers(path)]
     assert broad == ["engine/core/event_loop.py"]
 

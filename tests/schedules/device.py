@@ -1,7 +1,8 @@
-"""A device and a store that check what they are asked for: every row knows which tokens it stands for.
+"""A device and a store that check the effects that they get: for every row they know which tokens it stands for.
 
-A row's value is a chain over all tokens up to it, computed from the row below it, as attention would. So a row that was
-computed, copied or loaded over rows of something else is wrong for good, and whoever builds on it is told.
+The value of a row is a chain over all tokens up to it, computed from the row below it, as attention would. If a row is
+computed, copied or loaded over rows of another sequence, its value and all values behind it are wrong. Whatever uses
+such a row fails.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def rows_of(tokens: Tokens, below: int = 0) -> list[int]:
 
 
 def pick(row: int, seed: int, position: int) -> int:
-    """What the target says after a row: a function of all tokens so far, the seed and the position only."""
+    """Return the target's pick after a row. It depends on all tokens so far, the seed and the position only."""
     return hash((row, seed, position)) % VOCABULARY
 
 
 def answer_of(prompt: Tokens, seed: int, length: int) -> Tokens:
-    """What is said after a prompt by a request that is alone in the world."""
+    """Return the answer that a prompt gets from a server without any other request."""
     tokens = list(prompt)
     row = rows_of(prompt)[-1]
     for position in range(len(prompt) - 1, len(prompt) - 1 + length):
@@ -74,7 +75,9 @@ def as_frozen(part: PromptPart) -> PromptPart:
 
 
 def shortened(prompt: Tokens) -> Tokens:
-    """What a compression makes of a prompt: its head, every third token, and its last one, if that is shorter."""
+    """Return the tokens that a compression keeps of a prompt: its head, every third token and its last one, if those
+    are fewer.
+    """
     return (*prompt[:4], *prompt[4:-1:3], prompt[-1]) if len(prompt) > 4 else prompt
 
 
@@ -89,7 +92,9 @@ def without_copies(effect_request: EffectRequest) -> EffectRequest:
 
 @define
 class PooledRows:
-    """Of a slot: a list, each of whose pages is where the table says in the memory that all slots share."""
+    """The rows of a slot, used as a list. Its table of pages says where each page is in the memory that all slots
+    share.
+    """
 
     memory: list[int]
     page: int
@@ -137,8 +142,8 @@ class CheckedTransfer:
 
 @define
 class Device:
-    """Carries out what is on its lane, one thing after the other; and beside that, in any order with it, prefills that
-    have a lane of their own.
+    """A device that carries out the launches of its lane one after the other. Prefills that have a lane of their own
+    run between them, in any order.
     """
 
     settings: Settings
@@ -147,7 +152,7 @@ class Device:
     failures: float
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[EffectRequest | Launch | CheckedTransfer] = field(factory=deque)
-    beside: deque[Launch] = field(factory=deque)
+    prompt_lane: deque[Launch] = field(factory=deque)
     taking: list[EffectRequest] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     stopped: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
@@ -182,31 +187,33 @@ class Device:
                 raise AssertionError(other)
 
     @property
-    def opened(self) -> bool:
-        """Of the next launch beside the lane: are its slots open? They may have been for the same requests before."""
-        slots = {effect.slot for effect in self.prefills_beside()}
+    def are_slots_open(self) -> bool:
+        """Return whether the slots of the prompt lane's next launch are open. An `OpenSlot` of an earlier request may
+        still wait.
+        """
+        slots = {effect.slot for effect in self.next_prefills()}
         waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
         return not any(isinstance(one, OpenSlot) and one.slot in slots for one in waiting)
 
-    def prefills_beside(self) -> list[RunPrefill]:
-        """Those of the next launch beside the lane."""
-        effects = [one.effect for one in self.beside[0].effect_requests]
+    def next_prefills(self) -> list[RunPrefill]:
+        """Return the prefills of the prompt lane's next launch."""
+        effects = [one.effect for one in self.prompt_lane[0].effect_requests]
         found = [effect for effect in effects if isinstance(effect, RunPrefill) and effect.logprobs < 0]
-        assert len(found) == len(effects), "only prefills go beside the lane"
+        assert len(found) == len(effects), "only prefills go to the prompt lane"
         return found
 
-    def step_beside(self) -> list[Answer]:
-        """The next forward beside the lane. What is left of its launch waits for its turn."""
-        effects, chunk = self.prefills_beside(), self.settings.chunk
+    def step_prompt_lane(self) -> list[Answer]:
+        """Compute the next forward of the prompt lane. The rest of its launch stays in front of the queue."""
+        effects, chunk = self.next_prefills(), self.settings.chunk
         for effect in effects:
             last = (effect.stop - effect.start - 1) % chunk + 1
             assert last > self.settings.prompt_lane_min_rows, "so few rows are the lane's: both would have one memory"
             assert len(effects) == 1 or effect.stop - effect.start <= chunk, "a long prompt has a launch of its own"
-        launch = self.beside.popleft()
+        launch = self.prompt_lane.popleft()
         count = len(group_prefills(effects, chunk)[0])
         if launch.effect_requests[count:]:
-            self.beside.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
-        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.beside)
+            self.prompt_lane.appendleft(evolve(launch, effect_requests=launch.effect_requests[count:]))
+        return self.carry_out(evolve(launch, effect_requests=launch.effect_requests[:count]), self.prompt_lane)
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
         """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
@@ -239,7 +246,9 @@ class Device:
         ]
 
     def joining(self, queue: deque[Any]) -> tuple[EffectRequest, ...]:
-        """Those whose turn comes between two steps; what is in front of them has its own then, or has had it."""
+        """Return the requests that join the launch between two steps: those of the next launch in the queue, if it may
+        join.
+        """
         if self.rng.random() < 0.3 or not queue or not isinstance(queue[0], Launch) or not queue[0].joins:
             return ()
         return queue.popleft().effect_requests
@@ -311,7 +320,9 @@ class Device:
             assert opening.state == self.live(source), "a slot that has its state elsewhere"
 
     def live(self, slot: DeviceSlot) -> int:
-        """Where its own state is. Where decoded rows are not believed, a block is longer than what states are apart."""
+        """Return the position of a slot's own state. Where decoded rows are not trusted, a block is longer than the
+        distance of states.
+        """
         block_size = self.settings.block_size if self.settings.keep_decoded else 1
         return slot.done // block_size * block_size
 
@@ -320,7 +331,7 @@ class Device:
         match effect_request.effect:
             case RunPrefill(number) | RunDecode(number):
                 slot = self.slots[number]
-                assert slot.owner == effect_request.request, "work in a slot that was opened for somebody else"
+                assert slot.owner == effect_request.request, "work in a slot that was opened for another request"
                 if (
                     isinstance(effect_request.effect, RunDecode) and self.settings.pages
                 ):  # once, however many steps it goes on
@@ -376,7 +387,7 @@ class Device:
         saving = effect_request.effect
         assert isinstance(saving, SaveSnapshot)
         slot, tokens = self.slots[saving.slot], saving.tokens
-        assert slot.owner == effect_request.request, "a snapshot of a slot that was opened for somebody else"
+        assert slot.owner == effect_request.request, "a snapshot of a slot that was opened for another request"
         if slot.broken:
             return StoreFailed(slot.broken, "the slot went out of step")
         assert tokens
@@ -480,13 +491,12 @@ class Device:
         )
 
     def choose_copies(self, one: RunDecode) -> tuple[int, int]:
-        """How many tokens are copied: what the launch says for some match or other, as far as there is room.
-
-        First those of the chain, then those of its branch.
+        """Return how many tokens are copied on the chain and on its branch: what the launch says for a match of some
+        length, as far as there is room.
         """
         if one.copying is None:
             return 0, 0
-        assert self.settings.max_copied, "copies that nobody looks for"
+        assert self.settings.max_copied, "copies that are not configured"
         assert one.copying.steps > 0, "no step with proposals is left"
         assert max(one.copying.branches) <= self.settings.max_branch, "a branch that the model cannot verify"
         rules = zip(one.copying.counts, one.copying.branches, strict=True)
@@ -495,7 +505,7 @@ class Device:
         return chain, max(0, min(branch, one.copying.rows - 1 - chain)) if chain else 0
 
     def drafted(self, most: int) -> tuple[int, int]:
-        """How many tokens the draft proposes, and how many of them are right: all, none, or some."""
+        """Return how many tokens the draft proposes, and how many of them are right: all, none, or some."""
         proposed = self.rng.choice((most, most, most, most // 2, 0))
         return proposed, self.rng.choice((proposed, 0, self.rng.randint(0, proposed)))
 
@@ -508,7 +518,7 @@ class Device:
         restore = transfer.effect_request.effect
         assert isinstance(restore, RestoreBlocks)
         slot = self.slots[restore.slot]
-        assert slot.owner == transfer.effect_request.request, "rows for a slot that was opened for somebody else"
+        assert slot.owner == transfer.effect_request.request, "rows for a slot that was opened for another request"
         if slot.broken:
             self.store.let_go(restore.lease)
             return StoreFailed(slot.broken, "the slot went out of step")
@@ -532,7 +542,9 @@ class Device:
         return BlocksRestored(restore.start, stop, stop - restore.start, ns=self.rng.choice((0, 40, 800)))
 
     def spoil(self, slot: DeviceSlot, start: int, failed: DeviceFailed) -> None:
-        """What was not acknowledged may be anything; so may everything, unless only time or room was missing."""
+        """Make rows unknown after a failure: those that were not acknowledged, or all of them, unless only time or room
+        was missing.
+        """
         if failed.kind not in {"abandoned", "out_of_memory"}:
             self.ruin(slot, "broken")
         self.forget(slot, start)
@@ -548,7 +560,7 @@ class Device:
                     slot.rows[row] = NOTHING
 
     def lose(self, number: int) -> None:
-        """What kept these rows died."""
+        """Lose all rows of a slot: the process that kept them has died."""
         self.ruin(self.slots[number], "lost")
 
     def forget(self, slot: DeviceSlot, start: int) -> None:
@@ -569,7 +581,7 @@ class CheckedStore:
     kept: dict[Tokens, None] = field(factory=dict)
     marks: set[Tokens] = field(factory=set)  # where the positional state is kept
     recent: list[Tokens] = field(factory=list)  # the latest first
-    shared: dict[RequestId, int] = field(factory=dict)  # what requests were told that they share
+    shared: dict[RequestId, int] = field(factory=dict)  # tokens that requests share with a recent prompt
     asked: list[tuple[RequestId, Tokens]] = field(factory=list)  # everything that was asked to be kept
     leases: dict[LeaseId, tuple[Tokens, FindPrefix]] = field(factory=dict)
     abandoned: set[RequestId] = field(factory=set)
@@ -588,18 +600,20 @@ class CheckedStore:
         if self.rng.random() < 0.9:
             self.marks.add(tokens)
 
-    def compared(self, request: RequestId, prompt: Tokens, window: int) -> int:
-        """What the prompt has in common with the likest of the recent ones; it joins them."""
-        if not window:
+    def compared(self, request: RequestId, prompt: Tokens, count: int) -> int:
+        """Return how many tokens the prompt shares with the most similar of the last `count` prompts, and add it to
+        them.
+        """
+        if not count:
             return 0
         assert request not in self.shared, "a prompt is compared once"
-        lengths = (alike(prompt, other) for other in self.recent[:window])
+        lengths = (alike(prompt, other) for other in self.recent[:count])
         self.shared[request] = max(lengths, default=0)
         self.recent.insert(0, prompt)
         return self.shared[request]
 
     def let_go(self, lease: LeaseId) -> None:
-        assert self.leases.pop(lease, None) is not None, "a lease is used that nobody holds"
+        assert self.leases.pop(lease, None) is not None, "a lease is used that is not held"
 
     def find(self, request: RequestId, find: FindPrefix) -> Any:
         if self.rng.random() < self.failures:

@@ -62,7 +62,7 @@ RESIDENCIES = (
     Resolved("request-scoped", "release"),
     Resolved("persistent", "keep", "keep"),
 )
-SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
+SALTED = (2, 4)  # two of every five jobs have a salt: they continue from slots of one another, and no other job does
 OF_LAUNCHES = (Decoded, PrefillAdvanced, DeviceFailed)
 OF_STORE = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)
 MINUTE_PASSES = 0.03  # between two steps
@@ -70,7 +70,9 @@ EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
 def taken(tokens: Tokens, state: Speculating) -> int:
-    """How many of them the answer takes: up to a stop token or the limit, heard before or not."""
+    """Return how many of the tokens the answer takes: up to a stop token or its limit. Tokens that the client has from
+    before a loss count too.
+    """
     stops = [at + 1 for at, token in enumerate(tokens) if token in state.prompt.job.stop_tokens]
     return min(len(tokens), state.prompt.job.max_tokens - len(state.answer.tokens), *stops)
 
@@ -86,7 +88,7 @@ def ends(outcome: Event) -> bool:
 
 @define
 class Client:
-    """What one client was told, and what it may be told."""
+    """What one client has received, and what it may still receive."""
 
     job: Job
     served: Tokens
@@ -175,7 +177,7 @@ class Client:
 
 
 def thawed(job: Job) -> Tokens:
-    """What is served once all that has aged is frozen."""
+    """Return the tokens that are served once all aged messages are frozen."""
     waiting = find_aged_messages(job)
     parts = tuple(as_frozen(part) if part in waiting else part for part in job.compression.parts)
     return make_prompt(evolve(job, compression=evolve(job.compression, parts=parts))).tokens
@@ -201,7 +203,7 @@ class Simulator:
         self.clients: dict[RequestId, Client] = {}
         self.salts: dict[int, str] = {}  # of whom the rows in a slot are
         self.checkpoints: dict[int, str] = {}  # and the state in a place
-        self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
+        self.lost: set[int] = set()  # slots whose loss was reported to the core, and that were not opened since
         self.launched: dict[LaneId, set[RequestId]] = {}  # members of each lane's launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
         self.loading: list[EffectRequest] = []  # asked of the store
@@ -209,7 +211,7 @@ class Simulator:
         self.timers: list[TimerElapsed] = []  # of snapshots, that run; each may be over at any moment
         self.trim_timers: list[TimerElapsed] = []  # there is nearly always one: they are over less often
         self.minutes = random.Random(seed)  # of these, so that they change nothing of what else happens
-        self.may_copy: dict[RequestId, bool] = {}  # snapshots: the last that their saver was told
+        self.may_copy: dict[RequestId, bool] = {}  # snapshots: the last pace that each one's saver got
         self.pace_of_steps = PaceSteps(evenly=False)
         self.history: list[tuple[Happened, tuple[Output, ...]]] = []
 
@@ -288,14 +290,16 @@ class Simulator:
         return jobs
 
     def some_parts(self, length: int) -> Iterator[PromptPart]:
-        """Of a conversation: its first message stays as it is, others have aged, and were perhaps frozen before."""
+        """Yield the parts of a conversation: the first message stays as it is, others have aged, and some of those are
+        frozen.
+        """
         edges = sorted({self.rng.randint(0, length) for _ in range(4)})
         for number, (start, stop) in enumerate(pairwise(edges)):
             part = PromptPart("user", start, stop, keep=500 * (number > 0), name=f"{start}" if number else "")
             yield as_frozen(part) if number and self.rng.random() < 0.4 else part
 
     def remember(self, jobs: list[Job]) -> None:
-        """What an earlier life of the server left in the store."""
+        """Fill the store with what an earlier process of the server left."""
         for job in jobs:
             for prompt in (job.prompt, shortened(job.prompt)):
                 if self.rng.random() < 0.4:
@@ -325,7 +329,7 @@ class Simulator:
 
     def busy(self) -> bool:
         device = self.device
-        on_device = device.lane or device.beside or device.taking
+        on_device = device.lane or device.prompt_lane or device.taking
         return bool(self.answers or self.entering or self.loading or self.timers or on_device)
 
     def possible(self) -> list[Callable[[], None]]:
@@ -334,7 +338,7 @@ class Simulator:
             (self.entering, self.enter),
             (self.loading, self.load),
             (self.device.lane, self.work),
-            (self.device.beside and self.device.opened, self.work_beside),
+            (self.device.prompt_lane and self.device.are_slots_open, self.work_prompt_lane),
             (self.takeable(), self.take),
             (self.timers, self.elapse),
         ]
@@ -408,13 +412,13 @@ class Simulator:
         if not some:
             return self.answers.pop(its[0])
         _, done = next(merge_steps(((request, one),) for one in some))
-        told = its[: done.steps if isinstance(done, Decoded) else len(some)]
-        self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
+        delivered = its[: done.steps if isinstance(done, Decoded) else len(some)]
+        self.answers = [answer for at, answer in enumerate(self.answers) if at not in delivered]
         return request, done
 
     def enter(self) -> None:
         launch = self.entering.pop(0)
-        (self.device.beside if launch.lane == PROMPTS else self.device.lane).append(launch)
+        (self.device.prompt_lane if launch.lane == PROMPTS else self.device.lane).append(launch)
 
     def load(self) -> None:
         effect_request = self.loading.pop(self.rng.randrange(len(self.loading)))
@@ -444,8 +448,8 @@ class Simulator:
     def work(self) -> None:
         self.answers += self.device.step()
 
-    def work_beside(self) -> None:
-        self.answers += self.device.step_beside()
+    def work_prompt_lane(self) -> None:
+        self.answers += self.device.step_prompt_lane()
 
     def feed(self, request: RequestId, event: Event) -> None:
         self.happen(ForRequest(request, event))
@@ -516,8 +520,8 @@ class Simulator:
                 timers.append(TimerElapsed(name, number))
 
     def check_whose(self, opening: OpenSlot, salt: str) -> None:
-        """Nobody goes on from what jobs of another salt have left."""
-        assert opening.salt == salt, "what is kept of it would be somebody else's"
+        """Assert that the request continues only from rows and states of its own salt."""
+        assert opening.salt == salt, "its rows would be kept under another salt"
         assert not opening.keep or self.salts[opening.source] == salt, "rows of another salt"
         assert opening.device_checkpoint is None or self.checkpoints[opening.device_checkpoint] == salt, (
             "a state of another salt"

@@ -1,4 +1,6 @@
-"""Thousands of schedules: whatever the order, the failures, the cancellations, nobody is lost, no answer changes."""
+"""Thousands of random schedules. Whatever the order of events, failures and cancellations, no request is lost and no
+answer changes.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> N
 
 @pytest.mark.parametrize("seed", [5615, 9968])
 def test_a_prompt_that_is_looked_for_again_goes_on_from_a_cache_position(seed: int) -> None:
-    """Its front was computed beside decode steps, up to the middle of a block, when the restore behind it failed, and
-    then the drafter did.
+    """In these seeds the prompt's front was computed together with decode steps, up to the middle of a block. Then the
+    restore behind it failed, and after that the drafter did.
     """
     assert not play(seed).world.requests
 
@@ -103,8 +105,8 @@ def test_the_schedules_go_nearly_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(taken) > 0.85 * len(arms)
 
 
-def crowded(seed: int) -> Simulator:
-    """More at once than there are pages for, and answers of some length."""
+def short_of_pages(seed: int) -> Simulator:
+    """Return a schedule with more requests at once than there are pages for, and with long answers."""
     drawn = Simulator(seed)
     settings = evolve(drawn.settings, slots=6, pages=20, page=4, max_queue=20)
     simulator = Simulator(seed, settings, [evolve(job, max_tokens=3 * job.max_tokens) for job in drawn.jobs])
@@ -115,17 +117,17 @@ def crowded(seed: int) -> Simulator:
 @pytest.mark.parametrize("first", chunks(100, 300))
 def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
     for seed in range(first, first + CHUNK):
-        assert not play(seed, crowded).world.requests
+        assert not play(seed, short_of_pages).world.requests
 
 
 def reading(seed: int) -> Simulator:
-    """Prompts of many chunks, on a lane of their own beside decode steps, with a store in which they may be."""
+    """Return a schedule of prompts of many chunks, with a lane of their own, and with a store that may have them."""
     drawn, rng = Simulator(seed), random.Random(seed)
     chunk = drawn.settings.block_size * rng.choice((2, 4))
-    beside = rng.choice([rows for rows in (1, 2, 3, 5) if rows < chunk])
+    least_rows = rng.choice([rows for rows in (1, 2, 3, 5) if rows < chunk])
     how: dict[str, Any] = {
         "chunk": chunk,
-        "prompt_lane_min_rows": beside,
+        "prompt_lane_min_rows": least_rows,
         "chunks_per_prefill": rng.choice((2, 3, 8)),
         "store": True,
     }
@@ -143,7 +145,7 @@ def reading(seed: int) -> Simulator:
 
 @pytest.mark.parametrize("first", chunks(100, 400))
 def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first: int) -> None:
-    """And nobody is told twice to."""
+    """No launch is asked to stop twice."""
     halts = 0
     for seed in range(first, first + CHUNK):
         simulator, stopped = play(seed, reading), set[RequestId]()
@@ -171,7 +173,7 @@ def test_pages_that_are_given_while_there_are_any_lock_requests_out(monkeypatch:
     monkeypatch.setattr(states.pages, "can_all_finish", given_while_there_are_any)
     monkeypatch.setattr(states.invariants, "can_all_finish", given_while_there_are_any)
     with pytest.raises(AssertionError, match="outlived its end"):
-        run_all(crowded(seed) for seed in range(200))
+        run_all(short_of_pages(seed) for seed in range(200))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -246,7 +248,7 @@ PARKED = evolve(SPECULATING, residency=Resolved("request-scoped", "park"))
 def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_had(seed: int) -> None:
     jobs = Simulator(seed).jobs
     plain = [evolve(job, speculate=False) for job in jobs]
-    heard, told = list[list[Any]](), list[set[str]]()
+    heard, reasons = list[list[Any]](), list[set[str]]()
     for settings, some, device in (
         (evolve(SPECULATING, max_proposals=0), jobs, Device),
         (SPECULATING, jobs, Device),
@@ -260,11 +262,11 @@ def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_h
         simulator.failures = 1.0 if device is NoRoom else 0.0  # of the final check: the draft need not be where it was
         simulator.run()
         heard.append([client.tokens for client in simulator.clients.values()])
-        told.append({client.closing.report.speculation for client in simulator.clients.values() if client.closing})
+        reasons.append({client.closing.report.speculation for client in simulator.clients.values() if client.closing})
     assert all(tokens == heard[0] for tokens in heard)
-    assert told[0] == {"no_draft"}
-    assert told[2] == {"declined"}
-    assert told[5] <= {"unpark_out_of_memory", "one_token", "declined"}
+    assert reasons[0] == {"no_draft"}
+    assert reasons[2] == {"declined"}
+    assert reasons[5] <= {"unpark_out_of_memory", "one_token", "declined"}
 
 
 # Mutants: bugs that only a schedule shows, and that the simulator sees them.
@@ -376,9 +378,9 @@ def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prefill_that_does_not_wait_until_its_slot_is_open_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "opened", property(lambda _: True))
+    monkeypatch.setattr(Device, "are_slots_open", property(lambda _: True))
     why = caught()
-    assert "rows that are not there" in why or "a slot that was opened for somebody else" in why
+    assert "rows that are not there" in why or "a slot that was opened for another request" in why
 
 
 def test_rows_that_are_believed_after_a_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

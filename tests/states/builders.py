@@ -66,7 +66,9 @@ def is_of_pace(out: Output) -> bool:
 
 
 def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]]:
-    """As the engine does it. What it says of the pace of background work is left out: test_pacing.py has that."""
+    """Fold an event as the engine does, but leave out the effects about the pace of background work, which
+    test_pacing.py tests.
+    """
     world, outs = the_world.advance(world, happened)
     return world, tuple(out for out in outs if not is_of_pace(out))
 
@@ -135,7 +137,7 @@ def knowing(settings: Settings = PLAIN, **rates: Any) -> DecisionContext:
 
 
 def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationControl:
-    """What is known of a draft that has proposed nothing yet."""
+    """Return what is known of a draft that has proposed nothing yet."""
     return evolve(control.make_control(settings, Rates()), **changes)
 
 
@@ -156,7 +158,7 @@ def answering(settings: Settings = PLAIN, **changes: Any) -> Flat:
 
 
 def a_report(flat: Flat, settings: Settings = PLAIN) -> Report:
-    """Of a request that has decoded."""
+    """Return the report of a request that has decoded."""
     return make_report(knowing(settings), a(Speculating, flat))
 
 

@@ -1,7 +1,7 @@
-"""Walk everything that one request can do: a model checker in a page.
+"""A model checker in a page: it walks everything that one request can do.
 
-It runs the real arrows on a prompt of four tokens, with every outcome that an executor may give, so what it proves
-needs no guard spelled out twice. A node is the state, the effects in flight, and what the request owes.
+It runs the real transitions on a prompt of four tokens, with every outcome that an executor may give. So no guard is
+written a second time. A node is the state, the effects in flight, and what the request has yet to give back.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class Walk:
 
 
 def outcomes(effect: Effect) -> Iterator[Any]:
-    """Every kind of answer, with every value that makes a difference."""
+    """Yield every kind of outcome, with every value that makes a difference."""
     match effect:
-        case FindPrefix(prompt, beyond, window):
-            for shared in (0, 2, 4) if window else (0,):
+        case FindPrefix(prompt, beyond, prompts_to_compare):
+            for shared in (0, 2, 4) if prompts_to_compare else (0,):
                 yield PrefixMissed("diverged", shared)
                 for length in range(beyond, len(prompt) + 1):
                     yield PrefixFound(LeaseId(1), length, "disk", shared)
@@ -160,7 +160,9 @@ def outcomes(effect: Effect) -> Iterator[Any]:
 
 
 def alone(effect: RunDecode) -> Iterator[Decoded]:
-    """Of steps that are taken without asking: what they bring on the way, and several of them at the end."""
+    """Yield the outcomes of steps that run without asking: those that come on the way, and that of several steps at the
+    end.
+    """
     if effect.steps > 1:
         yield Decoded((7,), more=True)
         yield from (Decoded(tokens, steps=2, accepted=0) for tokens in ((7, 8), (7, STOP)))
@@ -178,22 +180,24 @@ def scorings(start: int, *, apart: bool = False) -> Iterator[Any]:
 
 
 def checkpoints_of(effect: Effect) -> Iterator[Any]:
-    """The same of a model with positional state: all of it, or none."""
+    """Yield the outcomes for a model with positional state: a lookup finds a checkpoint or nothing, and all of it
+    loads, or nothing.
+    """
     match effect:
-        case FindPrefix(prompt, beyond, False, window):
-            for shared in (0, 2, 4) if window else (0,):
+        case FindPrefix(prompt, beyond, prompts_to_compare):
+            for shared in (0, 2, 4) if prompts_to_compare else (0,):
                 yield PrefixMissed("no_checkpoint:0", shared=shared)
                 for last in range(beyond + 1, len(prompt)):
-                    for checkpoints in {(last,), (beyond + 1, last)} if last > beyond + 1 else {(last,)}:
-                        yield PrefixFound(LeaseId(1), last, "disk", None, shared, checkpoints)
+                    for checkpoints in ((last,), (beyond + 1, last)) if last > beyond + 1 else ((last,),):
+                        yield PrefixFound(LeaseId(1), last, "disk", shared, checkpoints)
         case RestoreBlocks(_, _, start, stop):
             yield BlocksRestored(start, stop, 1)
             yield StoreFailed("lost", "")
     yield StoreFailed("io", "")
 
 
-def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
-    """All that can happen here, and what it answers."""
+def list_events(node: Node) -> Iterator[tuple[Any, Effect | None]]:
+    """Yield all events that can happen in a node, each with the effect that it answers."""
     settings = node.known.settings
     match node.state:
         case New():
@@ -233,7 +237,7 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: s
         while todo and until not in walk.faults:
             node = todo.popleft()
             reached = walk.edges.setdefault(node, set())
-            for event, answered in () if isinstance(node.state, Done) else heard(node):
+            for event, answered in () if isinstance(node.state, Done) else list_events(node):
                 target = follow(rows, walk, node, event, answered)
                 if target is None or (target == node and answered is None):
                     continue  # nothing to follow, or an ignored cancellation
@@ -256,7 +260,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
     walk.arms.add((type(node.state), type(event), (type(then.state), *map(type, then.effects))))
     after = Node(  # `evolve` would take a tenth of the walk
         known=node.known,
-        state=told(then.state),
+        state=strip_reports(then.state),
         flying=(node.flying - {answered}) | going_on(event, answered),
         lease=node.lease or isinstance(event, PrefixFound),
         draft=node.draft or isinstance(event, ModelLoaded),
@@ -274,7 +278,7 @@ def follow(rows: Table, walk: Walk, node: Node, event: Any, answered: Effect | N
 
 
 def going_on(event: Any, answered: Effect | None) -> frozenset[Effect]:
-    """What has answered and will again: a launch that goes on has so many steps less to go."""
+    """Return the effect that has answered and will answer again, with the steps or rows that are left of it."""
     if isinstance(answered, RunPrefill) and isinstance(event, PrefillAdvanced) and event.more:
         return frozenset({evolve(answered, start=event.stop)})
     if not (isinstance(answered, RunDecode) and isinstance(event, Decoded) and event.more):
@@ -283,13 +287,13 @@ def going_on(event: Any, answered: Effect | None) -> frozenset[Effect]:
     return frozenset({evolve(answered, position=position, token=event.tokens[-1], steps=steps)})
 
 
-def told(state: Any) -> Any:
-    """Without what is only reported: why a compression failed decides nothing once it has been looked at."""
+def strip_reports(state: Any) -> Any:
+    """Return the state without what is only reported, such as the reason why a compression failed."""
     if isinstance(state, UnloadingScorer):
         return state
     remainder = getattr(state, "remainder", None)
     if remainder is not None:
-        shown = told(remainder)
+        shown = strip_reports(remainder)
         return state if shown is remainder else evolve(state, remainder=shown)
     prompt = getattr(state, "prompt", None)
     if prompt is None or prompt.compression is None:
@@ -298,7 +302,7 @@ def told(state: Any) -> Any:
 
 
 def apply_effect(node: Node, effect: Effect) -> tuple[Node, str | None]:
-    """What an effect changes, and what is wrong with asking for it now."""
+    """Return the node after an effect, and the fault of asking for it now, if any."""
     fault = None
     if effect.outcomes and any(other.side is effect.side for other in node.flying):
         fault = "two effects in flight on one lane"
@@ -326,7 +330,7 @@ def apply_effect(node: Node, effect: Effect) -> tuple[Node, str | None]:
 
 
 def misplaced(node: Node, effect: Effect) -> str | None:
-    """What is wrong with the rows that it is about."""
+    """Return the fault in the rows that an effect names, if any."""
     slot_lease = get_remainder(node.state).slot_lease if isinstance(node.state, Held) else None
     match effect:
         case OpenSlot(keep=keep, state=state, device_checkpoint=device_checkpoint) if not state <= keep or (
@@ -343,7 +347,7 @@ def misplaced(node: Node, effect: Effect) -> str | None:
 
 
 def at_rest(node: Node) -> Iterator[str]:
-    """What must hold between events."""
+    """Yield the faults of a node between two events."""
     if node.lease:
         yield "forgets a lease"
     if node.lost and isinstance(node.state, Held) and get_remainder(node.state).slot_lease.valid_rows:

@@ -53,7 +53,7 @@ def test_a_prompt_goes_on_from_the_last_state_that_it_agrees_with(
 
 
 def test_a_tail_that_the_prompt_left_costs_the_state_behind_it_and_no_rows() -> None:
-    """As where a template leaves the reasoning of an earlier turn out."""
+    """This happens where a template leaves out the reasoning of an earlier turn."""
     idle = Slot((*PROMPT[:18], 7, 8), None, 1, state_position=20)
     event, left = admitted(
         house(idle, kept=(StateCheckpoint(FIRST, 16), StateCheckpoint(FIRST, 20), StateCheckpoint(FIRST, 8)))
@@ -66,7 +66,7 @@ def test_a_tail_that_the_prompt_left_costs_the_state_behind_it_and_no_rows() -> 
     without = evolve(STATEFUL, store=False)
     assert admitted(house(idle, kept=(StateCheckpoint(FIRST, 8),)), without)[0] == Admitted(
         FIRST, FIRST, 8, 8, CheckpointId(0)
-    ), "nobody would bring the state behind more rows"
+    ), "no request would bring the state behind more rows"
 
 
 def test_rows_and_state_may_come_from_two_slots() -> None:
@@ -108,7 +108,7 @@ def test_a_slot_that_is_used_for_something_else_hands_its_places_on_to_who_keeps
 
 @pytest.mark.parametrize(("other", "expected"), [("a", StateCheckpoint(SECOND, 8)), ("b", EMPTY), ("", EMPTY)])
 def test_a_job_of_another_salt_leaves_places_to_who_keeps_the_same(other: str, expected: StateCheckpoint) -> None:
-    """What it may go on from itself says nothing of whom they are for."""
+    """The slot that the job continues from itself does not say for whom the checkpoints are."""
     idle = Slot(OTHER, None, 1, "a"), Slot(OTHER, None, 5, other)
     event, left = admitted(house(*idle, kept=(StateCheckpoint(FIRST, 8),)))
     assert (event.slot, event.keep, left) == (FIRST, 0, (expected,))
@@ -136,11 +136,8 @@ def test_a_slot_that_goes_takes_its_places_along() -> None:
             1,
         ),  # 4 tokens behind another are worth less than 8, or 16
         ((StateCheckpoint(FIRST, 8, 9), StateCheckpoint(SECOND, 12, 9)), 9, 0),
-        (
-            (StateCheckpoint(FIRST, 8, 9), StateCheckpoint(SECOND, 12, 7)),
-            9,
-            1,
-        ),  # a third of 12, as nobody came back to it for two requests
+        # It counts for a third of 12, as no request has used it for two turns.
+        ((StateCheckpoint(FIRST, 8, 9), StateCheckpoint(SECOND, 12, 7)), 9, 1),
         (
             (StateCheckpoint(FIRST, 24, 9), StateCheckpoint(SECOND, 30, 9)),
             9,
@@ -160,7 +157,9 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
     before = evolve(a_house(Slot((), ONE)), checkpoints=(StateCheckpoint(HERE, 8, 1), StateCheckpoint(HERE, 4, 9)))
     after, launched = slots.assign_checkpoint(before, effect_request, {ONE: stop}, STATEFUL)
     assert launched == EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, device_checkpoint=CheckpointId(0)))
-    assert after.checkpoints == (EMPTY, StateCheckpoint(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
+    assert after.checkpoints == (EMPTY, StateCheckpoint(HERE, 4, 9)), (
+        "the slot that had it cannot continue from it any more"
+    )
     for state, fills in (
         (stop, True),
         (a(Draining, flat, 1), True),  # cancelled meanwhile: the rows are there all the same

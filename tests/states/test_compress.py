@@ -1,5 +1,6 @@
-"""What a compression goes through: LoadingScorer, Compressing, UnloadingScorer, and every way in which nothing comes of
-it."""
+"""Tests of a compression: LoadingScorer, Compressing and UnloadingScorer, and every way in which the prompt stays
+whole.
+"""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ def test_a_failed_compression_serves_the_prompt_verbatim_and_says_why() -> None:
     assert then.state == a(UnloadingScorer, whole(PFLASH, "drafter_out_of_memory"))
     then = compress.serve_without_scorer(a(LoadingScorer, some(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Prefilling, whole(PFLASH, "drafter_out_of_memory"))
-    told = make_report(knowing(PFLASH), then.state).compression
-    assert told == Compressed(21, "drafter_out_of_memory")
+    reported = make_report(knowing(PFLASH), then.state).compression
+    assert reported == Compressed(21, "drafter_out_of_memory")
 
 
 TIGHT = evolve(PFLASH, max_context=20)

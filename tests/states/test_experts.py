@@ -1,4 +1,6 @@
-"""Which experts are on the device: the most used, moved for good reason only, and a function of what was told."""
+"""Tests of which experts are on the device: the most used ones, moved only for a good reason, and decided by the
+reported counts alone.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_the_sooner_way_is_taken_for_all_layers(compute_ns: int, bring_ns: int, 
 
 
 def test_no_mixture_of_both_ways_is_quicker_than_the_better_one() -> None:
-    """What the decision rests on, counted out: a device with room for 30 of 48 layers of 16 experts, two a row."""
+    """The prices are counted out for a device with room for 30 of 48 layers of 16 experts, two for each row."""
     layers, count, chosen, room = 48, 16, 2, 30 * 16
     for prices in (ExpertPrices(50, 20), ExpertPrices(50, 30), ExpertPrices(50, 25)):
         times = list[float]()
@@ -110,7 +112,7 @@ def test_the_world_tells_the_device_who_moves_and_only_that() -> None:
             advance(world, ForEngine(ExpertsUsed(counts)))
 
 
-@pytest.mark.parametrize("told", [{"experts": 4, "expert_slots": 5}, {"experts": -1}, {"experts": (1 << 16) + 1}])
-def test_more_places_than_experts_or_more_than_any_model_has_cannot_be(told: dict[str, int]) -> None:
+@pytest.mark.parametrize("changes", [{"experts": 4, "expert_slots": 5}, {"experts": -1}, {"experts": (1 << 16) + 1}])
+def test_more_places_than_experts_or_more_than_any_model_has_cannot_be(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="impossible settings"):
-        Settings(**told)
+        Settings(**changes)

@@ -56,7 +56,7 @@ ROOMY = evolve(PLAIN, slots=4)
 def follow(
     state: State, own_rows: int = 0, prompt: Tokens = SECOND, settings: Settings = ROOMY, rates: Rates | None = None
 ) -> Follow | None:
-    """What request ONE, which waits with this prompt, follows while request TWO is in this state."""
+    """Return the leader of request ONE, which waits with this prompt, while request TWO is in this state."""
     requests = {**waiting_for(a_job(prompt=prompt)), TWO: state}
     context = DecisionContext(settings, rates or Rates())
     return followers.choose_leader(a_house(Slot(holder=TWO), Slot()), ONE, own_rows, requests, context)
@@ -125,9 +125,9 @@ def test_waiting_has_a_price_and_so_has_computing() -> None:
 
 def test_what_is_computed_beside_decode_steps_does_not_wait_for_a_wide_prefill() -> None:
     leader = a(Prefilling, some(job=a_job(prompt=FIRST), prompt=FIRST))
-    beside = evolve(ROOMY, prompt_lane_min_rows=8, chunk=16)
-    assert follow(leader, prompt=SECOND[:9], settings=beside) is None
-    assert rows_of(follow(leader, settings=beside)) == 16
+    prompt_lane = evolve(ROOMY, prompt_lane_min_rows=8, chunk=16)
+    assert follow(leader, prompt=SECOND[:9], settings=prompt_lane) is None
+    assert rows_of(follow(leader, settings=prompt_lane)) == 16
 
 
 def test_positional_state_is_followed_only_where_the_leader_can_still_keep_it() -> None:
@@ -191,7 +191,7 @@ def test_the_head_is_computed_once() -> None:
 
 @pytest.mark.parametrize("slots", [4, 10])
 def test_ten_that_begin_together_compute_their_head_once(slots: int) -> None:
-    """Whoever finds no slot waits for one, and finds the head there as well."""
+    """A request that finds no slot waits for one, and then finds the head there as well."""
     ids = [RequestId(number) for number in range(1, 11)]
     events = [submitted(request, (*HEAD, *[50 + request] * 5)) for request in ids]
     world, _ = after(evolve(ROOMY, slots=slots), *events)

@@ -41,7 +41,7 @@ def job(**changes: Any) -> Job:
 
 
 def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
-    """Those that were frozen before."""
+    """Return the parts of the conversation, of which the first, or the second too, was frozen before."""
     ends = ((0, 1), (4, 5))
     return (
         SYSTEM,
@@ -133,8 +133,8 @@ def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
     assert then.state.prompt.tokens == SERVED == select_tokens(PROMPT, spans)
     assert then.state.prompt.compression == Compressed(21, "", spans, (), 400, 9)
     assert then.state.slot_lease.valid_rows == 4, "whole blocks of what stayed the same"
-    told = make_report(knowing(PFLASH), then.state)
-    assert (told.prompt_tokens, told.compression) == (len(SERVED), then.state.prompt.compression)
+    report = make_report(knowing(PFLASH), then.state)
+    assert (report.prompt_tokens, report.compression) == (len(SERVED), then.state.prompt.compression)
 
 
 def test_the_next_request_is_served_what_they_were_frozen_to_from_the_start() -> None:
@@ -217,7 +217,7 @@ ROOMY = evolve(PFLASH, max_context=4096)
 
 
 def turn(messages: int, memo: dict[str, Any], length: int) -> tuple[int, ...]:
-    """What is served of one more request of a conversation, with messages of so many tokens each."""
+    """Return the tokens that are served of the next request of a conversation, with messages of `length` tokens."""
     prompt, parts = tuple((7 * at) % 31 + 1 for at in range(messages * length)), list[PromptPart]()
     for at in range(messages):
         aged = 1 <= at < messages - 2

@@ -103,8 +103,8 @@ def test_accepted_proposals_count_and_the_next_decode_step_proposes_no_further_t
     learnt = suffix_control.update_control(LEASED["control"], Decoded((7, 8, 9), proposed=3))
     hold = prefilled(DRAFT, control=learnt, valid=23, answer=(7, 8, 9), decode_steps=1, proposed=3, accepted=2)
     assert then == Transition(a(Speculating, hold), EmitTokens((7, 8, 9)), RunDecode(HERE, 23, 9, propose=2, steps=3))
-    told = make_report(knowing(DRAFT), then.state)
-    assert (told.decode_steps, told.proposed, told.accepted) == (1, 3, 2)
+    cut_by_executor = make_report(knowing(DRAFT), then.state)
+    assert (cut_by_executor.decode_steps, cut_by_executor.proposed, cut_by_executor.accepted) == (1, 3, 2)
 
 
 def test_logprobs_go_with_their_tokens() -> None:
@@ -131,17 +131,17 @@ def test_a_stop_token_cuts_a_decode_step_at_any_offset(at: int) -> None:
     assert then == Transition(a(Done, after), EmitTokens(tokens[: at + 1]), CloseStream("stop", a_report(after)))
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["cut_by_the_executor", "cut_here"])
+@pytest.mark.parametrize("cut_by_executor", [True, False], ids=["cut_by_the_executor", "cut_here"])
 @pytest.mark.parametrize("right", range(5))
 @pytest.mark.parametrize("stop", range(6))
 @pytest.mark.parametrize("room", range(1, 7))
 def test_the_report_is_exact_wherever_a_decode_step_of_proposals_is_cut(
-    room: int, stop: int, right: int, told: bool
+    room: int, stop: int, right: int, cut_by_executor: bool
 ) -> None:
     """Four proposals, some of them right, then the target's own pick; a stop token somewhere, and so many may come."""
     said = tuple(0 if at == stop else 7 + at for at in range(right + 1))
     ends = min(stop + 1, len(said))
-    done = Decoded(said[:ends] if told else said, 4, accepted=min(right, ends) if told else right)
+    done = Decoded(said[:ends] if cut_by_executor else said, 4, accepted=min(right, ends) if cut_by_executor else right)
     before = prefilled(DRAFT, **LEASED, answer=(5,) * (6 - room), valid=26 - room, decode_steps=6 - room)
     then = generate.accept_tokens(a(Speculating, before), done, knowing(DRAFT))
     kept = said[: min(ends, room)]

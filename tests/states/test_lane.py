@@ -1,4 +1,4 @@
-"""What the device does next: turns, batches, and a draft that several share."""
+"""Tests of what the device does next: turns, batches, and a draft that several requests share."""
 
 from __future__ import annotations
 
@@ -138,15 +138,15 @@ def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
 
 @pytest.mark.parametrize(("decoding", "rows"), [(1, 16), (2, 16), (3, 32), (4, 32), (7, 64), (8, 64), (9, 64)], ids=str)
 def test_most_of_a_mixed_forward_is_the_prompts(decoding: int, rows: int) -> None:
-    company = [a_decode(number) for number in range(2, 2 + decoding)][: MIXED.batch_rows]
-    chosen = choose(a_prompt(1, 0, 64), *company, settings=MIXED)[2]
-    assert chosen == Launch((*company, a_prompt(1, 0, rows - len(company))))
+    members = [a_decode(number) for number in range(2, 2 + decoding)][: MIXED.batch_rows]
+    chosen = choose(a_prompt(1, 0, 64), *members, settings=MIXED)[2]
+    assert chosen == Launch((*members, a_prompt(1, 0, rows - len(members))))
 
 
 def test_a_prompt_with_positional_state_gives_a_mixed_forward_a_block_at_most() -> None:
-    company = [a_decode(number) for number in range(2, 9)]
+    members = [a_decode(number) for number in range(2, 9)]
     stateful = evolve(MIXED, stateful=True, block_size=32)
-    assert choose(a_prompt(1, 0, 64), *company, settings=stateful)[2] == Launch((*company, a_prompt(1, 0, 32)))
+    assert choose(a_prompt(1, 0, 64), *members, settings=stateful)[2] == Launch((*members, a_prompt(1, 0, 32)))
 
 
 def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
@@ -180,9 +180,10 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ids=["turned off", "a state to keep first", "narrow", "logprobs", "no prompt"],
 )
 def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectRequest, settings: Any) -> None:
-    company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}
+    members = tuple(a_decode(number) for number in range(2, 6))
+    away = {"draft": Residence("parked")}
     for decode_last in (False, True):
-        chosen = choose(asked, *company, decode_last=decode_last, models=away, settings=settings)[2]
+        chosen = choose(asked, *members, decode_last=decode_last, models=away, settings=settings)[2]
         assert isinstance(chosen, Launch)
         assert {type(effect_request.effect) for effect_request in chosen.effect_requests} == {
             type(asked.effect) if decode_last else RunDecode
@@ -300,8 +301,8 @@ def test_every_so_often_a_step_is_plain_to_compare_the_others_with() -> None:
     assert found == ([15] * launch_choice.PLAIN_STEP_INTERVAL + [0]) * 2
 
 
-def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
-    """What the launch costs those who have a draft, and why they do not propose."""
+def known_plans(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
+    """Return the launch's plan as each request with a draft knows it, and the reason why it does not propose."""
     effect_requests = tuple(
         a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True)
     )
@@ -323,13 +324,13 @@ def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_propos
         control.Plan((0, 0, 0), reason="loss_limit"),
         control.Plan((0, 3, 0), 1200, reason="does_not_pay"),
     )
-    assert told(requests, rests) == {ONE: (rests, "loss_limit"), TWO: (rests, "loss_limit")}
-    assert told(requests, some) == {ONE: (some, "does_not_pay"), TWO: (some, "")}
+    assert known_plans(requests, rests) == {ONE: (rests, "loss_limit"), TWO: (rests, "loss_limit")}
+    assert known_plans(requests, some) == {ONE: (some, "does_not_pay"), TWO: (some, "")}
     measuring = control.Plan((0, 0, 0))
     known = launch_choice.with_launch_plan(
         Lane((), tuple(map(a_decode, requests)), last_was_decode=True, member_count=3, plan=rests), requests
     )
-    assert told(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
+    assert known_plans(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
 
 
 def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> None:
@@ -337,7 +338,7 @@ def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> N
     assert isinstance(state, Speculating)
     full = evolve(state, answer=Generated((7,) * (state.prompt.job.max_tokens - 1)))
     plan = control.Plan((0,), reason="does_not_pay")
-    assert told({ONE: full}, plan) == {ONE: (plan, "")}
+    assert known_plans({ONE: full}, plan) == {ONE: (plan, "")}
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
@@ -375,8 +376,8 @@ def test_where_text_may_be_copied_the_members_that_go_on_are_counted_from_their_
     [
         ({}, PLAIN, True),
         ({"plan": Plan((0, 0), copying=(Copying((3,) * 5, 8, 4), None))}, PLAIN, True),
-        ({}, DRAFT, False),  # what is proposed is decided for a company
-        ({"runs_unattended": False}, PLAIN, False),  # it was told to end, or is of one step
+        ({}, DRAFT, False),  # proposals are decided for all members together
+        ({"runs_unattended": False}, PLAIN, False),  # it was asked to end, or it has one step
         ({"last_was_decode": False}, PLAIN, False),  # a prompt's rows have the lane
         ({"waiting": ()}, PLAIN, False),
         ({"running": ()}, PLAIN, False),
@@ -400,7 +401,7 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
     ("waiting", "steps"),
     [
         ((alone(1, 30),), 30),
-        ((alone(1, 30), alone(2, 9)), 9),  # nobody knows who would be next without the one that ends
+        ((alone(1, 30), alone(2, 9)), 9),  # it is not known which effect would come next without the one that ends
         ((alone(1, 999),), launch_choice.PLAIN_STEP_INTERVAL),
         ((alone(1, 30), chunk(2)), 1),
         ((alone(1, 30), alone(2, 30), chunk(3)), 1),

@@ -74,7 +74,7 @@ def test_outcomes_that_come_at_once_do_what_they_do_one_after_the_other(first: D
     assert together.rates == apart.rates
     assert emitted(outs) == emitted(expected)
     if first.more and second.more:
-        assert (together, outs) == (apart, expected), "nobody needs the lane"
+        assert (together, outs) == (apart, expected), "nothing waits for the lane"
 
 
 def test_slots_are_given_once_every_outcome_is_taken() -> None:

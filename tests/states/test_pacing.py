@@ -161,21 +161,21 @@ def test_another_interval_is_told_and_the_same_one_is_not() -> None:
 
 
 def test_prompts_wait_for_each_other_where_they_have_a_lane_of_their_own() -> None:
-    beside = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
+    prompt_lane = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
     two = submitted(TWO, salt="another")  # so that it does not follow the first one
     events = (submitted(ONE), two, (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
-    assert steps_paced(beside, events) == [[], [True], [False], []]
+    assert steps_paced(prompt_lane, events) == [[], [True], [False], []]
     assert steps_paced(PLAIN, events[:2]) == [[], []], "they take turns with steps there"
 
 
 def steps_paced(settings: Settings, events: tuple[tuple[RequestId, Event], ...]) -> list[list[bool]]:
-    world, told = make_world(settings), list[list[bool]]()
+    world, paces = make_world(settings), list[list[bool]]()
     for request, event in events:
         world, outs = advance(world, ForRequest(request, event))
         check_world(world)
         effects = [out.effect for out in outs if isinstance(out, EffectRequest)]
-        told.append([effect.evenly for effect in effects if isinstance(effect, PaceSteps)])
-    return told
+        paces.append([effect.evenly for effect in effects if isinstance(effect, PaceSteps)])
+    return paces
 
 
 @pytest.mark.parametrize("settings", [PLAIN, STORE])
@@ -183,8 +183,8 @@ def test_memory_is_pinned_gently_while_a_request_is_served(settings: Settings) -
     serving = Demand(is_serving=True)
     begun = decide_pace(Pacing(), serving, settings)
     ended = decide_pace(begun[0], Demand(), settings)
-    told = [out.effect.gently for out in (*begun[1], *ended[1]) if isinstance(out.effect, PaceMemory)]
-    assert told == ([True, False] if settings.store else []), "without a store there is no such memory"
+    paces = [out.effect.gently for out in (*begun[1], *ended[1]) if isinstance(out.effect, PaceMemory)]
+    assert paces == ([True, False] if settings.store else []), "without a store there is no such memory"
 
 
 # --- trimming ---
@@ -305,7 +305,7 @@ class VirtualTime:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_snapshot_may_copy_after_a_quarter_of_a_second_at_the_latest(seed: int) -> None:
-    """Whatever first tokens are waited for meanwhile, and however often."""
+    """This holds whichever first tokens are waited for meanwhile, and however often."""
     rng, time = random.Random(seed), VirtualTime()
     saving, oldest_at = list[RequestId](), dict[RequestId, int]()
     for number in range(1, 400):

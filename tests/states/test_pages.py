@@ -1,4 +1,6 @@
-"""Rows in pages that slots share: who is given which, who has to wait, and why nobody waits for ever."""
+"""Tests of rows in pages that slots share: which request gets which pages, which one waits, and that none waits for
+ever.
+"""
 
 from __future__ import annotations
 

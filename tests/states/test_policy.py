@@ -41,7 +41,7 @@ LONG = tuple(range(policy.SHORT_PROMPT + 1))
 @pytest.mark.parametrize(
     ("changes", "decision"),
     [
-        ({}, Decision(NO, "continues")),  # or nobody knows: a completion's prompt is no conversation
+        ({}, Decision(NO, "continues")),  # or it is not known: a completion's prompt is no conversation
         ({"opens": True}, Decision(YES, "short")),
         ({"opens": True, "prompt": LONG[1:]}, Decision(YES, "short")),
         ({"opens": True, "prompt": LONG}, Decision(NO, "long")),

@@ -1,4 +1,4 @@
-"""Where a draft's weights are: the resolver's truth table, moves as transactions, and every order of everything."""
+"""Tests of where a draft's weights are: the truth table of the policy, moves of weights, and every order of events."""
 
 from __future__ import annotations
 
@@ -189,9 +189,9 @@ def test_other_outcomes_leave_the_residency_alone() -> None:
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
     parked = {"draft": Residence("parked", size_bytes=9, moved_bytes=18, loads=1, parks=1, failures=1, error="io: bad")}
-    told = describe_residency(parked, SCOPED)
-    assert told["policy"] == "request-scoped"
-    assert told["draft"] == {
+    shown = describe_residency(parked, SCOPED)
+    assert shown["policy"] == "request-scoped"
+    assert shown["draft"] == {
         "state": "parked",
         "after_use": "park",
         "device_bytes": 0,
@@ -272,11 +272,11 @@ def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
                     assert draft.location != "loaded", "what is there is asked for"
                 case UnloadModel(_, keep):
                     assert draft.location == "loaded"
-                    assert draft.leases == (effect_request.request,), "sent away although somebody needs it"
+                    assert draft.leases == (effect_request.request,), "sent away although a request needs it"
                     assert IDLE_LOCATION[world.settings.residency.draft] == ("parked" if keep else "released")
     if draft.location != before.models["draft"].location:
         (moved,) = before.lanes[MAIN].running
-        assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
+        assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved without an acknowledgement"
 
 
 @pytest.mark.parametrize(
@@ -304,4 +304,4 @@ def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
                 todo.append(reached)
     assert len(seen) > 100
     moved = {"loaded"} if after == "keep" or failures else set()
-    assert ends == {place} | moved, "only a failed parking leaves a draft behind that nobody keeps"
+    assert ends == {place} | moved, "only a failed parking leaves a draft that no request leases"

@@ -1,4 +1,6 @@
-"""Which rows of a found prefix are loaded and which are computed (`choose_rows_to_load`), and the times behind it."""
+"""Tests of which rows of a found prefix are loaded and which are computed (`choose_rows_to_load`), and of the times
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ LONG = Prompt(a_job(prompt=tuple(range(1000))), tuple(range(1000)))  # 999 rows
         (0, 400, (400, 800), 90, (400, 800)),
         (700, 100, (800,), 40, (800, 800)),
         (700, 100, (800,), 60, None),  # nothing is gained by a state that is only 100 rows away
-        (700, 0, (800,), 40, None),  # nor by as many rows beside it
+        (700, 0, (800,), 40, None),  # nor by as many rows together with it
         (700, 200, (800, 900), 60, (900, 900)),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a scope keeps of a sequence, and where checkpoints go."""
+"""Tests of what a scope keeps of a sequence, and of where checkpoints go."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_rows_behind_the_last_kept_state_need_no_forward_of_their_own() -> None:
         ),
         (stateful(Scope("fixed", 101)), []),
         (stateful(Scope("fixed", 100)), [96]),
-        (stateful(AUTO, boundaries=(1, 30, 90), shared_checkpoint_limit=90), []),  # nobody has come back yet
+        (stateful(AUTO, boundaries=(1, 30, 90), shared_checkpoint_limit=90), []),  # no request has come back yet
         (stateful(AUTO, boundaries=(1, 30, 90), shared=70), [28]),
         (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28, reused=28), []),
         (stateful(AUTO, shared=70), [68]),

@@ -37,7 +37,7 @@ def admitted(
     settings: Settings = PLAIN,
     job: Job | None = None,
 ) -> Admitted:
-    """How request 1 is admitted to this house."""
+    """Return how request 1 is admitted to these slots."""
     job = job or a_job(prompt=prompt)
     after, admission = slot_admission.admit_next(
         evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, DecisionContext(settings)
@@ -95,10 +95,10 @@ def test_the_last_prompt_token_is_always_computed(length: int, keep: int) -> Non
 
 
 def test_a_tail_of_one_grain_is_overwritten_and_a_longer_one_is_copied_away_from() -> None:
-    beside = Slot(OTHER, None, 9)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:4])), beside)) == slot_lease(0, 0, 8)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:7])), beside)) == slot_lease(0, 0, 8)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:8])), beside)) == slot_lease(1, 0, 8)
+    other = Slot(OTHER, None, 9)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:4])), other)) == slot_lease(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:7])), other)) == slot_lease(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:8])), other)) == slot_lease(1, 0, 8)
 
 
 def test_a_long_tail_is_overwritten_when_no_other_slot_is_free() -> None:
@@ -192,16 +192,12 @@ TURN = Slot(PROMPT, None, 1)  # of a conversation
         ((TURN, Slot(LEFT, None, 9, one_off=True)), slot_lease(1, 1, 0)),
         ((Slot(LEFT, None, 9, one_off=True), TURN), slot_lease(0, 0, 0)),
         ((TURN, Slot((), None, 9)), slot_lease(1, 1, 0)),
-        (
-            (TURN, Slot(OTHER, None, 9, one_off=True)),
-            slot_lease(1, 1, 4),
-        ),  # with a tail to lose, which nobody comes back to
+        # It overwrites a tail that no request will come back to.
+        ((TURN, Slot(OTHER, None, 9, one_off=True)), slot_lease(1, 1, 4)),
         ((TURN, Slot(LEFT, None, 9)), slot_lease(0, 0, 0)),  # two conversations: the older one
         ((TURN,), slot_lease(0, 0, 0)),
-        (
-            (Slot(OTHER[:8], None, 9), Slot(LEFT, None, 1, one_off=True)),
-            slot_lease(1, 0, 4),
-        ),  # beside what it begins with
+        # The other slot keeps what the prompt begins with.
+        ((Slot(OTHER[:8], None, 9), Slot(LEFT, None, 1, one_off=True)), slot_lease(1, 0, 4)),
     ],
 )
 def test_a_one_off_takes_what_keeps_no_conversation(house: tuple[Slot, ...], seated: Admitted) -> None:
@@ -226,7 +222,9 @@ def test_a_slot_knows_who_left_it() -> None:
 
 
 def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Settings = PLAIN) -> RequestId | None:
-    """Who is admitted next: ONE is a one-off, TWO a conversation's turn, THREE is being answered in slot 1."""
+    """Return the request that is admitted next. ONE is a one-off, TWO a turn of a conversation, THREE is being answered
+    in slot 1.
+    """
     answered: dict[RequestId, State] = {THREE: a(Speculating, answering(slot=SlotId(1)))}
     _, admission = slot_admission.admit_next(house, {**answered, **requests}, DecisionContext(settings))
     return None if admission is None else admission[0]
@@ -235,16 +233,16 @@ def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Setting
 def test_a_one_off_waits_for_another_rather_than_push_a_conversation_off_and_lets_others_pass() -> None:
     waits = waiting_for(TITLE)
     both = {**waits, TWO: a_waiting()}
-    beside = Slot(holder=THREE, one_off=True, is_brief=True)
-    assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits) is None
-    assert waiting_in(a_house(TURN, beside, waiting=(ONE, TWO)), both) == TWO
+    other = Slot(holder=THREE, one_off=True, is_brief=True)
+    assert waiting_in(a_house(TURN, other, waiting=(ONE,)), waits) is None
+    assert waiting_in(a_house(TURN, other, waiting=(ONE, TWO)), both) == TWO
     assert waiting_in(a_house(TURN, Slot(holder=THREE), waiting=(ONE,)), waits) == ONE  # nothing to wait for
     long = Slot(holder=THREE, one_off=True)
-    assert waiting_in(a_house(TURN, long, waiting=(ONE,)), waits) == ONE  # nobody knows how long that takes
-    assert waiting_in(a_house(Slot(), beside, waiting=(ONE,)), waits) == ONE
-    assert waiting_in(a_house(Slot(LEFT, one_off=True), beside, waiting=(ONE,)), waits) == ONE
+    assert waiting_in(a_house(TURN, long, waiting=(ONE,)), waits) == ONE  # its end cannot be foreseen
+    assert waiting_in(a_house(Slot(), other, waiting=(ONE,)), waits) == ONE
+    assert waiting_in(a_house(Slot(LEFT, one_off=True), other, waiting=(ONE,)), waits) == ONE
     full = evolve(PLAIN, max_queue=1)
-    assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits, full) == ONE  # nobody is refused for it
+    assert waiting_in(a_house(TURN, other, waiting=(ONE,)), waits, full) == ONE, "else the queue would refuse another"
 
 
 def test_those_who_pass_keep_the_order_of_the_queue() -> None:

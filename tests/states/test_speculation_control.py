@@ -27,7 +27,7 @@ UNKNOWN = Rates()
 
 
 def alone(plain: int, *wider: int) -> DecodeTimes:
-    """Of one request: a plain decode step, and those of 4, 8, 16 ... rows."""
+    """Return the step times of one request: of a plain decode step, and of those with 4, 8, 16 ... rows."""
     return (TimedStep(0, 1, 0, plain, 0), *(TimedStep(0, 1, 4 << step, ns, plain) for step, ns in enumerate(wider)))
 
 
@@ -180,7 +180,9 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
 @pytest.mark.parametrize("pace", [2, 3, 10])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_draft_that_is_never_right_is_not_free_because_the_machine_became_slower(pace: int, noisy: bool) -> None:
-    """In the middle of an answer, and then quick again, and so on: it loses no more than on one that stays as it is."""
+    """The machine becomes slower in the middle of an answer, then quick again, and so on. The request loses no more
+    than on a steady machine.
+    """
     lost, _, _ = one_answer(never, [1, pace, 1, pace], 256, noisy)
     assert lost <= UNKNOWN.account + REFILL * 1024
 
@@ -314,7 +316,9 @@ def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
 
 @pytest.mark.parametrize("held_up", [{0}, {4}, {4, 8, 16}, {0, 4, 8, 16}], ids=str)
 def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
-    """What was held up then seems to take twenty times as long. Steps with proposals pay here, and are taken."""
+    """The steps that were held up at the start seem to take twenty times as long. Steps with proposals pay here, and
+    are taken.
+    """
     true = {0: 1000, 4: 1200, 8: 1400, 16: 2000}
     rates = Rates(decode=alone(*(20 * ns if rows in held_up else ns for rows, ns in true.items())))
     own, proposing, paid = control.make_control(CHAIN, rates), 0, list[int]()
@@ -470,7 +474,7 @@ def test_rests_grow_while_tries_fail_and_shrink_while_steps_pay() -> None:
     assert rates.next_trial_gap == 1
     plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, steps_until_trial=2, account=INITIAL_ACCOUNT)
     assert control.record_step(resting, plain) == evolve(resting, steps_until_trial=1)
-    assert control.record_step(resting, Plan((0,))) == resting, "nobody wanted any"
+    assert control.record_step(resting, Plan((0,))) == resting, "no request wanted any"
 
 
 def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_step_did() -> None:
@@ -626,7 +630,7 @@ def test_nor_where_the_draft_knows_what_would_hurt_most(rates: Rates, length: in
 
 @pytest.mark.parametrize("rates", [FLAT, STEEP])
 def test_an_answer_is_not_later_for_what_the_one_before_it_has_lost(rates: Rates) -> None:
-    """As drafts are: right about most of one answer's code, and about nothing of the next one's."""
+    """The draft is like real ones: right about most of one answer's code, and about nothing of the next answer."""
     rng = random.Random(0)
 
     def good(proposed: int, _: int) -> int:
@@ -645,7 +649,7 @@ def test_an_answer_is_not_later_for_what_the_one_before_it_has_lost(rates: Rates
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("members", [1, 4])
 def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answers(rates: Rates, members: int) -> None:
-    costs, late = list[int](), 300 if rates.decode else 0  # where nothing is measured, nobody knows what is late
+    costs, late = list[int](), 300 if rates.decode else 0  # where nothing is measured, it is not known what is late
     for _ in range(30):
         cost, _, rates = decode(CHAIN, rates, *[(never, 64)] * members, late=late)
         costs.append(cost)
@@ -747,7 +751,7 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
         rates = control.record_speculation_outcome(CHAIN, rates, plan, step)
         found.append((plan.proposals[0], rates.account))
     assert found == list(zip(proposed, accounts, strict=True))
-    assert member.account == accounts[-1], "its own has what the server's has, as nobody else is there"
+    assert member.account == accounts[-1], "its own account is the server's, as no other request is there"
 
 
 @pytest.mark.parametrize(

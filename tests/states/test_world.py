@@ -107,8 +107,8 @@ NOT_KEPT = Selection("full", "no_store")
 def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> None:
     short = {"prompt": (1,), "max_tokens": 1}
     world, outs = after(SMALL, submitted(ONE, **short), submitted(TWO), (ONE, Decoded((7,))))
-    told = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
-    closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **told)
+    report = {"miss": "nothing_shared_on_device", "speculation": "no_draft"}
+    closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **report)
     closing = evolve(closing, compression=Compressed(1, "no_drafter"))
     assert outs == (
         EffectRequest(ONE, EmitTokens((7,))),
@@ -176,7 +176,7 @@ def test_who_decodes_joins_the_launch_that_goes_on_and_leaves_it_alone() -> None
     world, outs = advance(world, ForRequest(*submitted(RequestId(4))))
     assert outs[-1] == EffectRequest(TWO, StopLaunch()), "a prompt waits for the lane"
     world, outs = advance(world, ForRequest(THREE, Decoded((9,))))
-    assert outs == (EffectRequest(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
+    assert outs == (EffectRequest(THREE, EmitTokens((9,))),), "no request joins a launch that was asked to end"
 
 
 def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
@@ -250,32 +250,32 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
 
 def test_a_second_device_is_a_place_in_the_settings() -> None:
     """A prompt is scored on it while another one is computed on the target's; each lane has its own queue."""
-    beside = LaneId(1)
-    apart = evolve(PLAIN, scorer_max_tokens=1000, scorer_lane=beside)
+    two_lanes = LaneId(1)
+    apart = evolve(PLAIN, scorer_max_tokens=1000, scorer_lane=two_lanes)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("scorer")),), beside)
+    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("scorer")),), two_lanes)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="scorer")))
-    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), two_lanes),)
     assert [effect_request.request for effect_request in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
-    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), two_lanes),)
     world, _ = advance(world, ForRequest(TWO, GONE))
     world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
-    assert outs == (Launch((EffectRequest(TWO, UnloadModel("scorer", keep=False)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, UnloadModel("scorer", keep=False)),), two_lanes),)
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
-    assert world.lanes[beside].running == ()
+    assert world.lanes[two_lanes].running == ()
 
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
     """A decoding request runs unattended, and is stopped for the new one. Few rows need no lane of their own."""
-    beside = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
-    world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
+    two_lanes = evolve(PLAIN, prompt_lane_min_rows=8, chunk=16)
+    world, outs = after(two_lanes, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
     assert outs[-1] == Launch((EffectRequest(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
     (step,) = world.lanes[MAIN].running
     assert isinstance(step.effect, RunDecode)
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
-    assert [out for out in outs if isinstance(out, Launch)] == [], "nobody waits for the lane"
+    assert [out for out in outs if isinstance(out, Launch)] == [], "nothing waits for the lane"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
     check_world(world)
     assert EffectRequest(ONE, StopLaunch()) in outs
@@ -300,7 +300,7 @@ def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
 
 
 def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebody_joins_it() -> None:
-    """What comes meanwhile gets the next turn, and then both take turns of two chunks."""
+    """A second prompt gets the next turn, and then both take turns of two chunks."""
     world, outs = after(WAYS, submitted(ONE, prompt=tuple(range(100))))
     assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(0), 0, 64))]
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16, more=True)))
@@ -368,8 +368,8 @@ def test_chunks_as_narrow_as_decode_steps_are_never_several() -> None:
 
 def test_decode_steps_that_begin_beside_a_prefill_are_beside_it_as_those_it_began_beside() -> None:
     """And have ended before it does."""
-    company = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,) * 9)))
-    world, _ = after(WAYS, submitted(TWO), *company)
+    decode_events = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,) * 9)))
+    world, _ = after(WAYS, submitted(TWO), *decode_events)
     assert not world.lanes[MAIN].running
     world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
     assert world.rates.prefill == ()
@@ -378,21 +378,21 @@ def test_decode_steps_that_begin_beside_a_prefill_are_beside_it_as_those_it_bega
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_decode_steps_that_end_before_a_prefill_does_were_beside_it_all_the_same(when: str) -> None:
     ends = (ONE, Decoded((7,) * 9))
-    company = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)))
+    decode_events = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)))
     order = (submitted(TWO), ends) if when == "meanwhile" else (ends, submitted(TWO))
-    world, _ = after(WAYS, *company, *order)
+    world, _ = after(WAYS, *decode_events, *order)
     assert not world.lanes[MAIN].running
     world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
     assert world.rates.prefill == (() if when == "meanwhile" else (10_000,))
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside decode steps"])
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "together with decode steps"])
 def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(busy: bool) -> None:
-    beside, company = (
+    two_lanes, decode_events = (
         evolve(PLAIN, prompt_lane_min_rows=8, chunk=16),
         (submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1))),
     )
-    world, _ = after(beside, *(company if busy else ()), submitted(TWO))
+    world, _ = after(two_lanes, *(decode_events if busy else ()), submitted(TWO))
     world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
     assert world.rates.prefill == (() if busy else (10_000,))
 

@@ -1,4 +1,4 @@
-"""Tests of the report where a prompt diverges from the rows that slots keep. It is made once, at the end of a request."""
+"""Tests of the report where a prompt diverges from the rows that slots keep. A request reports it once, at its end."""
 
 from __future__ import annotations
 

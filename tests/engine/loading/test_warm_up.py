@@ -1,4 +1,4 @@
-"""Tests of the kernels that a start compiles before a request waits for them: those of the probe, and those that serve."""
+"""Tests of the kernels that a start compiles early: those of the probe, and those that serve."""
 
 from __future__ import annotations
 

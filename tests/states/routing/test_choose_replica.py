@@ -92,7 +92,7 @@ def test_a_queue_outweighs_a_prefix_when_it_is_long_enough(late_ns, chosen):
 
 @pytest.mark.parametrize(("open_requests", "chosen"), [(3, "a"), (4, "a"), (5, "b")])
 def test_a_replica_with_far_more_requests_than_the_average_gets_no_more(open_requests, chosen):
-    """Of four replicas with five requests, 1.25 * 6 / 4 requests each are allowed, rounded down, and four more."""
+    """With five requests on four replicas, one may have 1.25 * 6 / 4 requests, rounded down, and four more."""
     router = fleet(4, a={"device": 10})
     router.advance(RequestsCounted({"a": open_requests, "c": 5 - open_requests, "d": 0}))
     decision = router.advance(RequestArrived(ask(1), 0))
@@ -330,6 +330,6 @@ def test_prices_are_the_planners_times(prefill, start, length):
 
 def test_told_rates_are_within_an_eighth():
     rates = Rates(tuple(range(1, 5000, 7))[:60], {"host": 12345})
-    told = round_rates(rates)
-    pairs = [*zip(rates.prefill, told.prefill, strict=True), (rates.loads["host"], told.loads["host"])]
+    rounded = round_rates(rates)
+    pairs = [*zip(rates.prefill, rounded.prefill, strict=True), (rates.loads["host"], rounded.loads["host"])]
     assert all(abs(one - other) * 8 <= one for one, other in pairs)

@@ -23,7 +23,9 @@ HELD = st.dictionaries(st.sampled_from(TIERS), st.sets(st.sampled_from(KEYS)), m
 
 
 def claims(view: FleetView, name: str) -> dict[str, set[bytes]]:
-    """What the view says that a replica holds: by its own record, which must agree with the index."""
+    """Return the keys that the view has for a replica by tier: by the replica's own record, which must agree with the
+    index.
+    """
     replica = view.replicas[name]
     held = dict(zip(TIERS, replica.held, strict=True))
     indexed = {
