@@ -1,10 +1,11 @@
-"""What streams feel of somebody else's long prompt: time between tokens, over HTTP, before it and while it is read.
+"""Measures how a long prompt of one client disturbs the streams of others: the time between tokens over HTTP, before
+the prompt and while it is read.
 
     python -m benchmarks.beside_prefill [--streams 10] [--prompt 8192] [--model demo] [-- OPTIONS]
 
-Every stream generates until it is stopped; after some seconds a prompt that is new to the server is sent, and answered
-with one token. A gap lies between two messages of one stream that bring text, and belongs to the time it ends in. All
-the while somebody asks for /health, fifty times a second: what the HTTP loop takes to answer.
+Every stream generates until it is stopped. After some seconds a prompt that is new to the server is sent, and answered
+with one token. A gap lies between two messages of one stream that bring text, and counts for the time in which it ends.
+All the while another client asks for /health, fifty times a second, and this measures how soon the HTTP loop answers.
 
 Goals: p99 at most three times p50, of all gaps; p99 of /health at most 20 ms.
 """

@@ -118,10 +118,10 @@ def draw_panel(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
         weight = "bold" if bar.ours else "normal"
         text = format_value(bar.value)
         axes.text(bar.value + most * 0.025, row, text, va="center", color=colors["ink"], fontweight=weight)
-    told = f"{panel.subject}: {panel.unit}, {panel.better} is better"
+    subtitle = f"{panel.subject}: {panel.unit}, {panel.better} is better"
     heading = {"transform": axes.transAxes, "va": "bottom"}
     axes.text(LABELS, 1.19, panel.title, fontsize=13, fontweight="bold", color=colors["ink"], **heading)
-    axes.text(LABELS, 1.04, told, fontsize=10, color=colors["muted"], **heading)
+    axes.text(LABELS, 1.04, subtitle, fontsize=10, color=colors["muted"], **heading)
     axes.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars], color=colors["ink"])
     axes.set_ylim(2.6, -0.6)  # room for three bars, so that bars are as thick in every panel
     axes.set_xlim(0, most * 1.24)

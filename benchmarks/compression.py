@@ -1,4 +1,5 @@
-"""First token of a long prompt, compressed and plain, in turns on one server, and what scoring is of it.
+"""Measures the time to the first token of a long prompt, compressed and plain in turn on one server, and the part of it
+that scoring takes.
 
 python -m benchmarks.compression [--runs 3]                          the shipped demo and its drafter, 8,000 tokens
 python -m benchmarks.compression --shape 8b --tokens 32768,65536 --keep 0.05      random weights of an 8B model's
@@ -23,7 +24,7 @@ from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 from tests.e2e.server import Running, serving
 
-MARGIN = 256  # rows of a context beside the prompt's
+MARGIN = 256  # rows of a context in addition to the prompt's
 WARM = 9000  # tokens of a prompt that nothing is timed of
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default=str(demo.DRAFTER))
     parser.add_argument("--shape", choices=SHAPES, help="of a model with random weights, in the place of --model")
-    parser.add_argument("--drafter-shape", choices=SHAPES, default="0.6b", help="of the drafter beside it")
+    parser.add_argument("--drafter-shape", choices=SHAPES, default="0.6b", help="of the drafter with it")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and found again")
     parser.add_argument("--tokens", default="8000", help="of prompts")
     parser.add_argument("--keep", type=float, default=0.1)
@@ -84,7 +85,7 @@ def measured(words: Sequence[str], lengths: Sequence[int], how: argparse.Namespa
 
 
 def prompt(draw: random.Random, length: int) -> list[int]:
-    """Of tokens that nobody has sent before."""
+    """Return tokens that were not sent before."""
     return [draw.randrange(100, 4000) for _ in range(length)]
 
 
@@ -93,15 +94,15 @@ def first_token(server: Running, sent: Sequence[int], keep: float, mode: str) ->
     start, spent = time.perf_counter(), processor_s(server)
     response = server.complete(sent, prefix_cache={"scope": "off"}, **fields)
     took, spent = time.perf_counter() - start, processor_s(server) - spent
-    told = response.raise_for_status().json()["rekindle"]
-    compression = told["compression"] or {"kept_tokens": len(sent), "time_ms": 0.0}
+    answer = response.raise_for_status().json()["rekindle"]
+    compression = answer["compression"] or {"kept_tokens": len(sent), "time_ms": 0.0}
     return {
         "tokens": len(sent),
         "kept": compression["kept_tokens"],
         "seconds": round(took, 3),
         "processor_s": round(spent, 2),
         "scoring_ms": compression["time_ms"],
-        "stages_ms": told["stages_ms"],
+        "stages_ms": answer["stages_ms"],
     }
 
 

@@ -1,4 +1,5 @@
-"""What compression costs where nobody asks for it: bytes of the ledger, and what a request pays for being looked at.
+"""Measures what compression costs a request that does not ask for it: bytes of the ledger, and the time in which a
+request is examined.
 
 `python -m benchmarks.compression_off`; one server, with a drafter that is named and not used, and one without.
 """
@@ -48,7 +49,7 @@ def ledger(memory: Mapping[str, Any]) -> str:
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """Of one call, the median of rounds."""
+    """Return the microseconds of one call: the median of rounds."""
     took = list[float]()
     for _ in range(ROUNDS):
         start = time.perf_counter_ns()

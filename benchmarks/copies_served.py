@@ -1,4 +1,5 @@
-"""Copies of earlier text over HTTP: a server that copies (`--draft suffix`) beside one that does not, asked in turn.
+"""Measures copies of earlier text over HTTP: a server that copies (`--draft suffix`) and one that does not are asked in
+turn.
 
     python -m benchmarks.copies_served [--shape 8b] [--levels 1,16,64] [--rounds 6] [--record]
 
@@ -7,7 +8,7 @@ random weights, drawn at temperature 1. There are two kinds of it:
 
 * new: all tokens of the vocabulary are drawn, so no three tokens come twice.
 * chance: 16 tokens are drawn only. So three tokens that come twice are frequent, and what follows them is seldom right:
-  whoever copies loses by it. No real text is as bad.
+  copying loses time. No real text is as bad.
 
 A round asks each server once, and rounds begin with either in turn. The first one is dropped, because both servers
 learn in it. A figure is the median over rounds of the tokens a second with copies over those without.
@@ -98,8 +99,8 @@ async def ask_all(url: str, batches: Sequence[Sequence[Mapping[str, Any]]]) -> d
                     tasks.start_soon(ask, body)
         spent = time.perf_counter() - started
     tokens = sum(one["usage"]["completion_tokens"] for one in found)
-    told = [(one.get("rekindle") or {}).get("speculation") or {} for one in found]
-    counts = {name: sum(one.get(name, 0) for one in told) for name in ("proposed", "accepted")}
+    reports = [(one.get("rekindle") or {}).get("speculation") or {} for one in found]
+    counts = {name: sum(one.get(name, 0) for one in reports) for name in ("proposed", "accepted")}
     return {"tokens": tokens, "tok/s": tokens / spent, **counts}
 
 

@@ -1,4 +1,4 @@
-"""What copies of earlier text cost the host: searching and copying for all members of a decode step.
+"""Measures what copies of earlier text cost the host: searching and copying for all members of a decode step.
 
 `python -m benchmarks.copy_search [--members 1,32] [--rounds 40] [--record]`; no model and no device are involved.
 
@@ -88,9 +88,9 @@ def measure(counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
         asked = texts[:count]
         best = min((run_round(asked) for _ in range(rounds)), key=lambda one: one.search + one.copy)
         index = min(run_steps(asked, 1)[0].search for _ in range(rounds))
-        told = {"members": count, "prompt tokens": sum(map(len, asked)), "index us": index / 1e3}
+        sizes = {"members": count, "prompt tokens": sum(map(len, asked)), "index us": index / 1e3}
         spent = {"search us": best.search / 1e3, "copy us": best.copy / 1e3}
-        rows.append(told | spent | {"step us": (best.search + best.copy) / 1e3})
+        rows.append(sizes | spent | {"step us": (best.search + best.copy) / 1e3})
     return rows
 
 

@@ -113,7 +113,7 @@ def build(setting: Setting, count: int, layout: StepLayout | None) -> DenseShard
 
 
 def are_bits_equal(setting: Setting, shard: DenseShard) -> bool:
-    """Return whether rows have the same logits alone, beside others, and in a chunk."""
+    """Return whether rows have the same logits alone, together with other rows, and in a chunk."""
     tokens = drawn(setting, "all alike", 9)[: CHUNK + 16]
 
     def logits(bucket: int, *parts: tuple[int, int, int]) -> Tensor:

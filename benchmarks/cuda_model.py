@@ -2,11 +2,12 @@
 
     python -m benchmarks.cuda_model [--record] [--layers 36] [--chunk 1024] [--contexts 8192 32768]
 
-The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding: one real row
-at the smallest bucket, two graph replays and a greedy argmax a token, every token fetched by the host before the next
-(`decode`) or left on the device (`decode, queued`). The limit is the bytes of weights and keys and values that a token
-must read over the best bandwidth that a large read or copy reaches in this run. Prefill: whole chunks at the largest
-bucket against one `transformers` forward (sdpa, logits_to_keep=1), interleaved, medians.
+The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding has one real
+row at the smallest bucket, two graph replays and a greedy argmax for each token. The host fetches every token before
+the next step (`decode`), or the token stays on the device (`decode, queued`). The limit is the bytes of weights, keys
+and values that a token must read, over the best bandwidth that a large read or copy reaches in this run. Prefill
+compares whole chunks at the largest bucket with one `transformers` forward (sdpa, logits_to_keep=1), interleaved.
+Figures are medians.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def wide_steps(shard: DenseShard, context: int, buckets: tuple[int, ...]) -> dic
 
 
 def buckets_are_exact(shard: DenseShard, buckets: tuple[int, ...], start: int = 1000) -> bool:
-    """Whether the rows after `start` come out with the same bits at every bucket, keys and values included."""
+    """Return whether the rows after `start` have the same bits at every bucket, keys and values included."""
     tokens = torch.randint(0, VOCABULARY, (64,), device=DEVICE)
     first: tuple[torch.Tensor, ...] | None = None
     for bucket in buckets:

@@ -3,11 +3,11 @@
     python -m benchmarks.cuda_packed [--record] [--shape 8b|30b-a3b] [--layers 36] [--chunk 1024]
         [--formats q4_k awq fp8 q8_0]
 
-As `benchmarks.cuda_model` has it, of weights in bf16 first and then in each format: of Q4_K with a head in Q6_K, as
-files have it; of AWQ and FP8 with a head in bf16, as folders have it. A token's bytes are all weights but the
-embedding, with their scales, and keys and values; the limit is those over the best bandwidth of the run. `exact`: rows
-are the same bits at every bucket. Prefill: 8,192 tokens in chunks, the best of three. Of experts, a token's bytes are
-those of the experts that a row goes through.
+This measures what `benchmarks.cuda_model` does, first for weights in bf16 and then for each format. Q4_K has a head in
+Q6_K, as files have it. AWQ and FP8 have a head in bf16, as folders have it. A token reads all weights but the
+embedding, with their scales, and keys and values; of experts, only those that its row goes through. The limit is these
+bytes over the best bandwidth of the run. `exact` says whether rows have the same bits at every bucket. Prefill is the
+best of three runs of 8,192 tokens in chunks.
 """
 
 from __future__ import annotations

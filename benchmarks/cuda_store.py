@@ -1,13 +1,15 @@
-"""Prompts of an 8B-shaped model brought back from host memory and from a cold disk, against computing them again.
+"""Measures how prompts of an 8B-shaped model come back from host memory and from a cold disk, compared with computing
+them again.
 
     python -m benchmarks.cuda_store [--record] [--tokens 2048 8192 32768] [--runs 5] [--folder DIR]
         [--kv-dtype int8]
     python -m benchmarks.cuda_store --device cpu --tiny        the same on any machine, to see that it runs
 
-The model has random weights. In one run: how fast page-locked memory is copied and the files' bytes are read raw; what
-a restore reaches beside that; and, at each length, the prompt computed whole, restored whole, and as the planner wants
-it with the rates it has measured by then: `[0, m)` computed while `[m, n)` is loaded. Every mode ends with the same
-rows, bit for bit. Medians; host memory first, then the same entries from disk, out of the page cache each time.
+The model has random weights. One run measures how fast page-locked memory is copied, how fast the bytes of the files
+are read, and what a restore reaches of that. Then it takes each length three ways: the prompt is computed whole,
+restored whole, and split as the planner decides with the rates that it has measured by then (`[0, m)` is computed while
+`[m, n)` is loaded). All ways end with the same rows, bit for bit. Figures are medians. Host memory comes first, then
+the same entries from disk, each time out of the page cache.
 """
 
 from __future__ import annotations
@@ -101,14 +103,14 @@ class StoreBench:
         self.executor.open(RequestId(self.request), opening)
         self.moving.restorer.place_fence(RequestId(self.request), opening)
 
-    async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
+    async def compute(self, start: int, stop: int, *, concurrent: bool = False) -> None:
         """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
         while start < stop:
             end = min(stop, start // self.settings.chunk * self.settings.chunk + self.settings.chunk)
             outcome = await self.perform(RunPrefill(SLOT, start, end))
             assert isinstance(outcome, PrefillAdvanced), outcome
             if end - start == self.settings.chunk:
-                self.rates = rates.record_prefill(self.rates, start, end - start, outcome.ns, concurrent=beside)
+                self.rates = rates.record_prefill(self.rates, start, end - start, outcome.ns, concurrent=concurrent)
             start = end
 
     async def run(self, prompt: Tokens, tier: Tier, mode: str) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class StoreBench:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(restore)
-                await self.compute(0, load_start, beside=True)
+                await self.compute(0, load_start, concurrent=True)
         await self.compute(stop, len(prompt) - 1)
         seconds = time.perf_counter() - started
         for one in restored:

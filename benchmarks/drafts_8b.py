@@ -105,7 +105,7 @@ class ForcedCopies(TextProposer):
 
 @frozen(eq=False)
 class Proposing:
-    """What proposes in a launch: `width` tokens in each step, from a draft or copied from text; by default nothing."""
+    """The proposals of a launch: `width` tokens in each step, from a draft or copied from text; by default none."""
 
     width: int = 0
     draft: Proposer | None = None

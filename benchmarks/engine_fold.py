@@ -1,4 +1,5 @@
-"""What one decode event costs in the pure core: `advance`, in microseconds, with a fresh world and after many requests.
+"""Measures what one decode event costs in the pure core: `advance`, in microseconds, with a fresh world and after many
+requests.
 
 `python -m benchmarks.engine_fold [--finished 100000] [--steps 400] [--check]`; no model and no device are
 involved. `--check` exits with status 1 if a median is above the goal.

@@ -1,4 +1,5 @@
-"""What the engine costs a decode step beside the model: fold, event loop, hand-off to the lane and back, streams.
+"""Measures what the engine adds to the model's time in a decode step: fold, event loop, hand-off to the lane and back,
+streams.
 
 The shard here does nothing, so what is left of a decode step is the engine, its executor and sampling one argmax for
 each request. Requests decode as on a GPU (*overlapped*: the next step is launched before the last one is read), or as

@@ -1,6 +1,6 @@
-"""The promise, measured: the same tokens with and without speculation, cold and restored from each tier, batched, with
-a draft that stays or one that comes and goes, with copies of earlier text, as chains and as trees, beside requests that
-share a head and leave, and executed again from a trace.
+"""Measures the promise that the same request has the same tokens: with and without speculation, cold and restored from
+each tier, and batched; with a draft that stays or one that comes and goes; with copies of earlier text, as chains and
+as trees; together with requests that share a head and leave; and executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]
@@ -13,13 +13,14 @@ dflash, dflash2, dspark, gguf, eagle3. With `--gguf Q8_0` it is a GGUF file with
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 
-Prompts are code, tool calls, chat and retrieval in turn, half of them greedy and half sampled by a seed. Everything is
-compared with answers that are computed cold, alone and without a draft: their tokens, with `--logprobs` the
-log-probabilities of so many alternatives beside each of them, bit for bit, and with `--digests` all logits: `rows` of
-them were picked from, of which so many are `missing` elsewhere. What comes from disk was written by a process that was
-killed (`kill -9`). `followed` are prompt tokens that another request computed meanwhile, and --seed draws who shares
-which head, and who leaves (`benchmarks.exactness_followers`). --skip and --prompts choose a slice of all prompts, so a
-long campaign can run in parts.
+Prompts are code, tool calls, chat and retrieval in turn. Half of them are greedy, and half are sampled by a seed.
+Everything is compared with answers that are computed cold, alone and without a draft. Tokens are always compared. With
+`--logprobs` the log-probabilities of so many alternatives of each token are compared too, bit for bit, and with
+`--digests` all logits: a result then says how many `rows` were picked from, and how many of them are `missing`
+elsewhere. Rows from disk were written by a process that was killed (`kill -9`). `followed` counts prompt tokens that
+another request computed at the same time. --seed draws which requests share which head, and which of them leave
+(`benchmarks.exactness_followers`). --skip and --prompts choose a slice of all prompts, so a long campaign can run in
+parts.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ async def answer(running: Engine, job: Job) -> tuple[Tokens, int]:
 
 
 async def each_cold(target: LoadedModel, jobs: Sequence[Job]) -> list[Tokens]:
-    """Every job in a world of its own: nothing to continue from, nobody beside it."""
+    """Answer every job in a world of its own: it has no rows to continue from, and no other request is served."""
     answers = list[Tokens]()
     for job in jobs:
         async with run_engine(target.settings, target.executor) as running:
@@ -165,7 +166,7 @@ async def each_batched(target: LoadedModel, jobs: Sequence[Job], recorder: Recor
 async def together(
     target: LoadedModel, jobs: Sequence[Job], *, at_once: int = 4, recorder: Recorder | None = None, **settings: Any
 ) -> list[Answered]:
-    """In one world, so many at a time; with the target's store where there is one."""
+    """Answer the jobs in one world, so many at a time, with the target's store if it has one."""
     found = [Answered()] * len(jobs)
 
     async def one(number: int) -> None:
@@ -191,7 +192,7 @@ def compute_distinct_share(answers: Sequence[Answered]) -> float:
 
 @define(eq=False)
 class Comparison:
-    """Answers against the plain ones, and what the reports told."""
+    """Answers compared with the plain ones, and what the reports say."""
 
     target: LoadedModel
     jobs: list[Job]
@@ -245,7 +246,9 @@ class Comparison:
         return await together(self.target, self.jobs, at_once=self.target.settings.slots)
 
     async def trees(self) -> list[Answered]:
-        """As if the largest ones cost no more than a plain decode step, so that there is nothing else."""
+        """Answer with trees. The measured times say that the largest ones cost no more than a plain step, so all steps
+        have one.
+        """
         return await together(
             self.target,
             self.jobs,
@@ -254,11 +257,13 @@ class Comparison:
         )
 
     async def copies(self) -> list[Answered]:
-        """As if the longest chains of copies cost no more than a plain decode step."""
+        """Answer with copies. The measured times say that the longest chains cost no more than a plain step."""
         return await together(self.target, self.jobs, rates=Rates(decode=FREE[:1], copy_times=FREE[1:]), max_branch=0)
 
     async def branches(self) -> list[Answered]:
-        """As if trees of copies cost no more either, and branches were often right."""
+        """Answer with trees of copies. The measured times say that they cost no more either, and branches seem to be
+        right often.
+        """
         widths = list_copy_widths(self.target.settings)
         often = ClassGains(SERVER_MEMORY, tuple(UNIT * width // 2 for width in widths), 8 * UNIT)
         rates = Rates(decode=FREE[:1], copy_times=FREE[1:], branch_times=FREE[1:], copied=(often,) * len(MATCH_CLASSES))
@@ -275,7 +280,7 @@ class Comparison:
         return found
 
     async def scoped(self) -> list[Answered]:
-        """The draft is parked whenever nobody needs it."""
+        """Answer with a draft that is parked whenever no request needs it."""
         target = self.target
         assert target.draft is not None
         residency, _ = resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)
@@ -307,7 +312,7 @@ class Comparison:
         found, self.companions = await answer_among_companions(self.target, self.jobs, self.seed, answered)
         print(f"companions: {dict(self.companions)}", flush=True)
         followed = sum(one.report.followed_tokens for one in found if one.report is not None)
-        assert followed, "nobody followed, so nothing was compared"
+        assert followed, "no request followed another, so nothing was compared"
         return found
 
 
@@ -349,14 +354,14 @@ async def leave(options: Options, jobs: Sequence[Job]) -> None:
     assert target.transfer is not None
     disk = target.transfer.store.find_tier(DiskTier)
     assert disk is not None
-    while disk.queued_bytes:  # noqa: ASYNC110 - nobody else is told
+    while disk.queued_bytes:  # noqa: ASYNC110 - the disk announces no changes
         await anyio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @define
 class Measured:
-    """What came of all ways. facts: what else is recorded. differing: answers and rows of logits that were others."""
+    """The result of all ways. facts: what else is recorded. differing: how many answers and rows of logits differ."""
 
     rows: list[dict[str, Any]]
     facts: dict[str, Any]
@@ -364,7 +369,7 @@ class Measured:
 
 
 # What a process needs to know that leaves its rows behind.
-TOLD = (
+PASSED_ON = (
     *("model", "draft", "device", "threads", "dtype", "kv_dtype", "quantize", "cpu_experts", "slots"),
     *("prompts", "skip", "logprobs", "longest", "answer"),
 )
@@ -374,8 +379,8 @@ async def run_killed(given: argparse.Namespace, drawn: Sequence[Tokens], folder:
     """Answer the prompts in a process that is killed when all rows are in files below `folder`."""
     asked = folder.with_suffix(".json")
     asked.write_text(json.dumps(drawn))
-    told = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in TOLD]
-    words = [sys.executable, "-m", "benchmarks.exactness", *told, f"--asked={asked}", f"--leave={folder}"]
+    arguments = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in PASSED_ON]
+    words = [sys.executable, "-m", "benchmarks.exactness", *arguments, f"--asked={asked}", f"--leave={folder}"]
     ended = await anyio.run_process(words, check=False, stderr=None)
     assert ended.returncode == -signal.SIGKILL, ended.returncode
 

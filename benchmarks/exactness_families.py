@@ -80,7 +80,7 @@ def measure_case(case: FamilyCase, given: argparse.Namespace) -> Measured:
 
 
 def describe(found: Measured, given: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Return what is recorded of a case, beside its figure."""
+    """Return what is recorded of a case in addition to its figure."""
     rows = found.rows
     return {
         "commit": find_commit(),

@@ -75,7 +75,9 @@ class Companions:
 async def answer_among_companions(
     target: LoadedModel, jobs: Sequence[Job], seed: int, ask: Callable[[Engine, Job], Awaitable[Answer]]
 ) -> tuple[list[Answer], Counter[str]]:
-    """Answer all jobs, each beside its companions. Also counts the companions, and those that left."""
+    """Answer all jobs, each of them together with its companions. Return the answers, and counts of the companions and
+    of those that left.
+    """
     found = dict[int, Answer]()
     companions = Companions(random.Random(seed))
 

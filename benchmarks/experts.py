@@ -84,12 +84,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
-    told = parser.parse_args()
-    torch.set_num_threads(told.threads)
-    models = {name: tasks(made(config, getattr(torch, told.dtype))) for name, config in configs().items()}
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    models = {name: tasks(made(config, getattr(torch, given.dtype))) for name, config in configs().items()}
     counts, rows = {"decode, one": 20, "decode, four": 20, "prefill": 2}, {"decode, one": 1, "decode, four": SLOTS}
     found: dict[tuple[str, str], list[float]] = {}
-    for _ in range(told.rounds):
+    for _ in range(given.rounds):
         for task, count in counts.items():
             for name, runs in models.items():
                 found.setdefault((task, name), []).append(rows.get(task, ROWS) / timed(runs[task], count))
@@ -103,9 +103,9 @@ def main() -> None:
         }
         for task in counts
     ]
-    print_table(f"{EXPERTS.count} experts, {EXPERTS.chosen} of them active, in {told.dtype}", lines)
+    print_table(f"{EXPERTS.count} experts, {EXPERTS.chosen} of them active, in {given.dtype}", lines)
     figures = {f"{task}, {name}": values for (task, name), values in found.items()}
-    publish(told, "experts", {"dtype": told.dtype, "tokens_per_s": figures, "rows": lines}, device="cpu")
+    publish(given, "experts", {"dtype": given.dtype, "tokens_per_s": figures, "rows": lines}, device="cpu")
 
 
 if __name__ == "__main__":

@@ -101,15 +101,18 @@ def pack_weight(name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> tu
 
 def save_folders(name: str, folder: Path, drafts: str) -> tuple[Path, Path]:
     """Write the checkpoint and its draft as folders below `folder`, and return these."""
-    model_type, told = KNOWN[FAMILIES[name]]
+    model_type, published = KNOWN[FAMILIES[name]]
     own = {**OWN, "num_key_value_heads": 4} if name in COMPRESSED else OWN
-    settings = {**told, **{key: value for key, value in own.items() if key != "head_dim" or name not in COMPRESSED}}
-    settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if told.get(own)}
-    settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if told.get(own)}
-    settings |= {own: 64 for own in ("global_head_dim",) if told.get(own)}
+    settings = {
+        **published,
+        **{key: value for key, value in own.items() if key != "head_dim" or name not in COMPRESSED},
+    }
+    settings |= {own: value for own, value in {"sliding_window": WINDOW}.items() if published.get(own)}
+    settings |= {own: VOCABULARY for own in ("vocab_size_per_layer_input",) if published.get(own)}
+    settings |= {own: 64 for own in ("global_head_dim",) if published.get(own)}
     # Wide enough for `--quantize` to round every matrix of an expert.
-    settings |= {own: 128 for own in ("moe_intermediate_size",) if told.get(own)}
-    settings |= {"intermediate_size": 128} if told.get("num_local_experts") else {}
+    settings |= {own: 128 for own in ("moe_intermediate_size",) if published.get(own)}
+    settings |= {"intermediate_size": 128} if published.get("num_local_experts") else {}
     settings.setdefault("num_hidden_layers", 3)
     model = folder / name
     draft = folder / f"{name}-draft"

@@ -1,4 +1,4 @@
-"""The first request of a new process after `kill -9`: recomputed, restored, mixed, and as the planner wants it.
+"""Measures the first request of a new process after `kill -9`: recomputed, restored, mixed, and as the planner decides.
 
     python -m benchmarks.first_requests [--runs 3]                        the shipped demo: 2k and 8k tokens
     python -m benchmarks.first_requests --shape small                     random weights, 32k of context, for two cores
@@ -57,7 +57,7 @@ WRITERS = 3  # files written at once for each device
 
 
 def serve(mode: str, words: Sequence[str]) -> None:
-    """`rekindle serve`, with the planner told what to say."""
+    """Run `rekindle serve` with a planner that gives a fixed answer."""
     from engine.__main__ import main as rekindle  # noqa: PLC0415 - only this process needs them
     from states import policy  # noqa: PLC0415
     from states.settings import Settings  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""First token of a prompt that is new, over HTTP, beside what its forwards alone take on the same device.
+"""Measures the first token of a new prompt over HTTP, compared with what its forwards alone take on the same device.
 
     python -m benchmarks.first_token [--shape 8b] [--folder DIR] [--lengths 2048,8192,32000] [--runs 5]
 

@@ -95,7 +95,7 @@ class SharedFigures:
 
 @define
 class Outcome:
-    """What became of the requests in the fleet."""
+    """How the requests to the fleet ended."""
 
     answered: int = 0
     different: int = 0

@@ -58,8 +58,8 @@ def main() -> None:
     with ExitStack() as stack:
         servers = {name: stack.enter_context(serving(how.model, *options(name, how, stack))) for name in how.kinds}
         for run in range(how.runs):
-            told = conversation(servers, messages(how.log, how.turns), how, run)
-            for name, turns in told.items():
+            answers = conversation(servers, messages(how.log, how.turns), how, run)
+            for name, turns in answers.items():
                 rows.setdefault(name, []).append(turns)
     show(rows)
     publish(how, "freezing", {"turns": rows}, make_figures(rows))
@@ -77,7 +77,7 @@ def options(name: str, how: argparse.Namespace, stack: ExitStack) -> list[str]:
 
 
 def messages(log: Path, turns: int) -> list[dict[str, str]]:
-    """What was asked first, then in turns what the agent said and what it was shown."""
+    """Return the conversation of a log: the first question, then in turns what the agent said and what it was shown."""
     lines = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda line: line["timestamp"])
     found, before = list[dict[str, str]](), ""
     for line in lines[:turns]:
@@ -113,13 +113,13 @@ def asked(server: Running, sent: Sequence[Mapping[str, str]], answer: int) -> Tu
             ("served", "found", "computed", "scoring_ms", "prompt_ms", "wall_ms", "processor_ms"), 0.0
         ) | {"sent": -1}
     response.raise_for_status()
-    told: dict[str, Any] = response.json()
-    compression = told["rekindle"]["compression"] or {}
-    served = compression.get("kept_tokens") or told["usage"]["prompt_tokens"]
-    found = told["rekindle"]["restored_tokens"]
-    prefill = sum(ms for stage, ms in told["rekindle"]["stages_ms"].items() if stage != "Speculating")
+    answer: dict[str, Any] = response.json()
+    compression = answer["rekindle"]["compression"] or {}
+    served = compression.get("kept_tokens") or answer["usage"]["prompt_tokens"]
+    found = answer["rekindle"]["restored_tokens"]
+    prefill = sum(ms for stage, ms in answer["rekindle"]["stages_ms"].items() if stage != "Speculating")
     return {
-        "sent": told["usage"]["prompt_tokens"],
+        "sent": answer["usage"]["prompt_tokens"],
         "served": served,
         "found": found,
         "computed": served - found,
@@ -131,7 +131,9 @@ def asked(server: Running, sent: Sequence[Mapping[str, str]], answer: int) -> Tu
 
 
 def processor_s(server: Running) -> float:
-    """What its process has taken so far, which is hardly more where others crowd the machine."""
+    """Return the seconds of processor time that the server's process has taken so far. Other programs change them
+    little.
+    """
     fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

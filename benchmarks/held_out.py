@@ -1,5 +1,5 @@
-"""What packed weights and coded rows cost: the loss on code that the demo was not trained on, beside that of both as
-they were.
+"""Measures the loss that packed weights and coded rows cost, on code that the demo was not trained on, compared with
+unpacked weights and plain rows.
 
 `python -m benchmarks.held_out demo demo:int8 demo@int8 demo@fp8 FILE.gguf FOLDER [--tokens 16384] [--run 1024]`. The
 first is what the others are compared with; `:int8` and `:int4` are `--quantize`, what follows `@` is `--kv-dtype`. All
@@ -45,7 +45,7 @@ class PackedLoss:
         return float(self.losses.mean())
 
     def off(self, other: PackedLoss) -> tuple[float, float]:
-        """What the log-probability of a token differs by: on average, and of one in a thousand at least."""
+        """Return how far the log-probability of a token is off: on average, and for the worst token of a thousand."""
         apart = (self.losses - other.losses).abs()
         return float(apart.mean()), float(apart.quantile(0.999))
 
@@ -91,11 +91,11 @@ def main() -> None:
     for name in given.weights:
         one = measured(name, runs, given.run)
         first = one if first is None else first
-        told = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
-        told |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
-        told |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
-        raw.append({"weights": name, **told})
-        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in told.items()}})
+        values = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
+        values |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
+        values |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
+        raw.append({"weights": name, **values})
+        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in values.items()}})
     print_table(f"Loss on {len(runs)} held-out files, the first {given.run:,} tokens of each", rows)
     what = f"loss above {slug(Path(given.weights[0]).name)}"
     figures = [Figure("packed", what, Path(row["weights"]).stem, "%", row["more, %"]) for row in raw[1:]]

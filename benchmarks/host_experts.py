@@ -92,7 +92,7 @@ def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:
 
 
 class Runs:
-    """What is asked of a shard, wherever it is."""
+    """The work that a shard is asked for, wherever its experts are."""
 
     def __init__(self, setting: Setting, shard: DenseShard) -> None:
         self.setting, self.shard, self.at = setting, shard, 0
@@ -116,7 +116,7 @@ class Runs:
         return time.perf_counter() - start
 
     def digest(self) -> str:
-        """Of the logits of some rows, each of its own step behind a chunk."""
+        """Return a digest of the logits of some rows, each computed by a step of its own behind a chunk."""
         tokens, chunk, found = drawn(self.setting, "all alike", 9), self.setting.chunk, hashlib.blake2b(digest_size=8)
         self.prefill(tokens)
         for at in range(4):
@@ -246,28 +246,28 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=8, help="of 32 steps or more, that the policy learns from")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--cpu-layers", type=int, default=6, help="0: nothing on the CPU")
-    parser.add_argument("--parts", type=lambda told: told.split(","), default=("host", "device"))
+    parser.add_argument("--parts", type=lambda given: given.split(","), default=("host", "device"))
     parser.add_argument("--draws", type=int, default=len(TOKENS), help="1: tokens all alike only")
-    told = parser.parse_args()
-    dtype = torch.float32 if told.device == "cpu" else torch.bfloat16
-    setting = Setting(SHAPES[told.shape], torch.device(told.device), dtype, told.chunk, told.steps)
+    given = parser.parse_args()
+    dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
+    setting = Setting(SHAPES[given.shape], torch.device(given.device), dtype, given.chunk, given.steps)
     found = dict[str, Any]()
     with torch.inference_mode():
         said = ""
-        if "host" in told.parts:
-            said = host(setting, told.gib, told.reports, TOKENS[: told.draws], found)
-        if "device" in told.parts:
-            device(setting, said, TOKENS[: told.draws], found)
-        if told.cpu_layers:
-            processor(setting, told.cpu_layers, found)
+        if "host" in given.parts:
+            said = host(setting, given.gib, given.reports, TOKENS[: given.draws], found)
+        if "device" in given.parts:
+            device(setting, said, TOKENS[: given.draws], found)
+        if given.cpu_layers:
+            processor(setting, given.cpu_layers, found)
     lines = [line(name, figures) for name, figures in found.items() if "decode" in figures]
-    print_table(f"{told.shape}: {told.gib} GiB of {told.device}, chunks of {told.chunk} rows", lines)
+    print_table(f"{given.shape}: {given.gib} GiB of {given.device}, chunks of {given.chunk} rows", lines)
     publish(
-        told,
+        given,
         "host_experts",
-        {"shape": told.shape, "gib": told.gib, "found": found},
-        make_figures(lines, told.shape),
-        told.device,
+        {"shape": given.shape, "gib": given.gib, "found": found},
+        make_figures(lines, given.shape),
+        given.device,
     )
 
 

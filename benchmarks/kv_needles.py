@@ -1,5 +1,5 @@
-"""What rows in 8 bits and fewer find in long texts: numbers hidden in them, beside the same texts with rows as they
-are computed.
+"""Measures what a model finds in long texts when its rows have 8 bits or fewer: numbers are hidden in the texts, and
+the same texts are asked with full rows.
 
 `python -m benchmarks.kv_needles [--kv-dtypes auto,int8,fp8] [--lengths 8192,16384] [--questions 8] [--model demo]`.
 Each text of random words has one number, the first at its beginning, the last at its end; all forms are asked the same.

@@ -1,4 +1,5 @@
-"""Agents' sessions with a head in common on a GPU of 24 GB: rows in a pool of pages, beside whole slots, 8B shape.
+"""Measures agents' sessions with a common head on a GPU of 24 GB: rows in a pool of pages compared with whole slots, 8B
+shape.
 
 The engine and its lane over random weights, without HTTP. Each way serves the same sessions, all sent at once, from
 the memory that a GPU of that size leaves; answers have to be the same, token by token.
@@ -39,7 +40,7 @@ BUCKETS = (4, 8, 16, 32, 64, 1024)
 
 @define
 class HeardSession:
-    """Of one session: when its first token came, when the last, and all of them."""
+    """The answer of one session: the times of its first and its last token, and all tokens."""
 
     first_s: float = 0.0
     last_s: float = 0.0

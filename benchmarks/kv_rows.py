@@ -1,5 +1,5 @@
-"""Keys and values in bfloat16, int8 and fp8 beside each other: bytes, prefill, decoding behind long contexts, and
-whether rows of any step are those of a chunk.
+"""Compares keys and values in bfloat16, int8 and fp8: bytes, prefill, decoding behind long contexts, and whether rows
+of any step are those of a chunk.
 
     python -m benchmarks.kv_rows [--shape 8b|demo] [--device cuda] [--layers 36] [--contexts 2048 32768] [--record]
 
@@ -41,7 +41,7 @@ VERIFIED = 16
 
 @frozen
 class RowsMeasured:
-    """Of one form: what was measured behind each context, in milliseconds, and the logits behind the last one."""
+    """The figures of one form: milliseconds behind each context, and the logits behind the last one."""
 
     rows: dict[str, Any]
     logits: torch.Tensor
@@ -70,7 +70,7 @@ def prefilled(shard: DenseShard, tokens: torch.Tensor, start: int) -> None:
 
 
 def differing(shard: DenseShard, tokens: torch.Tensor) -> int:
-    """Of the last 64 rows, computed again in other pieces: how many have other keys, values or logits."""
+    """Return how many of the last 64 rows have other keys, values or logits when they are computed in other pieces."""
     stop, found = len(tokens), list[torch.Tensor]()
     for bucket, count in ((64, 64), (4, 1), (4, 3), (16, 16), (64, 41)):
         logits = list[torch.Tensor]()

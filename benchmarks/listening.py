@@ -1,4 +1,4 @@
-"""What a model said in full: every number of the logits that tokens were picked from, as digests."""
+"""Records everything that a model said: every number of the logits that tokens were picked from, as digests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Listening:
             assert self.last is not None
             heard, found = self.last
             first = 0
-            # Behind those that tokens were picked from there may be a prompt's rows, of which nobody asked for any.
+            # Behind the rows that tokens were picked from there may be rows of a prompt. Their logits are not needed.
             for part, keep in zip(heard.parts, staying, strict=False):
                 for at, row in enumerate(range(keep) if isinstance(keep, int) else keep):
                     self.rows.append((part[0].start + at, digest(found[first + row])))
@@ -61,7 +61,7 @@ class Listening:
 
 @define(eq=False)
 class HeardRounds(NativeDecodeStep):
-    """Steps in one call, whose logits nobody is asked for. rows: as `Listening` has them."""
+    """Decode steps in one call, whose logits are recorded as well. rows: as in `Listening`."""
 
     rows: list[tuple[int, str]]
     _heard: FusedStep | None = field(init=False, default=None)

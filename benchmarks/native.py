@@ -79,7 +79,7 @@ def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dt
 
 
 def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:
-    """In turn. Ratios are the first one's time over those of the others."""
+    """Measure the steps of all shards in turn. Ratios are the first one's time over those of the others."""
     first, *others = shards
     vocab = min(shard.config.vocab_size for shard, _ in shards.values())
     tokens = torch.randint(5, vocab, (CONTEXT,), generator=torch.Generator().manual_seed(1))

@@ -1,14 +1,13 @@
-"""A draft must not make anything slower, measured: with it and without, in turn, in one process.
+"""Measures that a draft makes nothing slower: with it and without, in turn, in one process.
 
     python -m benchmarks.never_slower [--parts streams,pairs] [--streams 1,4,16] [--device cpu] [--record]
 
-streams: so many clients at once, each with its own prompts, prompts' computation included; the draft as it is, and one
-that is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair may lose more
-than 2 %; each is given several times in turn, in every order, and the shortest are compared, since single ones differ
-by more than that, and whoever else is at the machine only adds to them; a second target without a draft says what of it
-is the machine's noise all the same. All compare a
-target that has no draft at all with another one, side by side; each is a server's life long, so what is learnt stays.
-Wall time and processor time: on a machine with other work the second says more.
+streams: so many clients at once, each with its own prompts, whose computation counts. The draft is used as it is, and
+once more so that it is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair
+may lose more than 2 %. Each answer is given several times in turn, in every order, and the shortest times are compared.
+Single ones differ by more than 2 %, and other work on the machine only adds to them. A second target without a draft
+shows how much of the difference is noise of the machine. Every target lives as long as a server would, so what it
+learns stays. Wall time and processor time are given: on a machine with other work the second says more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A shard that computes nothing, for benchmarks of everything beside the model."""
+"""A shard that computes nothing, for benchmarks of everything except the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a model in packed forms beside itself in bfloat16, in one process, in turn.
+"""Compares steps of a model in packed forms with its steps in bfloat16, in one process, in turn.
 
     python -m benchmarks.packed_steps FILE.gguf ... [--model adapters/demo] [--steps 25]
 

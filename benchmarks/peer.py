@@ -1,4 +1,4 @@
-"""A model over HTTP beside llama.cpp's server, beside vLLM, and beside ourselves at another checkout, in turn.
+"""Compares a model over HTTP with llama.cpp's server, with vLLM, and with ourselves at another checkout, in turn.
 
     python -m benchmarks.peer [--llama LLAMA-SERVER] [--before CHECKOUT] [--rounds 2] [--levels 1,4,16]
     python -m benchmarks.peer --file MODEL.gguf [--shape 8b] --llama LLAMA-SERVER --levels 1,4
@@ -128,7 +128,7 @@ MEASURES = {"streams": measure_streams, "cold": measure_cold, "agents": measure_
 
 
 def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
-    """As `packed` has it, sooner: many gigabytes of it."""
+    """Pack a tensor as `packed` does, but faster, because there are many gigabytes of them."""
     if data.ndim == 1:
         return packed(name, data, kind)
     return torch.from_numpy(data).bfloat16().view(torch.uint8).numpy(), Kind.BF16

@@ -1,4 +1,4 @@
-"""What a chunk of a prompt consists of on a GPU: each kernel's time, what it computes a second, and its bits.
+"""Measures the parts of a prompt's chunk on a GPU: each kernel's time, what it computes in a second, and its bits.
 
     python -m benchmarks.prefill_kernels [--record] [--rows 1024]
 

@@ -26,8 +26,8 @@ from benchmarks.tables import median, print_table
 DRAFTLESS = ("--draft", "none")  # a draft reads the prompt, too; one token needs none
 
 
-def told(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the server says of where a prompt's rows came from."""
+def reported(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what the server says about the source of a prompt's rows."""
     return {"usage": answer["usage"], "rekindle": answer["rekindle"]}
 
 
@@ -43,7 +43,7 @@ def one_round(client: httpx.Client, draw: random.Random, tokens: int, more: int)
     ask(client, some(tokens // 2))
     wait_until_written(client, entries)
     restored, host = ask(client, [*prompt, *some(more)])
-    answers = {"cold": told(first), "slot": told(again), "host": told(restored)}
+    answers = {"cold": reported(first), "slot": reported(again), "host": reported(restored)}
     return {"cold": cold, "slot": slot, "host": host, "answers": answers}
 
 

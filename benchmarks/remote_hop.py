@@ -1,4 +1,4 @@
-"""What a hop to a shard in another process costs a decode step: question and answer, less the computing there.
+"""Measures what a hop to a shard in another process costs a decode step: question and answer, less the computing there.
 
 `python -m benchmarks.remote_hop [--model demo] [--steps 400]`; goal on two cores: at most 0.5 ms at the median.
 """

@@ -136,7 +136,7 @@ def describe_missed(rows: Sequence[TableRow]) -> Iterator[str]:
 
 
 def format_shortfall(figure: Figure) -> str:
-    """By how much a figure misses its goal: a share of the bound, or a factor where it is more than twice as bad."""
+    """Return how far a figure misses its goal: a share of the bound, or a factor where it is more than twice as bad."""
     value, goal = figure.compared, figure.goal
     assert value is not None
     assert goal is not None

@@ -104,7 +104,9 @@ def ask(client: httpx.Client, prompt: Sequence[int], digests: Path) -> dict[str,
 
 
 def loading_ms(client: httpx.Client) -> float:
-    """What all restores so far took by the store's own account: a part of the time spent in Restoring."""
+    """Return the milliseconds of all restores so far, by the store's own account. They are a part of the time in
+    Restoring.
+    """
     restores: dict[str, dict[str, float]] = client.get("/props").json()["full_cache"]["restores"]
     return 1e3 * sum(one["seconds"] for one in restores.values())
 

@@ -43,7 +43,7 @@ LEAST_NOISE = 0.03  # of a time: three runs may agree by chance
 
 @frozen
 class Variant:
-    """What is forced on a server. None: as it is.
+    """The numbers that are forced on a server. None: as it decides itself.
 
     share: of the restorable rows that are computed. readers: runs that are read at once. run_factor: how many times as
     long the files are.
@@ -218,7 +218,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--runs", type=int, default=3, help="of each variant")
     parser.add_argument("--step", type=float, default=0.1, help="share of the rows between two forced splits")
-    parser.add_argument("--readers", default="2,4,16", help="beside those that it has")
+    parser.add_argument("--readers", default="2,4,16", help="in addition to its own number")
     parser.add_argument("--run-factors", default="2", help="of the length of runs")
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
     given = parser.parse_args()

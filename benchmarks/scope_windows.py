@@ -1,4 +1,5 @@
-"""How many recent prompts scope `auto` should look at: windows 2, 8 and 30 on four shapes of traffic, as Markdown.
+"""Measures how many recent prompts scope `auto` should compare with: 2, 8 and 30 on four shapes of traffic, as
+Markdown.
 
 `python -m benchmarks.scope_windows`. The real machine, policy, recent prompts and index on a virtual clock; the server
 is restarted after every request, so only what was kept on disk is found. A hit is a request whose whole selected prefix

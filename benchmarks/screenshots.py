@@ -1,4 +1,4 @@
-"""The pictures of docs/PAGE.md: the demo, started a second time, with agents' requests beside a conversation.
+"""Takes the pictures of docs/PAGE.md: the demo, started a second time, with a conversation and requests of agents.
 
     python -m benchmarks.screenshots --into docs/images
 
@@ -34,7 +34,7 @@ def agent(running: Running, day: str, task: int) -> None:
     running.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 120, "temperature": 0})
 
 
-def beside(running: Running, days: list[str]) -> list[threading.Thread]:
+def start_agents(running: Running, days: list[str]) -> list[threading.Thread]:
     """Agents at work."""
     threads = [threading.Thread(target=agent, args=(running, day, task)) for task, day in enumerate(days)]
     for thread in threads:
@@ -43,7 +43,7 @@ def beside(running: Running, days: list[str]) -> list[threading.Thread]:
 
 
 async def save(page: Page, path: Path) -> None:
-    """In 256 colours, which the page has fewer of, apart from the edges of letters."""
+    """Save a picture in 256 colours. The page has fewer, apart from the edges of letters."""
     picture = Image.open(io.BytesIO(await page.picture())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     packed = io.BytesIO()
     picture.save(packed, "png", optimize=True)
@@ -70,7 +70,7 @@ async def pictures(running: Running, program: str, folder: Path, into: Path) -> 
         await page.click("#turns li:last-child .why summary, #turns li:nth-last-child(3) .why summary")
         for scheme in ("light", "dark"):
             await likes(page, scheme)
-            agents = beside(running, ["Monday", "Monday", "Tuesday", "Monday", "Friday", "Monday"])
+            agents = start_agents(running, ["Monday", "Monday", "Tuesday", "Monday", "Friday", "Monday"])
             await page.until(BUSY)
             await save(page, into / f"page-{scheme}.png")
             for each in agents:

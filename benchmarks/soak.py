@@ -109,7 +109,7 @@ class Soak:
 
 
 def sample(pid: int, folder: Path, started: float) -> dict[str, float]:
-    """What the process has, as the kernel tells it. MiB, counts."""
+    """Return what the process has, as the kernel reports it: MiB and counts."""
     process = Path("/proc") / str(pid)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE))
     status = dict(re.findall(r"^(\w+):\s+(\d+)", (process / "status").read_text(), re.MULTILINE))
@@ -159,7 +159,7 @@ def plot(path: Path, samples: Sequence[dict[str, float]]) -> None:
 
 
 def checked(trace: Path) -> list[dict[str, Any]]:
-    """What replay says of the trace, with and without the model."""
+    """Return what replay says about the trace, with and without the model."""
     found = []
     for more in ((), ("--execute",)):
         words = [sys.executable, "-m", "engine", "replay", str(trace), *more]

@@ -1,4 +1,4 @@
-"""Speculation, measured: how much sooner answers come, what the draft is right about, what trees and steps cost, and
+"""Measures speculation: how much sooner answers come, what the draft is right about, what trees and steps cost, and
 where the draft's weights are.
 
     python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--record]
@@ -61,7 +61,7 @@ TREE = 22
 
 @define
 class TimedAnswer:
-    """What an answer took. seconds: of decoding alone."""
+    """The time of an answer. seconds: of decoding alone."""
 
     tokens: Tokens = ()
     seconds: float = 0.0
@@ -206,7 +206,7 @@ def forced(target: LoadedModel, job: Job, width: int) -> list[Decoded]:
 
 @define(eq=False)
 class WatchedProposer(Proposer):
-    """What is proposed, and after which tokens."""
+    """A proposer that records what it proposes, and after which tokens."""
 
     proposer: Proposer
     seen: dict[tuple[Tokens, int], Tokens]

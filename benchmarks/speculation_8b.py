@@ -230,10 +230,10 @@ def steps(pair: Pair) -> list[dict[str, Any]]:
 
 
 def in_turn(pair: Pair, base: float, plain: Tokens) -> list[dict[str, Any]]:
-    """As many decode steps of every acceptance, in several short runs, in turn and in either order.
+    """Measure the same number of decode steps of every acceptance, in several short runs, in turn and in either order.
 
-    All of them launch the same graphs but for the bucket at which the draft follows, so what still differs between them
-    is what it really costs; what differs between a run and a longer one of the same is the machine.
+    All of them launch the same graphs but for the bucket at which the draft follows. So what differs between them is
+    that cost, and what differs between runs of the same acceptance is the machine.
     """
     done: dict[int, list[Decoded]] = {accepted: [] for accepted in ACCEPTED}
     tokens: dict[int, Tokens] = {}
@@ -271,7 +271,7 @@ def row(
 
 
 def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
-    """What a decode step of a whole block is made of."""
+    """Measure the parts of a decode step of a whole block."""
     tokens = torch.zeros(BLOCK, dtype=torch.int64)
     step = Step((Segment(0, CONTEXT, BLOCK),), BLOCK)
 
@@ -300,8 +300,14 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             spent.append((time.perf_counter() - start) * 1e3)
         ms = median(spent[4:])
-        told = {"what": name, "tokens a decode step": 0.0, "ms a decode step": ms, "x plain": ms / base, "differing": 0}
-        rows.append(told | NOT_TOLD)
+        reported = {
+            "what": name,
+            "tokens a decode step": 0.0,
+            "ms a decode step": ms,
+            "x plain": ms / base,
+            "differing": 0,
+        }
+        rows.append(reported | NOT_TOLD)
     return rows
 
 
@@ -336,7 +342,7 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
 
 
 async def held(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
-    """In MB: what the ledger says, and what CUDA has given out."""
+    """Return in MB what the ledger says, and what CUDA has allocated."""
     draft, target = pair.draft.memory(), pair.shard.memory()
     allocated = await pair.lane.run(torch.cuda.memory_allocated)
     figures = {

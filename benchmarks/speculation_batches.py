@@ -42,12 +42,12 @@ from states.settings import Settings
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 1024)
 CONTEXT = 1000
-NAMED = 8  # tokens that a prompt is told from others by
+NAMED = 8  # tokens by which prompts are distinguished
 
 
 @define(eq=False)
 class ForcedEach(Forced):
-    """As many streams as there are; known: what each will say, by how its prompt begins."""
+    """A proposer for many streams. each: what each stream will say, by the first tokens of its prompt."""
 
     each: Mapping[Tokens, Tokens] = {}
 

@@ -1,4 +1,5 @@
-"""What a draft gives over a server's life, over HTTP: answers one after the other, each plainly and with the draft.
+"""Measures what a draft gains over a server's life, over HTTP: answers one after the other, each plainly and with the
+draft.
 
     python -m benchmarks.speculation_served [--subjects code] [--prompts 24] [--temperature 0.8] [--before CHECKOUT]
         [--rounds 2] [--record] [-- OPTIONS OF serve]

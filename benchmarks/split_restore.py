@@ -1,11 +1,11 @@
-"""What restoring a prompt takes whose layers are in several shards, beside a single device: from disk after a restart,
-or from host memory.
+"""Measures how long the restore of a prompt takes if its layers are in several shards, compared with a single device:
+from disk after a restart, or from host memory.
 
-`python -m benchmarks.split_restore [--model demo] [--tier disk] [--tokens 6000] [--times 7] [--http]`; goal on two
-cores: at most 1.2 times the single one's. A restore may be told of before all of its rows are where they go: so the
-time until everybody has said that they are there is measured as well, and the first decode step behind it, which needs
-them, with others, by which the first one's own time is known. `--http`: until a client has the first token of the
-prompt, another one in between.
+`python -m benchmarks.split_restore [--model demo] [--tier disk] [--tokens 6000] [--times 7] [--http]`. The goal on two
+cores is at most 1.2 times the single device's time. A restore may report its end before all of its rows are where they
+go. So two more times are measured: until every shard has said that its rows are there, and until the first decode step
+behind the restore is done, which needs them. Later steps show what such a step takes by itself. `--http` measures until
+a client has the first token of the prompt, with another prompt in between.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from engine.settings.options import build_options
 
 PLANS = ("cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0", "ipc+cpu:0,ipc+cpu:0")
 FIGURES = {
-    "told_ms": "a restore, as it says itself",
+    "reported_ms": "a restore, as it says itself",
     "there_ms": "until every shard elsewhere has said that it has the rows",
     "used_ms": "a restore and the first decode step behind it",
     "step_ms": "a decode step",
@@ -61,12 +61,14 @@ HOST_MIB = 256
 
 @frozen
 class RestoreTook:
-    """told_ms: as a restore says itself. there_ms: of another one, until whoever has a part of it has said so. used_ms:
-    until the first decode step behind it is done. step_ms: of those after it, at the median. processor_ms: of all
-    processes that take part.
+    """The times of a restore, in milliseconds.
+
+    reported_ms: as the restore itself reports. there_ms: of another restore, until every shard with a part of it has
+    reported. used_ms: until the first decode step behind it is done. step_ms: of the steps after it, at the median.
+    processor_ms: of all processes that take part.
     """
 
-    told_ms: float
+    reported_ms: float
     there_ms: float
     used_ms: float
     step_ms: float
@@ -74,7 +76,7 @@ class RestoreTook:
 
     @property
     def usable_ms(self) -> float:
-        """Until rows are there for whoever needs them."""
+        """Return the milliseconds until rows can be used wherever they are needed."""
         return self.used_ms - self.step_ms
 
 
@@ -113,13 +115,13 @@ async def restored(target: LoadedModel, request: RequestId, prompt: Tokens, stop
     _, began = await brought(target, request, prompt, stop, tier)
     await target.transfer.restorer.lane.run(partial(acknowledged, target))
     there = 1e3 * (time.perf_counter() - began)
-    told, began = await brought(target, request, prompt, stop, tier)
+    reported, began = await brought(target, request, prompt, stop, tier)
     token, clock = prompt[-1], list[float]()
     for position in range(stop, stop + STEPS):
         token = await stepped(target, request, position, token)
         clock.append(1e3 * (time.perf_counter() - began))
     step = median(after - before for before, after in pairwise(clock))
-    return RestoreTook(told, there, clock[0], step, 1e3 * (spent(target) - processor))
+    return RestoreTook(reported, there, clock[0], step, 1e3 * (spent(target) - processor))
 
 
 async def brought(target: LoadedModel, request: RequestId, prompt: Tokens, stop: int, tier: str) -> tuple[float, float]:
@@ -139,7 +141,7 @@ async def brought(target: LoadedModel, request: RequestId, prompt: Tokens, stop:
 
 
 def acknowledged(target: LoadedModel) -> None:
-    """On the lane: what shards elsewhere were told to put is there."""
+    """Wait on the lane until the other shards have acknowledged all rows that were sent to them."""
     for part in target.shard.parts:
         if isinstance(part, RemoteShard):
             part.peer.read_posted_answers()
@@ -175,7 +177,7 @@ async def measured(model: str, prompt: Tokens, times: int, tier: str) -> dict[st
         for number in range(times + 1):
             for devices, (target, stop) in zip(PLANS, targets, strict=True):
                 took = await restored(target, RequestId(2 + number), prompt, stop, tier)
-                if number:  # nobody measures the first one
+                if number:  # the first one is not measured
                     found[devices].append(took)
         for target, _ in targets:
             await target.close()
@@ -208,13 +210,13 @@ def first_tokens(model: str, prompt: Tokens, times: int, tier: str) -> dict[str,
                 asked(client, prompt[: -100 - number : -1])  # the slot has this one then
                 took, where = asked(client, prompt)
                 assert where == tier, where
-                if number:  # nobody measures the first one
+                if number:  # the first one is not measured
                     found[devices].append(took)
     return found
 
 
 def compared(plan: str, what: str, each: list[float], single: list[float]) -> dict[str, Any]:
-    """Milliseconds of a plan beside those of the single device."""
+    """Compare the milliseconds of a plan with those of the single device."""
     return {
         "plan": plan,
         f"{what} p50, ms": median(each),
@@ -245,22 +247,24 @@ def main() -> None:
     prompt = tuple(draw.randrange(5, 3000) for _ in range(given.tokens))
     if given.http:
         heard = first_tokens(given.model, prompt, given.times, given.tier)
-        told = [compared(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
-        print_table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", told)
-        figures = make_figures(told, "over HTTP", given)
-        publish(given, f"split_restore-http-{given.tier}-{given.tokens}", {"rows": told, "ms": heard}, figures, "cpu")
+        reported = [compared(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
+        print_table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", reported)
+        figures = make_figures(reported, "over HTTP", given)
+        publish(
+            given, f"split_restore-http-{given.tier}-{given.tokens}", {"rows": reported, "ms": heard}, figures, "cpu"
+        )
         return
     found = anyio.run(measured, given.model, prompt, given.times, given.tier)
     ms = {of: {name: [getattr(one, of) for one in each] for name, each in found.items()} for of in FIGURES}
     rows = {of: [compared(name, "its", each, own[PLANS[0]]) for name, each in own.items()] for of, own in ms.items()}
     for of, title in FIGURES.items():
         print_table(f"{given.tokens} tokens from {given.tier}, {given.model}: {title}", rows[of])
-    figures = make_figures(rows["told_ms"], "alone", given)
+    figures = make_figures(rows["reported_ms"], "alone", given)
     publish(given, f"split_restore-{given.tier}-{given.tokens}", {"rows": rows, "ms": ms}, figures, "cpu")
 
 
 def times(these: list[float], single: list[float]) -> float:
-    """Each beside the single one's of the same turn."""
+    """Return how many times as long as the single device's time of the same turn each one is, at the median."""
     return round(median(one / own for one, own in zip(these, single, strict=True)), 2)
 
 

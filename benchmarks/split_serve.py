@@ -1,16 +1,17 @@
-"""A model over HTTP whose layers, or whose draft, are on several devices or in other processes, beside a single device.
+"""Measures a model over HTTP whose layers, or whose draft, are on several devices or in other processes, compared with
+a single device.
 
 `python -m benchmarks.split_serve [--shape 8b --folder /dev/shm] [--plans cuda:0 cuda:0,cuda:1] [--tokens 32000]
 [--times 3] [--tiers host] [--at-once]`; a model that no card of 141 GB has room for, 169 GB of weights:
 `--shape 70b --layers 96 --folder /dev/shm --plans cuda:0,cuda:1 --near 2048 --tokens 8192 --tiers host restart`
 
-Of each plan, one server of one slot: tokens a second behind a short prompt of `--near` tokens; a prompt of so many
-tokens cold, and tokens a second behind it; and the same prompt again, `--times` times from host memory, another one in
-between, and, when others have driven it out of there, from disk; or from there by another server, after a restart.
-`--at-once` has all plans served side by side, so that tokens count only.
-What prefill, answers and restores took is the server's own word. A plan may end in `+draft@DEVICE`; else nothing is
-proposed. All must answer with the same tokens and log-probabilities, restored ones too: the exit status is 1 where one
-does not.
+Each plan gets one server of one slot. Measured are tokens a second behind a short prompt of `--near` tokens, a long
+prompt of `--tokens` tokens cold, and tokens a second behind it. Then comes the same prompt again, `--times` times, from
+host memory with another prompt in between, or from disk after others have driven it out of host memory, or from disk by
+another server after a restart. `--at-once` has all plans served side by side, so that only tokens count. Times of
+prefill, answers and restores are the server's own. A plan may end in `+draft@DEVICE`; else nothing is proposed. All
+plans must answer with the same tokens and log-probabilities, restored ones too: the exit status is 1 where one does
+not.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ def ask(client: httpx.Client, prompt: Sequence[int], answer: int) -> dict[str, A
 
 def words(answer: Mapping[str, Any]) -> list[Any]:
     """Tokens and their log-probabilities."""
-    told = answer["choices"][0]["logprobs"]
-    return [*zip(told["tokens"], told["token_logprobs"], strict=True)]
+    reported = answer["choices"][0]["logprobs"]
+    return [*zip(reported["tokens"], reported["token_logprobs"], strict=True)]
 
 
 def as_before(said: Sequence[list[Any]]) -> bool:
-    """Of the short prompt, of the long one, and of that one again."""
+    """Return whether the restored prompt has the same words as the cold one."""
     _, cold, *again = said
     return all(one == cold[: len(one)] for one in again)
 
 
 def restores(client: httpx.Client) -> Mapping[str, Mapping[str, float]]:
-    told: dict[str, Any] = client.get("/props").json()
-    found: Mapping[str, Mapping[str, float]] = told["full_cache"]["restores"]
+    reported: dict[str, Any] = client.get("/props").json()
+    found: Mapping[str, Mapping[str, float]] = reported["full_cache"]["restores"]
     return found
 
 
 def settled(client: httpx.Client) -> None:
-    """What is to be written has been."""
+    """Wait until everything that is to be written has been written."""
     until = time.monotonic() + WAITED
     while client.get("/props").json()["full_cache"]["queued_bytes"] and time.monotonic() < until:
         time.sleep(0.1)
@@ -74,7 +75,7 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(1)
     sizes = (given.near, *[given.tokens] * 3)
     short, long, *others = ([draw.randrange(300, 3000) for _ in range(size)] for size in sizes)
-    ask(client, short[::-1], 8)  # nobody measures the first one
+    ask(client, short[::-1], 8)  # the first one is not measured
     near, cold = ask(client, short, given.answers), ask(client, long, given.answers)
     found: dict[str, Any] = {
         "decode, tok/s": near["timings"]["predicted_per_second"],
@@ -108,7 +109,7 @@ def figures(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def begun_anew(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any]:
-    """What the long prompt's first words are after a restart, and what they took."""
+    """Return the first words behind the long prompt after a restart, and the time that they took."""
     draw = random.Random(1)
     _, long = ([draw.randrange(300, 3000) for _ in range(size)] for size in (given.near, given.tokens))
     again = ask(client, long, 8)
@@ -120,7 +121,7 @@ def begun_anew(client: httpx.Client, given: argparse.Namespace) -> dict[str, Any
 
 
 def host_mib(model: str, tokens: int) -> int:
-    """Of host memory: for two such prompts, and not for three."""
+    """Return MiB of host memory that have room for two such prompts, and not for three."""
     checkpoint = Checkpoint.open(demo.FOLDERS.get(model) or Path(model))
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint)
     return 1 + 5 * tokens * config.kv_bytes_per_token(dtype, range(config.num_layers)) >> 21

@@ -1,6 +1,6 @@
-"""From `rekindle serve` to the ready line and to the first token, as a person would see it: a first start, which finds
-nothing that an earlier one kept, the second one after it, and the one after weeks of use, which finds prompts in the
-cache and as many answers and responses as are kept.
+"""Measures the time from `rekindle serve` to the ready line and to the first token, as a person would see it. There are
+three starts: a first one, which finds nothing that an earlier one kept; the second one after it; and one after weeks of
+use, which finds prompts in the cache and as many answers and responses as are kept.
 
 `python -m benchmarks.startup [--runs 5]`
 """
@@ -68,7 +68,7 @@ def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, 
 
 
 def fill(kept: Path) -> None:
-    """What weeks of answers and of responses leave."""
+    """Fill the folders with the answers and responses of weeks."""
     numbers = random.Random(0)
     for number in range(answer_tokens.MAX_TURNS):
         tokens = tuple(numbers.choices(range(10, 4000), k=ANSWER))

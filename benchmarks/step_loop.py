@@ -1,4 +1,5 @@
-"""Where a decode step's time goes between the kernels: streams that decode together, the engine around the model.
+"""Measures where a decode step's time goes between the kernels: streams that decode together, and the engine around the
+model.
 
     python -m benchmarks.step_loop [--shape 8b|30b-a3b] [--layers 24] [--streams 1 8 32] [--tokens 128]
         [--sampling greedy sampled]
@@ -226,10 +227,10 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
                 with way(subject, name):
                     if not number:
                         await decode(subject, prompts, 4, sampling)  # graphs are recorded
-                    told = await decode(subject, prompts, given.tokens, sampling)
-                answers[name] = [one.tokens for one in told]
+                    results = await decode(subject, prompts, given.tokens, sampling)
+                answers[name] = [one.tokens for one in results]
                 differing = sum(one != other for one, other in zip(answers[name], answers[given.ways[0]], strict=True))
-                found = figures(told)
+                found = figures(results)
                 row = {"streams": streams, "sampling": sampling, "way": name, **found, "kernels ms": step_ms}
                 rows.append({**row, "of kernels": step_ms / found["ms a step"], "differing": differing})
     await anyio.to_thread.run_sync(subject.executor.close)
@@ -261,8 +262,8 @@ def main() -> int:
         sys.setswitchinterval(given.switch_ms / 1e3)
     rows = anyio.run(measure, given)
     print_table("Streams that decode together", rows)
-    told = {"rows": rows, "switch_ms": sys.getswitchinterval() * 1e3}
-    publish(given, f"step_loop-{given.shape}", told, make_figures(rows, given.shape))
+    results = {"rows": rows, "switch_ms": sys.getswitchinterval() * 1e3}
+    publish(given, f"step_loop-{given.shape}", results, make_figures(rows, given.shape))
     return 0 if not any(row["differing"] for row in rows) else 1
 
 

@@ -1,6 +1,6 @@
-"""How long the disk index takes to be ready with 10,000 entries: from its journal; without one, from the files; and
-after a `kill -9` in the middle of writing, when the first hit is there too. With --served that server is `rekindle
-serve` with the demo, its own runs among 10,000 of another model, and the hit is a request over HTTP.
+"""Measures how long the disk index takes to be ready with 10,000 entries: from its journal, from the files without a
+journal, and after a `kill -9` in the middle of writing, until the first hit is there too. With --served that server is
+`rekindle serve` with the demo, its own runs among 10,000 of another model, and the hit is a request over HTTP.
 
 `python -m benchmarks.store_index [--entries 10000] [--runs 5] [--served]`. An entry is a run of eight blocks of 64
 tokens.
@@ -62,7 +62,7 @@ def fill(folder: Path, wanted: int) -> list[Entry]:
 
 
 def forget(folder: Path, entries: list[Entry]) -> None:
-    """What was written since."""
+    """Remove the files that were written since."""
     known = {format_name(entry.keys[-1], entry.handle) for entry in entries}
     for file in folder.glob("*.safetensors.zst"):
         if file.name not in known:
@@ -93,7 +93,7 @@ def killed(folder: Path) -> None:
 
 
 def write(folder: str) -> None:
-    """New runs, until somebody ends it."""
+    """Write new runs until the process is killed."""
     store = opened(Path(folder))
     print("writing", flush=True)
     for number in count():

@@ -25,7 +25,7 @@ NAMES = {
 
 @cache
 def held_out_sources() -> tuple[Source, Source]:
-    """Of the library, and of packages apart."""
+    """Return the held-out sources of the library, and of packages that training never saw."""
     texts = held_out()
     return Source(texts.stdlib), Source(texts.apart)
 

@@ -1,4 +1,4 @@
-"""How benchmarks print tables for people, and the median that they report."""
+"""Tables that benchmarks print for people, and the median that they report."""
 
 from __future__ import annotations
 

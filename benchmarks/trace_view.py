@@ -1,4 +1,5 @@
-"""How soon a trace of many requests can be looked at: `rekindle trace view`, its page's size, and opening it.
+"""Measures how soon a trace of many requests can be viewed: `rekindle trace view`, the size of its page, and opening
+it.
 
 `python -m benchmarks.trace_view [--requests 10000] [--keep FOLDER]`. The trace is of simulated agents: four slots, two
 tiers of the store, batches of up to four. Opening is from the start of navigation until all is drawn, in a headless
@@ -54,7 +55,7 @@ class RecordedProcess(Process):
 
 @define(eq=False)
 class RecordedSimulation(Simulation):
-    """Of one process."""
+    """A simulation of one process that records a trace."""
 
     file: IO[str] = field(kw_only=True)
 

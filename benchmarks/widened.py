@@ -3,12 +3,13 @@
     python -m benchmarks.widened FOLDER [--ggml LIBGGML-BASE.SO Q4_K_M Q5_K_M Q6_K IQ4_XS Q8_0 Q4_0]
 
 Blocks of 256 numbers do not fit rows of 320 and 832. Here hidden rows have 512 numbers, inner ones 1,024, and there are
-8 heads of queries instead of 5; what is new is zeros, in weights and so in all that comes of them. A norm over 512
-columns, 320 of which are not zero, gives what one over 320 gave where its weight is sqrt(320 / 512) of that and its
-epsilon 320 / 512. (Norms of heads share that epsilon, and are as wide as before: a change of 4e-7 beside squares of
-about one.) Greedy answers of both in float32 are compared. --ggml: llama.cpp's own quantisation, which its
-`llama-quantize` calls, and mixes of types; their files are put beside the folder, FOLDER-Q4_K_M.gguf, and which tensor
-is in what is as `llama-quantize` has it for a model whose head is tied to its embedding.
+8 heads of queries instead of 5. All new weights are zeros, and so is everything that is computed from them. A norm over
+512 columns, 320 of which are not zero, gives the same as one over 320 if its weight and its epsilon are scaled by 320 /
+512, the weight by the square root of that. (Norms of heads share that epsilon and keep their width: a change of 4e-7
+compared with squares of about one.) Greedy answers of both models in float32 are compared. --ggml uses llama.cpp's own
+quantisation, which its `llama-quantize` calls, and mixes of types. Their files are put next to the folder, as
+FOLDER-Q4_K_M.gguf. Each tensor has the type that `llama-quantize` gives it in a model whose head is tied to its
+embedding.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def widened(source: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def kind_in(mix: str, name: str, layers: int) -> Kind:
-    """What `llama-quantize` has a tensor in (`llama_tensor_get_type_impl`)."""
+    """Return the type that `llama-quantize` gives a tensor (`llama_tensor_get_type_impl`)."""
     own = Kind[mix.removesuffix("_M")]
     if not name.startswith("blk."):
         return own if own in {Kind.Q8_0, Kind.BF16} else Kind.Q6_K
@@ -116,7 +117,7 @@ def float32_shard(checkpoint: Checkpoint, length: int) -> Shard:
 
 
 def greedy(shard: Shard, prompt: list[int]) -> list[int]:
-    """Of the tokens behind a prompt."""
+    """Return the greedy tokens behind a prompt."""
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + ANSWER:
         step = Step((Segment(0, done, len(tokens) - done),), 4 if done else CHUNK)

@@ -65,7 +65,7 @@ SMALL = {
 
 
 class OnPages:
-    """What memory for rows needs to know of kernels of a GPU."""
+    """The facts about a GPU's kernels that the memory estimate for rows needs."""
 
     is_paged = True
 
