@@ -40,7 +40,7 @@ WAYS = {"plain": False, "draft": True}
 
 
 async def waits() -> bool:
-    """Nobody leaves in the line."""
+    """Say that no client leaves while its request waits."""
     return False
 
 

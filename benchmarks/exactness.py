@@ -1,6 +1,7 @@
-"""Measures the promise that the same request has the same tokens: with and without speculation, cold and restored from
-each tier, and batched; with a draft that stays or one that comes and goes; with copies of earlier text, as chains and
-as trees; together with requests that share a head and leave; and executed again from a trace.
+"""Measures the promise that the same request has the same tokens. It compares answers with and without speculation,
+cold and restored from each tier, and batched. It compares them with a draft that stays or one that comes and goes, and
+with copies of earlier text as chains and as trees. Others are served together with requests that share a head and
+leave, or executed again from a trace.
 
 `python -m benchmarks.exactness [--prompts 1000] [--device cpu] [--dtype auto] [--kv-dtype auto] [--draft auto]
 [--only cold,trees,followers,...] [--slots 4] [--logprobs 8] [--digests] [--skip 0] [--seed 0]

@@ -6,10 +6,10 @@
 
 One server computes the prompts, keeps them on disk and is killed. Then every figure is the first request of a process
 of its own, over HTTP: the page cache forgets the files, the server starts, and one token is asked for. recompute and
-restore force the planner's answer, `mix:F` computes the share F of the rows while the rest is loaded; planner decides
-by what it measured at this start, kept by what an earlier start left. The servers are ours but for that one function
-(`python -m benchmarks.first_requests serve MODE ...`). Answers must have the same token and log-probabilities: the exit
-status is 1 if any has not.
+restore force the planner's answer. `mix:F` computes the share F of the rows while the rest is loaded. planner decides
+by what it measured at this start, and kept by what an earlier start left. The servers are ours but for that one
+function (`python -m benchmarks.first_requests serve MODE ...`). Answers must have the same token and log-probabilities:
+the exit status is 1 if any has not.
 """
 
 from __future__ import annotations

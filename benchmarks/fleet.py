@@ -95,7 +95,7 @@ class SharedFigures:
 
 @define
 class Outcome:
-    """How the requests to the fleet ended."""
+    """Counts of how the requests to the fleet ended."""
 
     answered: int = 0
     different: int = 0

@@ -11,15 +11,15 @@ Parts (--parts) are what every server is asked alike, of prompts that were never
 * `agents`: sessions that begin at the same moment and have one head (`benchmarks.agents_load`);
 * `restart`: first tokens of the same prompts again, once the server has ended and another one has started.
 
-llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BUILD --target llama-server` of what is in
-its vendor/, with `-DGGML_CUDA=ON` for a GPU); the weights are written as a GGUF file of bf16 for it, or both serve that
+llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BUILD --target llama-server` in its
+vendor/, with `-DGGML_CUDA=ON` for a GPU). The weights are written as a GGUF file of bf16 for it, or both serve the file
 of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
-the same folder as we do. --vllm-exact adds it once more as it is when its answers do not depend on batches. 8b: random
-weights of an 8B model's shape, on CUDA; what is written in DIR is found there again. Ours has as many slots as a part
-needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its processes
-have in memory in the end, each its share of common pages; "ready again" is the same command once more, at which ours
-finds what the first one kept. Another checkout needs its products compiled (`python hatch_build.py`). Figures are
-medians of rounds. All want the machine alone.
+the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
+means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. Our server has as many slots as a
+part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its
+processes have in memory in the end, each with its share of common pages. "ready again" is the same command once more,
+when our server finds what the first one kept. Another checkout needs its products compiled (`python hatch_build.py`).
+Figures are medians of rounds. All of them need the machine for themselves.
 """
 
 from __future__ import annotations

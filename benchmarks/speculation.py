@@ -3,12 +3,12 @@ where the draft's weights are.
 
     python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--record]
 
-speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject; the engine
-decides itself how wide to speculate. limit: what answers of 512 tokens lose that nobody foresees. acceptance: tokens a
-decode step when every decode step is as wide as can be. tier: are the proposals after a restore those of a cold
-prompt. On CUDA, steps: an 8B-shaped target and draft with random weights and forced acceptance, against the same
-target's plain step; residency: device bytes by stage for each policy, and parking against a plain copy of pinned
-memory. Prompts are held-out text (`benchmarks/subjects.py`).
+speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject. The engine
+itself decides how wide to speculate. limit: what answers of 512 tokens lose to a draft whose use cannot be foreseen.
+acceptance: tokens of a decode step when every step is as wide as possible. tier: whether the proposals after a restore
+are those of a cold prompt. On CUDA, steps compares an 8B-shaped target and draft with random weights and forced
+acceptance with the same target's plain step. On CUDA, residency shows device bytes by stage for each policy, and
+compares parking with a plain copy of pinned memory. Prompts are held-out text (`benchmarks/subjects.py`).
 """
 
 from __future__ import annotations

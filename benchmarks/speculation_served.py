@@ -5,9 +5,9 @@ draft.
         [--rounds 2] [--record] [-- OPTIONS OF serve]
 
 `benchmarks.speculation` has an engine of its own for each answer, as the first answer of a new server is served. Here a
-server learns from every answer what a draft gives and costs, and what one has lost the next ones may lack. A round is a
-server of each tree; the two answers of a prompt are in turn first and second. Counted is what is between the first
-words of a stream and the last. The exit status is 1 where an answer differs with the draft.
+server learns from every answer what a draft gains and costs, and a loss of one answer leaves less for the next ones. A
+round has one server of each checkout. The two answers of a prompt come first in turn. The time counts from the first
+words of a stream to the last. The exit status is 1 where an answer differs with the draft.
 """
 
 from __future__ import annotations

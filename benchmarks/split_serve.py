@@ -6,12 +6,12 @@ a single device.
 `--shape 70b --layers 96 --folder /dev/shm --plans cuda:0,cuda:1 --near 2048 --tokens 8192 --tiers host restart`
 
 Each plan gets one server of one slot. Measured are tokens a second behind a short prompt of `--near` tokens, a long
-prompt of `--tokens` tokens cold, and tokens a second behind it. Then comes the same prompt again, `--times` times, from
-host memory with another prompt in between, or from disk after others have driven it out of host memory, or from disk by
-another server after a restart. `--at-once` has all plans served side by side, so that only tokens count. Times of
-prefill, answers and restores are the server's own. A plan may end in `+draft@DEVICE`; else nothing is proposed. All
-plans must answer with the same tokens and log-probabilities, restored ones too: the exit status is 1 where one does
-not.
+prompt of `--tokens` tokens cold, and tokens a second behind it. Then comes the same prompt again, `--times` times, by
+`--tiers`: from host memory, with another prompt in between; from disk, after others have driven it out of host memory;
+or from disk by another server, after a restart. `--at-once` has all plans served side by side, so that only tokens
+count. Times of prefill, answers and restores are the server's own. A plan may end in `+draft@DEVICE`; else nothing is
+proposed. All plans must answer with the same tokens and log-probabilities, restored ones too: the exit status is 1
+where one does not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures the time from `rekindle serve` to the ready line and to the first token, as a person would see it. There are
-three starts: a first one, which finds nothing that an earlier one kept; the second one after it; and one after weeks of
-use, which finds prompts in the cache and as many answers and responses as are kept.
+three starts. The first one finds nothing that an earlier one kept, and the second one comes after it. The third one
+comes after weeks of use: it finds prompts in the cache and as many answers and responses as are kept.
 
 `python -m benchmarks.startup [--runs 5]`
 """

@@ -4,12 +4,12 @@ model.
     python -m benchmarks.step_loop [--shape 8b|30b-a3b] [--layers 24] [--streams 1 8 32] [--tokens 128]
         [--sampling greedy sampled]
 
-The same prompts in turn, in one process: asked (every step is decided once the one before it has been folded), alone
-(steps that nobody waits for are taken without asking), ahead (and on CUDA, each begins before what the one before it
-picked was read). `kernels` is what the device takes for a step if nobody waits for anything. A model of random weights
-on one CUDA device, of the 8B's shape or of Qwen3-30B-A3B's, or the demo without its draft. layers: of such a model,
-instead of all. sampling: how the streams pick, in turn; `held` is as
-`mixed`, each answer JSON of a schema, `greedy held` as `greedy`. Tokens of all ways are compared.
+The same prompts are decoded in three ways, in turn, in one process. asked: every step is decided once the one before it
+has been folded. alone: steps are taken without asking while nothing waits. ahead: on CUDA, each step also begins before
+the picks of the one before it were read. `kernels` is the device's time for a step without any waiting. The model has
+random weights on one CUDA device, in the shape of the 8B or of Qwen3-30B-A3B, or it is the demo without its draft.
+layers: the number of layers of such a model. sampling: how the streams pick, in turn. `held` is `mixed` with answers
+that are JSON of a schema, and `greedy held` is `greedy` with them. Tokens of all ways are compared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Processor time per GiB of snapshot files written: through aiofiles, and by one thread that makes every call itself.
+"""Measures the processor time per GiB of snapshot files that are written: through aiofiles, and by one thread that
+makes every call itself.
 
-`python -m benchmarks.write_files [--mib 256] [--pairs 9] [--folder DIR] [--record]`. Both ways write the same runs
-of rows (4 MiB as on a processor, 32 MiB as on a GPU), one after the other in turn, and each pair of measurements gives
-one ratio; the median of the ratios counts. Processor time is that of the whole process, kernel included. `write` is
-writing alone; `snapshot` also compresses the rows, as the store does for every file.
+`python -m benchmarks.write_files [--mib 256] [--pairs 9] [--folder DIR] [--record]`. Both ways write the same runs of
+rows in turn: 4 MiB as on a processor, 32 MiB as on a GPU. Each pair of measurements gives one ratio, and the median of
+the ratios counts. Processor time is that of the whole process, kernel included. `write` is writing alone; `snapshot`
+also compresses the rows, as the store does for every file.
 
 On two cores of an AMD EPYC (2026-11-28, a busy machine, 96 MiB a measurement, 7 pairs), aiofiles by one thread:
 snapshots of 4 MiB 1.044 and 0.923 s/GiB, median ratio 1.13 (1.05 to 1.15); of 32 MiB 1.378 and 1.307 s/GiB, 1.06 (0.96
