@@ -50,7 +50,7 @@ class FakeTicket:
     request: RequestId
     job: Job
     messages: deque[Message] = field(factory=deque)
-    told: Callable[[], object] = lambda: None
+    listener: Callable[[], object] = lambda: None
     reason: CancelReason | None = None
     started: float = field(factory=time.monotonic)
     accepted: bool = False
@@ -68,7 +68,7 @@ class FakeTicket:
         return self.messages.popleft() if self.messages else None
 
     def set_listener(self, listener: Callable[[], object]) -> None:
-        self.told = listener
+        self.listener = listener
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
@@ -86,7 +86,7 @@ class FakeTicket:
 
     def tell(self, message: Message) -> None:
         self.messages.append(message)
-        self.told()
+        self.listener()
 
     def close(self, finish: Finish, detail: str = "") -> None:
         assert self.closed is None
@@ -144,7 +144,7 @@ class FakeDoor:
             tasks.cancel_scope.cancel()
 
     def reset(self) -> None:
-        """As new, when nothing runs."""
+        """Forget all requests and scripts, as a new door. Nothing may run."""
         fresh = FakeDoor(digest_script(20, 300), self.tasks)
         for name in (
             "script",
@@ -231,10 +231,10 @@ class FakeDoor:
         found = [find_longest_divergence([kept], job.prompt) for salt, kept in self.kept if salt == job.salt]
         ticket.diverged = max((one for one in found if one and one.at >= cached), key=lambda one: one.at, default=None)
         missed = "" if cached else "empty_store"
-        told = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])
-        told = told if job.prompt_logprobs >= 0 else ()
+        logprobs = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])
+        logprobs = logprobs if job.prompt_logprobs >= 0 else ()
         tier: Tier = "device" if cached else "none"
-        ticket.report = Report(total, cached, tier, missed, cache=self.selection, prompt_logprobs=told)
+        ticket.report = Report(total, cached, tier, missed, cache=self.selection, prompt_logprobs=logprobs)
         ticket.tell(ReportProgress(cached, total, cached))
         done = cached
         end = total if self.last else total - 1
@@ -252,7 +252,7 @@ class FakeDoor:
             if not await ticket.pause(self.step_s):
                 return ticket.close(FINISHES[ticket.reason or "client_gone"])
             if count == self.fail_after:
-                return ticket.close(self.failure, "the fake was told to: secret detail")
+                return ticket.close(self.failure, "the fake was asked to: secret detail")
             if count == self.hang_after:
                 await anyio.sleep_forever()
             batch: list[int] = []

@@ -41,6 +41,6 @@ async def chunks(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, 
 
 
 def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
-    """What one choice says, of either API."""
+    """Return the text of one choice, of either API."""
     said = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
     return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in said)

@@ -15,8 +15,8 @@ from adapters.http.answer.answer_shape import encode_event
 @pytest.mark.parametrize("name", [None, "delta"])
 def test_an_event_is_a_line_whoever_reads_it(text: str, name: str | None) -> None:
     """Many readers of lines, httpx's among them, end one wherever Unicode does."""
-    told = encode_event({"text": text, "more": [text]}, name).decode()
-    *named, data, end = told.splitlines()
+    seen = encode_event({"text": text, "more": [text]}, name).decode()
+    *named, data, end = seen.splitlines()
     assert named == ([] if name is None else [f"event: {name}"])
     assert end == ""
     assert json.loads(data.removeprefix("data: ")) == {"text": text, "more": [text]}

@@ -1,4 +1,6 @@
-"""Who may call, and what a connection may do before its request is whole. Raw sockets where httpx is too kind."""
+"""Tests of who may call, and of what a connection may do before its request is whole. Raw sockets are used where httpx
+is too polite.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ async def test_the_servers_own_page_and_an_allowed_one_may_call(guarded: Site) -
 
 
 async def test_the_same_name_over_another_protocol_is_another_origin(guarded: Site) -> None:
-    """This server speaks no TLS, so that page was brought by somebody else."""
+    """This server speaks no TLS, so another server has sent that page."""
     own = str(guarded.client.base_url).rstrip("/").replace("http:", "https:")
     response = await guarded.client.get("/props", headers={"origin": own})
     assert (response.status_code, response.json()["error"]["code"]) == (403, "origin")

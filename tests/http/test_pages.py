@@ -1,4 +1,4 @@
-"""What the server tells about itself, and text without a model."""
+"""Tests of the pages on which the server shows itself, and of endpoints for text that need no model."""
 
 from __future__ import annotations
 

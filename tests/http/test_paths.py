@@ -1,4 +1,4 @@
-"""Paths as clients write them, names that a model is called by, and what is told where there is nothing."""
+"""Tests of paths as clients write them, of the names of a model, and of answers where there is nothing."""
 
 from __future__ import annotations
 

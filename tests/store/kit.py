@@ -76,7 +76,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> None:
-    """What the device lane does with a snapshot."""
+    """Save a sequence as the device lane does for a snapshot."""
     for run in store.find_missing_runs(tokens, kind, start, salt):
         rows = rows_of(tokens[: run.stop], run.start, store.layout, kind)
         if not store.keep_run(run, buffer_of(rows, store.layout, kind)):
@@ -131,7 +131,7 @@ def disk_store(
 
 
 def kept(store: Store, tokens: Tokens) -> int:
-    """How much of it is found, everything of it compared with the truth."""
+    """Return how many rows of the sequence are found. All of them are compared with the true ones."""
     found = store.find_prefix((*tokens, 0), 0)
     return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
 

@@ -98,7 +98,7 @@ def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
 
 
 def test_an_entry_without_bytes_has_a_score_and_goes_last() -> None:
-    """As a checkpoint of a model has whose states take no bytes: a simulation that was not told their size."""
+    """Such is the checkpoint of a model whose states take no bytes: that of a simulation without their size."""
     index = BlockIndex(100, BLOCK_SIZE)
     index.add(entry(index, (1, 2), size=0))
     index.add(entry(index, (3, 4), size=60))

@@ -120,7 +120,7 @@ def test_slabs_are_registered_with_pauses_only_while_requests_are_served() -> No
 
 
 def test_a_thread_is_woken_when_memory_comes_free_wherever_that_happens() -> None:
-    """No thread looks again by itself: whoever lets go of a buffer says so, and so does whoever has made a slab."""
+    """No thread polls: whatever releases a buffer or makes a slab notifies."""
     memory, news = SlabMemory(ALIGN, pin=True), SimpleQueue[None]()
     first = memory.allocate(ALIGN, pinned_only=True)
     with memory.notify(news):
@@ -198,7 +198,9 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
 
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
+    """A thread that maps memory keeps the interpreter, and the system lets no thread map while another one registers
+    memory.
+    """
     under_way, most, real = [0], [0], adapters.store.slab_memory.allocate_pinned
 
     def slowly(size: int, *, aside: bool) -> torch.Tensor:
@@ -262,7 +264,7 @@ def test_more_than_there_is_is_a_memory_error() -> None:
 
 
 def test_what_is_being_prepared_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start prepares memory while somebody may take some already."""
+    """A start prepares memory while other parts may take some already."""
     memory, numpy, spans, others = SlabMemory(SLAB_BYTES), torch.Tensor.numpy, list[tuple[int, int]](), list[Buffer]()
 
     def about_to_be_filled(data: torch.Tensor) -> object:

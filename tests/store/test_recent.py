@@ -1,4 +1,6 @@
-"""Recent prompts: the likest is found token for token, what is shared is held once, and a restart changes nothing."""
+"""Tests of recent prompts: the most similar one is found token for token, shared tokens are held once, and a restart
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_any_damage_costs_what_follows_it_only() -> None:
 
 
 def ends(raw: bytes) -> list[int]:
-    """Where a file may end without anybody noticing."""
+    """Return the lengths at which a file may end without a fault."""
     from adapters.store.files.append_log import parse_records  # noqa: PLC0415
     from adapters.store.recent_prompts import MAGIC  # noqa: PLC0415
 
@@ -130,16 +132,20 @@ def path(tmp_path: Path) -> Path:
 def test_where_a_prompt_leaves_the_likest_one(salt: str) -> None:
     recents = RecentPrompts()
 
-    def told(prompt: Tokens) -> Divergence | None:
+    def find_divergence(prompt: Tokens) -> Divergence | None:
         return recents.add_and_compare(prompt, 0, salt)[2]
 
     recents.add_and_compare((70, 71, 72), 0, "other")
-    assert told(ONE) is None or not salt
-    assert told((*ONE[:20], 7, 7)) == Divergence(20, ONE[20:], "none")
-    assert told((*ONE[:20], 7, 8)) == Divergence(21, (7,), "none"), "of the second, of which the first has 20"
-    assert told((*ONE[:10], 5)) == Divergence(10, ONE[10:], "none"), "of which the others hold nothing themselves"
-    assert told(ONE) is None, "it is all there"
-    assert told((*ONE, 1)) is None, "it goes on where the likest ends"
+    assert find_divergence(ONE) is None or not salt
+    assert find_divergence((*ONE[:20], 7, 7)) == Divergence(20, ONE[20:], "none")
+    assert find_divergence((*ONE[:20], 7, 8)) == Divergence(21, (7,), "none"), (
+        "of the second, of which the first has 20"
+    )
+    assert find_divergence((*ONE[:10], 5)) == Divergence(10, ONE[10:], "none"), (
+        "of which the others hold nothing themselves"
+    )
+    assert find_divergence(ONE) is None, "it is all there"
+    assert find_divergence((*ONE, 1)) is None, "it continues where the most similar one ends"
 
 
 def test_prompts_of_another_salt_are_not_compared(path: Path) -> None:

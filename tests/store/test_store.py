@@ -97,7 +97,7 @@ def test_a_lookup_says_where_a_prompt_leaves_what_is_kept() -> None:
     assert where(store, (*ONE, 50, 51, 7, 7, 7)) == Divergence(42, longer[42 : 42 + MAX_DIVERGED_TOKENS], "host")
     save(store, (*ONE[:30], 7, 7, 7))
     assert where(store, (*ONE[:30], 8, 8, 8)) == Divergence(30, (7, 7), "host"), "the last that came behind the block"
-    assert where(store, (*ONE[:31], 8, 8)) == Divergence(31, ONE[31:40], "host"), "and the likest of the two"
+    assert where(store, (*ONE[:31], 8, 8)) == Divergence(31, ONE[31:40], "host"), "and the most similar of the two"
     assert where(store, (9, *ONE), salt="a") is None
     save(store, ONE, salt="a")
     assert where(store, (*ONE[:5], 9, 9, 9, 9), salt="a") == Divergence(5, ONE[5:], "host")
@@ -412,8 +412,8 @@ class History(RuleBasedStateMachine):
     def ask_for_recent_prompts(self) -> None:
         tokens, window = self.tokens(), self.random.randint(1, 5)
         kept = min(window, len(self.store.recent_prompts))
-        likest = max((like(tokens, one) for one in self.recent[len(self.recent) - kept :]), default=0)
-        assert self.store.count_shared_tokens(tokens, window) == likest
+        most_similar = max((like(tokens, one) for one in self.recent[len(self.recent) - kept :]), default=0)
+        assert self.store.count_shared_tokens(tokens, window) == most_similar
         self.recent.append(tokens)
 
     @rule()
@@ -437,7 +437,7 @@ class History(RuleBasedStateMachine):
         try:
             fetch(self.store, tokens, name)
         except (Damaged, FileNotFoundError):
-            assert self.harmed, "nobody touched the files"
+            assert self.harmed, "the files were not touched"
 
     @rule()
     def use_a_lease(self) -> None:

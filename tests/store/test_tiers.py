@@ -77,7 +77,7 @@ def run_of(tokens: tuple[int, ...]) -> tuple[Run, Buffer]:
 
 
 def contract(tier: StoreTier, entry: Entry) -> None:
-    """Of a tier in which `entry` is all that there is."""
+    """Check the contract of a tier in which `entry` is the only one."""
     assert tier.index.find_block(entry.keys[0], entry.tokens[: 4 * BLOCK_SIZE]) is entry
     used = entry.last_turn
     tier.touch(entry)
@@ -100,12 +100,12 @@ def test_host_memory_is_a_tier() -> None:
 
 
 def test_a_lower_tier_takes_what_it_is_given(lower: Callable[..., Lower]) -> None:
-    one, told = lower(), list[str]()
+    one, reports = lower(), list[str]()
     run, rows = run_of(TOKENS)
-    assert one.tier.submit(WriteRun(run, rows, lambda: told.append("done")))
+    assert one.tier.submit(WriteRun(run, rows, lambda: reports.append("done")))
     assert one.tier.submit(NotePrompt(one.tier.recent_prompts.add(TOKENS), lambda: None))
     one.done()
-    assert told == ["done"]
+    assert reports == ["done"]
     (entry,) = one.tier.index.entries.values()
     assert (entry.keys, entry.start, entry.stop) == (run.keys, 0, len(TOKENS))
     contract(one.tier, entry)
@@ -114,9 +114,9 @@ def test_a_lower_tier_takes_what_it_is_given(lower: Callable[..., Lower]) -> Non
 
 
 def test_what_finds_no_room_is_given_up_and_counted(lower: Callable[..., Lower]) -> None:
-    one, told = lower(64), list[str]()
-    assert one.tier.submit(WriteRun(*run_of(TOKENS), lambda: told.append("done")))
+    one, reports = lower(64), list[str]()
+    assert one.tier.submit(WriteRun(*run_of(TOKENS), lambda: reports.append("done")))
     one.done()
-    assert told == ["done"], "who waits for it is told all the same"
+    assert reports == ["done"], "a thread that waits for it is notified all the same"
     assert not one.tier.index.entries
     assert one.tier.collect_figures()["dropped_writes"] == 1

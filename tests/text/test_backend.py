@@ -32,7 +32,7 @@ def read(described: Mapping[str, Any]) -> Tokenizer:
 
 
 def legacy(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As files had merges before pairs were lists."""
+    """Return the description as files were written before pairs were lists."""
     merges = [one if isinstance(one, str) else " ".join(one) for one in described["model"]["merges"]]
     return {**described, "model": {**described["model"], "merges": merges}}
 

@@ -1,4 +1,6 @@
-"""Where messages open, in the manner of every template that marks roles, and in prompts that try to confuse it."""
+"""Tests of where messages open, in the style of every template that marks roles, and in prompts that try to
+confuse it.
+"""
 
 from __future__ import annotations
 

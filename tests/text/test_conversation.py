@@ -1,4 +1,4 @@
-"""Conversations as templates are told of them: system messages where a template knows one place for them only."""
+"""Tests of conversations as templates get them: with system messages where a template has one place only for them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_answer_that_goes_on_is_found_from_behind() -> None:
 
 
 def test_an_answer_that_is_not_shown_is_looked_for_in_no_time() -> None:
-    """As `rfind` would, letter by letter, this takes an hour."""
+    """A search letter by letter, as `rfind` does, would take an hour."""
     with pytest.raises(TemplateRefused):
         cut_after(("a" * 4_000_000,), "a</think>" + "a" * 1_000_000)
 

@@ -1,4 +1,4 @@
-"""Levels of reasoning effort: what a template is told for those that it does not accept."""
+"""Tests of reasoning effort: what a template gets for levels that it does not accept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOKS_UP = "{{ {'low': 1, 'medium': 2}[reasoning_effort or 'low'] + 0 }}" + PLAI
 
 
 @pytest.mark.parametrize(
-    ("accepted", "told"),
+    ("accepted", "given"),
     [
         (EFFORTS, dict(zip(EFFORTS, EFFORTS, strict=True))),
         (("low", "medium", "xhigh"), {"minimal": "low", "high": "medium", "max": "xhigh", "none": None}),
@@ -26,8 +26,8 @@ LOOKS_UP = "{{ {'low': 1, 'medium': 2}[reasoning_effort or 'low'] + 0 }}" + PLAI
         ((), {"none": None, "max": None}),
     ],
 )
-def test_a_level_is_served_as_the_nearest_one(accepted: tuple[str, ...], told: dict[str, str | None]) -> None:
-    assert {level: find_nearest(level, list(accepted)) for level in told} == told
+def test_a_level_is_served_as_the_nearest_one(accepted: tuple[str, ...], given: dict[str, str | None]) -> None:
+    assert {level: find_nearest(level, list(accepted)) for level in given} == given
 
 
 @pytest.mark.parametrize(

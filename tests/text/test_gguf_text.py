@@ -28,7 +28,7 @@ CHAT = [
 
 
 def texts() -> list[str]:
-    """Of this project, of its training corpus, and of signs in any order."""
+    """Return texts of this project, of its training corpus, and of characters in any order."""
     rng = random.Random(3)
     signs = "ab Z09_.,'!\n\t\r\u00e9e\u0301\u4e2d\u3002\u0645\u0651\U0001f600<|im_start|></think>"
     files = ("README.md", "training/corpus.txt", "adapters/text/tokenizer.py")
@@ -97,7 +97,9 @@ async def test_every_pre_tokenizer_that_is_accepted_is_built_and_cut_where_it_ma
 
 
 def test_expressions_are_those_of_the_models() -> None:
-    """As transformers builds their tokenizers; Llama 3's differs from Qwen's in digits."""
+    """The expressions are those with which transformers builds the tokenizers of these models; Llama 3's differs from
+    Qwen's in digits.
+    """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS  # noqa: PLC0415
     from transformers.models.qwen2 import tokenization_qwen2  # noqa: PLC0415 - takes seconds
     from transformers.models.qwen3_5 import tokenization_qwen3_5  # noqa: PLC0415
@@ -126,7 +128,7 @@ def test_marks_stay_with_their_letters_in_qwen35(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "told", "begins"),
+    ("pre", "adds_begin", "begins"),
     [
         ("tekken", None, True),
         ("gpt-4o", None, False),
@@ -136,8 +138,8 @@ def test_marks_stay_with_their_letters_in_qwen35(tmp_path: Path) -> None:
         ("qwen2", True, True),
     ],
 )
-def test_a_text_begins_as_the_metadata_say(pre: str, told: bool | None, begins: bool, tmp_path: Path) -> None:
-    fields = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.add_bos_token": told}
+def test_a_text_begins_as_the_metadata_say(pre: str, adds_begin: bool | None, begins: bool, tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.add_bos_token": adds_begin}
     tokenizer = Tokenizer.load(gguf_of(demo.FOLDER, tmp_path / "m.gguf", pre, **fields))
     assert tokenizer.variables.get("bos_token") == "<|endoftext|>"
     (plain,), (started,) = tokenizer.encode_now(["Hello"]), tokenizer.encode_now(["Hello"], start=True)

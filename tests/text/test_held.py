@@ -258,7 +258,7 @@ def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: st
 
 
 def check_reading(reader: AnswerReader, text: str) -> None:
-    """Who reads it finds the calls that were asked for, and what is strict as its schema says."""
+    """Check that the reader finds the calls that were asked for, with arguments that obey strict schemas."""
     parser = reader.start_parser()
     pieces = [*parser.push(text), *parser.finish()]
     said = join_blocks(pieces)
@@ -277,7 +277,7 @@ def allowed(matching: Any, token: int) -> bool:
     "reader",
     [
         AnswerReader(),
-        AnswerReader(calls="hermes", tools={"look": LOOK}),  # nobody says strict
+        AnswerReader(calls="hermes", tools={"look": LOOK}),  # no tool is strict
         AnswerReader(calls="hermes", choice=ToolChoice("none")),
         THINKS,
     ],

@@ -1,4 +1,4 @@
-"""Which calls a constrained answer may have, in the forms of Mistral's models, GLM, MiniMax and Seed-OSS."""
+"""Tests of which calls a constrained answer may have, in the forms of Mistral's models, GLM, MiniMax and Seed-OSS."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class RepeatedTalk:
         return tuple(token for one in self.text.tokenizer.encode_now(parts, controls=True) for token in one)
 
     def spell(self, *arguments: str) -> None:
-        """How the client writes the last answer's arguments."""
+        """Write the arguments of the last answer as a client does."""
         last = self.messages[-1]
         calls = tuple(evolve(call, arguments=one) for call, one in zip(last.calls, arguments, strict=True))
         self.messages[-1] = evolve(last, calls=calls)
@@ -263,7 +263,7 @@ async def test_reasoning_is_not_taken_from_another_conversation(thinking: Text) 
 
 async def test_each_of_several_messages_that_say_the_same_has_its_own_tokens(text: Text) -> None:
     talk = RepeatedTalk(text, messages=[ask()], tools=())
-    talk.messages += [ChatMessage("assistant", "The quick fox"), ask("Again.")]  # nobody remembers that one
+    talk.messages += [ChatMessage("assistant", "The quick fox"), ask("Again.")]  # that answer is not remembered
     wholes = []
     for parts in (["The qui", "ck fox"], ["T", "he quick f", "ox"]):
         wholes.append((await talk.answer(*parts))[1])

@@ -32,7 +32,7 @@ SIGNS = "ab  Z09_.,'!\n\t\u00e9e\u0301\u4e2d\u3002\u0645\u0651\U0001f600<s></s><
 
 
 def train(**more: Any) -> sentencepiece.SentencePieceProcessor:
-    """As Llama 2's was made, but small."""
+    """Return a small tokenizer that is trained as Llama 2's was."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for name in TEXTS for line in (ROOT / name).read_text().splitlines() if line),
@@ -57,7 +57,7 @@ def theirs() -> sentencepiece.SentencePieceProcessor:
 
 
 def fields_of(theirs: sentencepiece.SentencePieceProcessor, **fields: Any) -> dict[str, Any]:
-    """What llama.cpp's converter writes of it."""
+    """Return the fields that llama.cpp's converter writes of it."""
     kinds = (
         (theirs.is_unknown, gguf.TokenType.UNKNOWN),
         (theirs.is_control, gguf.TokenType.CONTROL),

@@ -1,4 +1,6 @@
-"""What agents change in every prompt: the shapes that were captured, and everything that only looks like them."""
+"""Tests of what agents change in every prompt: the shapes that were captured, and everything that only
+looks like them.
+"""
 
 from __future__ import annotations
 
@@ -84,15 +86,15 @@ def contents(conversation: Conversation) -> list[str]:
     ],
 )
 def test_a_captured_shape_goes_where_it_costs_little(rule: str, sent: str, system: str, first: str, last: str) -> None:
-    told = stabilize(asked(sent))
-    assert told.applied_rules == (rule,)
-    assert told.messages[0] == ChatMessage("system", system)
-    moved = [message.content.partition("\n\n")[2] for message in told.messages[1:]]
+    result = stabilize(asked(sent))
+    assert result.applied_rules == (rule,)
+    assert result.messages[0] == ChatMessage("system", system)
+    moved = [message.content.partition("\n\n")[2] for message in result.messages[1:]]
     assert [text.replace("(clean)", "M package-lock.json") for text in moved] == [first, "", last]
-    assert told.has_volatile_tail == bool(last)
-    assert told.lasting_messages[-1].content == "Why?"  # what will be there with the next one
-    assert told.messages[-1].cuts == ((len("Why?"),) if last else ())
-    assert stabilize(told) == evolve(told, applied_rules=told.applied_rules)
+    assert result.has_volatile_tail == bool(last)
+    assert result.lasting_messages[-1].content == "Why?"  # what will be there with the next one
+    assert result.messages[-1].cuts == ((len("Why?"),) if last else ())
+    assert stabilize(result) == evolve(result, applied_rules=result.applied_rules)
 
 
 AGENTS = ChatMessage("system", "Available agent types for the Agent tool:\n- mine: Finds things.\n\nUse several.")
@@ -102,7 +104,7 @@ HELLO, HI, WHY = TURN
 
 
 @pytest.mark.parametrize(
-    ("rules", "sent", "told"),
+    ("rules", "sent", "result"),
     [
         (("claude-agent-types",), [HELLO, AGENTS], [AGENTS, HELLO]),
         (("claude-skills",), [HELLO, LATER, SKILLS], [SKILLS, HELLO, LATER]),
@@ -116,11 +118,11 @@ HELLO, HI, WHY = TURN
 )
 @pytest.mark.parametrize("system", ["", YOU])
 def test_a_message_that_is_the_same_in_all_sessions_goes_in_front_of_the_first_question(
-    system: str, rules: tuple[str, ...], sent: list[ChatMessage], told: list[ChatMessage] | None
+    system: str, rules: tuple[str, ...], sent: list[ChatMessage], result: list[ChatMessage] | None
 ) -> None:
     opening = [ChatMessage("system", system)] if system else []
     found = stabilize(Conversation([*opening, *sent]))
-    assert (found.applied_rules, list(found.messages)) == (rules, [*opening, *(sent if told is None else told)])
+    assert (found.applied_rules, list(found.messages)) == (rules, [*opening, *(sent if result is None else result)])
     assert list(found.lasting_messages) == list(found.messages)
     assert stabilize(found) == found
 
@@ -139,9 +141,9 @@ def test_what_stays_behind_the_first_question_stays_there_beside_such_a_message(
 
 def test_a_tools_description_keeps_all_but_the_random_part() -> None:
     tools = (FunctionTool("Bash", SETTINGS.format(UUID)), FunctionTool("Read", "Reads a file."), FunctionTool("List"))
-    told = stabilize(evolve(asked(YOU), tools=tools))
-    assert told.applied_rules == ("claude-settings-id",)
-    assert told.tools == [FunctionTool("Bash", SETTINGS.format("")), *tools[1:]]
+    result = stabilize(evolve(asked(YOU), tools=tools))
+    assert result.applied_rules == ("claude-settings-id",)
+    assert result.tools == [FunctionTool("Bash", SETTINGS.format("")), *tools[1:]]
 
 
 def test_a_session_that_is_resumed_begins_as_it_did() -> None:
@@ -158,8 +160,8 @@ def test_a_session_that_is_resumed_begins_as_it_did() -> None:
 NEXT_DAY, CHANGED = "Today's date: 2025-12-20", GIT_BEGUN.replace("?? shapes.py", "A  shapes.py\n?? notes/")
 
 
-def told(system: str, count: int, *before: MovedText) -> tuple[list[str], tuple[MovedText, ...] | None]:
-    """What a conversation's messages say, so many of them, and what stays where."""
+def list_texts(system: str, count: int, *before: MovedText) -> tuple[list[str], tuple[MovedText, ...] | None]:
+    """Return the texts of a conversation with `count` messages after it was stabilized, and what was moved."""
     turns = [ChatMessage("assistant" if at % 2 else "user", f"Number {at}.") for at in range(count)]
     made = stabilize(asked(system, *turns), lambda _: before or None)
     return [message.content for message in made.messages], made.moved_texts
@@ -167,16 +169,16 @@ def told(system: str, count: int, *before: MovedText) -> tuple[list[str], tuple[
 
 def test_what_has_changed_since_the_last_answer_goes_behind_the_last_message_and_stays_there() -> None:
     """A session that is resumed has another status, and another date; its prompt only grows."""
-    begun, moved = told(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 3)
+    begun, moved = list_texts(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 3)
     assert begun[1:] == [f"Number 0.\n\n{DATE}\n{GIT_BEGUN}", "Number 1.", "Number 2."]
-    same, again = told(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 5, *moved or ())
+    same, again = list_texts(f"{ENV.format(DATE + chr(10))}\n\n{GIT_BEGUN}", 5, *moved or ())
     assert (same[: len(begun)], again) == (begun, moved)
-    resumed, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 7, *again or ())
+    resumed, moved = list_texts(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 7, *again or ())
     assert resumed[: len(same)] == same
     assert resumed[-1] == f"Number 6.\n\n{NEXT_DAY}\n{CHANGED}"
-    later, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 9, *moved or ())
+    later, moved = list_texts(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{CHANGED}", 9, *moved or ())
     assert later == [*resumed, "Number 7.", "Number 8."]
-    back, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{GIT_BEGUN}", 11, *moved or ())
+    back, moved = list_texts(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{GIT_BEGUN}", 11, *moved or ())
     assert back == [*later, "Number 9.", f"Number 10.\n\n{GIT_BEGUN}"], "only what has changed is said anew"
     assert moved is not None
     assert [one.message_index for one in moved] == [0, 0, 6, 6, 10]
@@ -191,17 +193,17 @@ def test_what_stood_behind_messages_that_are_gone_or_by_a_rule_that_no_longer_ap
         MovedText(-9, "claude-git-status", GIT),  # a file that is read at start may say anything
     )
     for before in (moved[:1], moved[1:2], moved[2:3], moved[3:], moved):
-        assert told(system, 3, *before)[0] == [YOU, "Number 0.", "Number 1.", f"Number 2.\n\n{GIT}"]
+        assert list_texts(system, 3, *before)[0] == [YOU, "Number 0.", "Number 1.", f"Number 2.\n\n{GIT}"]
 
 
 def test_a_text_that_changes_at_every_request_does_not_pile_up_without_end() -> None:
     moved: tuple[MovedText, ...] | None = ()
     for turn in range(0, 200, 2):
-        texts, moved = told(f"{YOU}\n\n{GIT}{turn:>2000}", turn + 1, *moved or ())
+        texts, moved = list_texts(f"{YOU}\n\n{GIT}{turn:>2000}", turn + 1, *moved or ())
         assert sum(map(len, texts)) < MAX_MOVED_CHARS + 20 * (turn + 2) + len(YOU)
         assert any(text.endswith(f" {turn}") for text in texts)
     large = GIT.replace("?? notes/", "\n".join("?? " + "n" * 450 for _ in range(40)))
-    assert told(f"{YOU}\n\n{large}", 3) == ([YOU, f"Number 0.\n\n{large}", "Number 1.", "Number 2."], None)
+    assert list_texts(f"{YOU}\n\n{large}", 3) == ([YOU, f"Number 0.\n\n{large}", "Number 1.", "Number 2."], None)
 
 
 def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
@@ -210,10 +212,10 @@ def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
     for turn in range(5):
         counters += f"\n<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>"
         system = f"x-anthropic-billing-header: cc_version=2.1.1; cch={turn:05x};\n{YOU}\n{ENV.format(DATE + chr(10))}"
-        told = stabilize(Conversation([ChatMessage("system", f"{system}\n\n{GIT}{counters}"), *messages]))
-        heads.append("\0".join(message.content for message in told.messages[: len(messages)]))
-        assert told.messages[-1].content.endswith(f"<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>")
-        assert set(told.applied_rules) == {
+        result = stabilize(Conversation([ChatMessage("system", f"{system}\n\n{GIT}{counters}"), *messages]))
+        heads.append("\0".join(message.content for message in result.messages[: len(messages)]))
+        assert result.messages[-1].content.endswith(f"<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>")
+        assert set(result.applied_rules) == {
             *("claude-billing-header", "claude-total-tokens", "env-date", "claude-git-status")
         }
         messages += [ChatMessage("assistant", f"Answer {turn}."), ChatMessage("user", f"Question {turn}?")]
@@ -270,18 +272,18 @@ def test_where_there_is_no_message_for_it_nothing_is_moved() -> None:
 def test_an_answer_that_is_begun_stays_the_last_and_a_tools_result_may_be_what_is_answered() -> None:
     begun = ChatMessage("assistant", "It is")
     assert contents(asked(f"{YOU}\n{LEFT}", *TURN, begun))[-2:] == [f"Why?\n\n{LEFT}", "It is"]
-    result = ChatMessage("tool", "", answered_call_id="1")
-    told = stabilize(asked(f"{YOU}\n{LEFT}", *TURN, result))
-    assert (told.messages[-1].content, told.has_volatile_tail) == (LEFT, False)  # nothing of it stays
+    tool_result = ChatMessage("tool", "", answered_call_id="1")
+    result = stabilize(asked(f"{YOU}\n{LEFT}", *TURN, tool_result))
+    assert (result.messages[-1].content, result.has_volatile_tail) == (LEFT, False)  # nothing of it stays
 
 
 def test_cuts_stay_where_the_text_is() -> None:
     text = f"{BILLING}\n{YOU}\n{LEFT}\nBe brief.\nBe kind."
     cuts = tuple(text.index(word) for word in ("cch", YOU, "Claude Code", LEFT[5:], "Be brief", "Be kind"))
-    told = stabilize(Conversation([ChatMessage("system", text, cuts=cuts), *TURN])).messages[0]
+    result = stabilize(Conversation([ChatMessage("system", text, cuts=cuts), *TURN])).messages[0]
     left = f"{YOU}\nBe brief.\nBe kind."
-    assert told.content == left
-    assert told.cuts == tuple(left.index(word) for word in ("Claude Code", "\nBe brief", "Be brief", "Be kind"))
+    assert result.content == left
+    assert result.cuts == tuple(left.index(word) for word in ("Claude Code", "\nBe brief", "Be brief", "Be kind"))
 
 
 @pytest.mark.parametrize(
@@ -299,8 +301,8 @@ def test_cuts_stay_where_the_text_is() -> None:
 )
 def test_hostile_text_is_as_quick_to_read_as_any(hostile: str) -> None:
     """The suite's limit of a test's time is what fails here: with a way to go back, these take hours."""
-    told = stabilize(asked(hostile))
-    assert len(told.messages[-1].content) <= len(TURN[-1].content) + 100
+    result = stabilize(asked(hostile))
+    assert len(result.messages[-1].content) <= len(TURN[-1].content) + 100
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_mark_that_its_shape_begins_with() -> None:

@@ -228,7 +228,7 @@ async def test_a_render_is_limited_by_its_own_work_not_by_the_clock(make: Make) 
     """A worker that is kept from running is no template that loops."""
     template = make("{{ messages[0].content }}", seconds=0.4)
     assert await rendered(template, "warm") == "warm"
-    worker = template._confined.worker  # noqa: SLF001 - whom to stop, nobody else needs to know
+    worker = template._confined.worker  # noqa: SLF001 - the process to stop shows nowhere else
     assert worker is not None
     worker.process.send_signal(signal.SIGSTOP)
     async with anyio.create_task_group() as tasks:
@@ -271,7 +271,7 @@ async def test_the_worker_sees_no_environment_of_the_servers(make: Make, monkeyp
     monkeypatch.setenv("REKINDLE_API_KEY", "secret")
     template = make("x")
     await rendered(template)
-    worker = template._confined.worker  # noqa: SLF001 - which process it is, nobody else needs to know
+    worker = template._confined.worker  # noqa: SLF001 - which process it is shows nowhere else
     assert worker is not None
     environment = await anyio.Path(f"/proc/{worker.process.pid}/environ").read_bytes()
     assert b"secret" not in environment

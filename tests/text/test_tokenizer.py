@@ -216,7 +216,7 @@ def test_sampling_is_what_generation_config_says_and_openais_where_it_is_silent(
 
 
 def test_the_size_is_one_more_than_the_largest_id(tokenizer: Tokenizer) -> None:
-    """Whatever is missing before it, and whatever ids a file claims for tokens that are added."""
+    """This holds whatever ids are missing below it, and whatever ids a file claims for added tokens."""
     found: dict[str, Any] = json.loads(small.train().to_str())
     vocabulary = found["model"]["vocab"]
     last = max(vocabulary, key=vocabulary.__getitem__)

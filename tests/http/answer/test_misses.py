@@ -1,4 +1,4 @@
-"""A miss explains itself: in the answer, and in /debug/misses, to whoever sent the request."""
+"""Tests that a miss explains itself, in the answer and in /debug/misses, to the client that sent the request."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ async def kept(site: Site, key: str = "") -> list[dict]:
 
 async def test_an_answer_says_where_its_prompt_left_the_likest_one(site: Site) -> None:
     assert await miss(site, TALK) == {"reason": "empty_store"}
-    told = await miss(site, LATER)
-    assert told is not None
-    assert (told["message"], told["role"], told["kept_in"]) == (0, "system", "device")
-    assert "It is Friday" in told["sent"]
-    assert "It is Monday" in told["kept"]
-    assert told["reason"] == f"diverged_at:{told['diverged_at']}"
+    explained = await miss(site, LATER)
+    assert explained is not None
+    assert (explained["message"], explained["role"], explained["kept_in"]) == (0, "system", "device")
+    assert "It is Friday" in explained["sent"]
+    assert "It is Monday" in explained["kept"]
+    assert explained["reason"] == f"diverged_at:{explained['diverged_at']}"
     assert await miss(site, TALK) is None, "all of it is there"
-    assert [one["reason"] for one in await kept(site)] == [told["reason"], "empty_store"]
+    assert [one["reason"] for one in await kept(site)] == [explained["reason"], "empty_store"]
 
 
 async def test_misses_are_listed_the_newest_first_and_a_few_only(site: Site) -> None:
@@ -66,9 +66,9 @@ async def test_nobody_is_told_what_another_key_has_sent(folder: Path) -> None:
     async with served(folder, api_keys=("one", "two")) as site:
         assert await miss(site, TALK, "one") == {"reason": "empty_store"}
         assert await miss(site, LATER, "two") == {"reason": "empty_store"}
-        told = await miss(site, LATER, "one")
-        assert told is not None
-        assert "Monday" in told["kept"]
+        explained = await miss(site, LATER, "one")
+        assert explained is not None
+        assert "Monday" in explained["kept"]
         assert [len(await kept(site, key)) for key in ("one", "two")] == [2, 1]
         assert "Monday" not in str(await kept(site, "two"))
         assert (await site.client.get("/debug/misses")).status_code == 401

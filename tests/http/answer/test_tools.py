@@ -223,8 +223,8 @@ async def test_the_prompt_shows_tools_calls_and_results(site: Site) -> None:
     site.say("Rain.")
     assert (await site.post(PATH, {"messages": messages, "tools": TOOLS})).status_code == 200
     prompt = site.text.tokenizer.decode(site.door.tickets[0].job.prompt, special=True)
-    told = {key: WEATHER["function"][key] for key in ("name", "description", "parameters")}  # type: ignore[index]
-    assert json.dumps({"type": "function", "function": told}) in prompt
+    shown = {key: WEATHER["function"][key] for key in ("name", "description", "parameters")}  # type: ignore[index]
+    assert json.dumps({"type": "function", "function": shown}) in prompt
     assert '\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Bonn"}}\n</tool_call><|im_end|>' in prompt
     assert "<tool_response>\nrain\n</tool_response>" in prompt
 
@@ -267,7 +267,9 @@ async def test_an_answer_says_whether_it_keeps_to_the_choice(site: Site, choice:
 
 
 async def test_the_next_turn_of_a_tool_conversation_goes_on_from_the_last(site: Site) -> None:
-    """What the client sends back is rendered to the tokens that were there, and to those that were generated."""
+    """The client sends the conversation back. It is rendered to the tokens that were there, and to those that were
+    generated.
+    """
     said = f"I look.\n{CALL}\n{SECOND}"
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
     answers = iter([site.say(said), site.say("Rain.")])

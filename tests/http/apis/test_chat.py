@@ -47,16 +47,16 @@ async def test_a_whole_answer_has_every_field_that_openais_clients_read(site: Si
     }
     assert body["timings"]["prompt_n"] == prompt
     assert body["timings"]["predicted_n"] == len(tokens) + 1
-    told = body["rekindle"]
-    assert set(told["stages_ms"]) == {"Prefilling", "Speculating"}
-    assert (told["restored_tokens"], told["tier"], told["miss"], told["numerics"]) == (
+    shown = body["rekindle"]
+    assert set(shown["stages_ms"]) == {"Prefilling", "Speculating"}
+    assert (shown["restored_tokens"], shown["tier"], shown["miss"], shown["numerics"]) == (
         0,
         "none",
         "empty_store",
         "exact",
     )
     decode_steps = len(tokens) + 1
-    assert told["speculation"] == {
+    assert shown["speculation"] == {
         "rounds": decode_steps,
         "proposed": 2 * decode_steps,
         "accepted": 0,
@@ -272,8 +272,8 @@ async def test_a_template_whose_calls_nobody_can_read_is_told_of(
                 response = await site.chat(max_tokens=1, tools=tools, stream=stream_)
                 assert response.headers["x-rekindle-tools"].startswith("unparsed")
             assert "x-rekindle-tools" not in (await site.chat(max_tokens=1, tools=tools, tool_choice="none")).headers
-    told = [record.message for record in caplog.records if "POST" in record.message]
-    assert [line.endswith(" x-rekindle-tools=unparsed") for line in told] == [True, True, False]
+    shown = [record.message for record in caplog.records if "POST" in record.message]
+    assert [line.endswith(" x-rekindle-tools=unparsed") for line in shown] == [True, True, False]
 
 
 async def test_the_line_of_an_answer_says_what_it_is_about(site: Site, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,7 +75,7 @@ async def test_what_is_kept_is_compacted_by_its_id(site: Site, client: openai.As
 
 @pytest.mark.parametrize("said", ["They added.", f"{THOUGHT}They added.", "<think>\nThey added."])
 async def test_a_trigger_streams_one_summary(site: Site, said: str) -> None:
-    """As Codex asks for it: exactly one such item in a response that is completed."""
+    """Codex expects exactly one such item in a response that is completed."""
     site.say(said)
     events = await frames(site, {"input": [*HISTORY, TRIGGER], "tools": [ADD]})
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]

@@ -56,16 +56,16 @@ async def test_a_whole_answer_and_a_stream_say_the_same(site: Site) -> None:
 async def test_logprobs_are_lists_side_by_side(site: Site) -> None:
     tokens = site.say("ab 😀")
     body = (await site.complete("x", logprobs=2)).json()
-    told = body["choices"][0]["logprobs"]
-    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(tokens)
-    assert told["text_offset"][:2] == [0, len(told["tokens"][0])]
-    assert told["token_logprobs"][0] == -0.5
-    assert all(1 <= len(alternatives) <= 2 for alternatives in told["top_logprobs"])
-    assert any(token.startswith("bytes:\\x") for token in told["tokens"])
+    shown = body["choices"][0]["logprobs"]
+    assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["top_logprobs"]) == len(tokens)
+    assert shown["text_offset"][:2] == [0, len(shown["tokens"][0])]
+    assert shown["token_logprobs"][0] == -0.5
+    assert all(1 <= len(alternatives) <= 2 for alternatives in shown["top_logprobs"])
+    assert any(token.startswith("bytes:\\x") for token in shown["tokens"])
     streamed = await chunks(site, PATH, {"prompt": "x", "logprobs": 2})
     parts = [chunk["choices"][0]["logprobs"] for chunk in streamed if chunk["choices"][0]["logprobs"]]
-    assert [token for part in parts for token in part["tokens"]] == told["tokens"]
-    assert [offset for part in parts for offset in part["text_offset"]] == told["text_offset"]
+    assert [token for part in parts for token in part["tokens"]] == shown["tokens"]
+    assert [offset for part in parts for offset in part["text_offset"]] == shown["text_offset"]
     none = (await site.complete("x", logprobs=0)).json()["choices"][0]["logprobs"]
     assert none["top_logprobs"] == [{}] * len(tokens)
 
@@ -191,10 +191,10 @@ async def test_a_stream_with_the_prompts_logprobs_is_as_the_whole_answer(site: S
     found = await chunks(site, PATH, body)
     for index, choice in enumerate(whole):
         assert text_of(found, index) == choice["text"]
-        told = [
+        shown = [
             one["logprobs"] for chunk in found for one in chunk["choices"] if one["index"] == index and one["logprobs"]
         ]
-        assert told == [choice["logprobs"]]
+        assert shown == [choice["logprobs"]]
         ends = [one["finish_reason"] for chunk in found for one in chunk["choices"] if one["index"] == index]
         assert ends[-1] == choice["finish_reason"]
         assert set(ends[:-1]) == {None}
@@ -214,9 +214,9 @@ async def test_the_likeliest_answers_are_chosen(site: Site, monkeypatch: pytest.
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert {choice["logprobs"] for choice in body["choices"]} == {None}
     assert body["usage"]["completion_tokens"] == 24
-    told = (await site.complete("a", best_of=2, logprobs=0, max_tokens=3)).json()["choices"]
-    assert len(told) == 1
-    assert len(told[0]["logprobs"]["tokens"]) == 3
+    shown = (await site.complete("a", best_of=2, logprobs=0, max_tokens=3)).json()["choices"]
+    assert len(shown) == 1
+    assert len(shown[0]["logprobs"]["tokens"]) == 3
 
 
 async def test_a_salt_is_hashed_and_keeps_prompts_apart(site: Site) -> None:

@@ -70,10 +70,10 @@ async def test_a_stream_says_the_same_calls(site: Site, per_step: int) -> None:
             call = found.setdefault(part["index"], {"type": kind, kind: {"name": "", "arguments": "", "input": ""}})
             for name, text in part[kind].items():
                 call[kind][name] += text
-    told = [{key: value for key, value in call.items() if key != "id"} for call in whole]
+    expected_calls = [{key: value for key, value in call.items() if key != "id"} for call in whole]
     for call in found.values():
         call[call["type"]] = {name: text for name, text in call[call["type"]].items() if text}
-    assert [*found.values()] == told
+    assert [*found.values()] == expected_calls
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,6 @@
-"""What a resent history may hold that a model cannot use: the session goes on, in every API, and a header says why.
+"""Tests of histories that hold what a model cannot use: the session goes on, in every API, and a header says why.
 
-Each case is written once for each API, and counted as well as answered.
+Each case is written once for each API. Its tokens are counted and it is answered.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ CASES = {
     "a part without its text": HistoryCase(
         everywhere(user([{"type": "text"}, {"text": "So."}]), assistant("Oh."), AND), ("\nSo.",), "content"
     ),
-    "thinking without text, or that nobody can read": HistoryCase(
+    "thinking without text, or encrypted": HistoryCase(
         {
             CHAT: [HI, assistant("Oh.", reasoning_content=["Hm."]), AND],
             MESSAGES: [HI, assistant([{"type": "redacted_thinking"}, {"type": "text", "text": "Oh."}]), AND],
@@ -486,7 +486,7 @@ PAIRS = [(name, api) for name, case in CASES.items() for api in case.bodies]
 
 
 def written(body: Any) -> bytes:
-    """As a client writes it that knows no UTF-8: halves of surrogate pairs as escapes."""
+    """Return the body as a client writes it that escapes everything outside ASCII: halves of surrogate pairs too."""
     return json.dumps(body).encode()
 
 

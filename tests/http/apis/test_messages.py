@@ -228,7 +228,7 @@ async def test_what_claude_code_sends_is_taken(site: Site) -> None:
         thinking={"type": "adaptive"},
         output_config={"effort": "high"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        metadata={"user_id": "somebody"},
+        metadata={"user_id": "a-client"},
         tools=[ADD, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
         temperature=1,
     )
@@ -322,8 +322,8 @@ async def test_a_long_prefill_is_full_of_pings(folder: Any) -> None:
     async with served(folder, door={"chunk_s": 0.03}, keepalive_s=0.01) as slow:
         events = await frames(slow, asked(messages=[{"role": "user", "content": "Hello, world! " * 30}]))
         assert [name for name, _ in events[:4]] == ["message_start", "ping", "ping", "ping"]
-        told = await frames(slow, asked(messages=[{"role": "user", "content": "Hello! " * 50}], return_progress=True))
-        reports = [data["prompt_progress"] for name, data in told if "prompt_progress" in data]
+        shown = await frames(slow, asked(messages=[{"role": "user", "content": "Hello! " * 50}], return_progress=True))
+        reports = [data["prompt_progress"] for name, data in shown if "prompt_progress" in data]
         assert reports[0]["processed"] == reports[0]["cache"]
         assert reports[-1]["processed"] == reports[-1]["total"]
         client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")

@@ -47,7 +47,7 @@ async def test_what_openais_clients_send_beside_is_taken(site: Site, sdk: openai
         messages=QUESTION,
         metadata={"a": "b"},
         store=False,
-        user="somebody",
+        user="a-client",
         service_tier="auto",
         safety_identifier="x",
         prompt_cache_key="y",

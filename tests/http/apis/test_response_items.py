@@ -1,4 +1,6 @@
-"""Items of the Responses API that other servers and agents leave in a conversation: told as text, or passed over."""
+"""Tests of the items of the Responses API that other servers and agents leave in a conversation: they become text, or
+are left out.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_the_header_names_only_so_many_kinds() -> None:
 
 
 def test_what_a_text_call_gave_may_come_as_a_functions_output() -> None:
-    """As Codex sends it."""
+    """Codex sends it so."""
     output = {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "text"}]}
     found, _ = messages_of(LOCAL, output)
     assert found[1] == ChatMessage("user", "[output of the call]\ntext")

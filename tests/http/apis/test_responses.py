@@ -91,7 +91,7 @@ async def test_logprobs_are_of_the_tokens_of_the_text(
     site.door.per_step = per_step
     whole = await client.responses.create(**asked(tools=[ADD], include=INCLUDED, top_logprobs=2))
     assert whole.top_logprobs == 2
-    told = []
+    values = []
     for item in whole.output:
         if item.type == "message":
             (part,) = item.content
@@ -99,8 +99,8 @@ async def test_logprobs_are_of_the_tokens_of_the_text(
             assert part.logprobs is not None
             assert b"".join(bytes(one.bytes) for one in part.logprobs).decode().strip() == part.text
             assert {len(one.top_logprobs) for one in part.logprobs} == {2}
-            told.append([one.to_dict() for one in part.logprobs])
-    assert told
+            values.append([one.to_dict() for one in part.logprobs])
+    assert values
     events = await frames(site, asked(tools=[ADD], include=INCLUDED, top_logprobs=2))
     streamed: dict[int, list[Any]] = {}
     for event in events:
@@ -108,7 +108,7 @@ async def test_logprobs_are_of_the_tokens_of_the_text(
             streamed.setdefault(event["output_index"], []).extend(event["logprobs"])
         if event["type"] == "response.output_text.done":
             assert event["logprobs"] == streamed[event["output_index"]]
-    assert [*streamed.values()] == told
+    assert [*streamed.values()] == values
     without = await client.responses.create(**asked(tools=[ADD]))
     assert site.door.tickets[-1].job.sampling.logprobs == -1
     assert without.output_text == whole.output_text
@@ -154,8 +154,8 @@ async def test_a_stream_adds_up_to_the_whole_response(site: Site, client: openai
 
 
 def shown(item: Any) -> dict[str, Any]:
-    told = item.model_dump(exclude_none=True)
-    return {name: value for name, value in told.items() if name not in ("id", "call_id", "parsed_arguments")}
+    values = item.model_dump(exclude_none=True)
+    return {name: value for name, value in values.items() if name not in ("id", "call_id", "parsed_arguments")}
 
 
 async def test_the_events_are_openais_in_their_order(site: Site) -> None:
@@ -237,9 +237,9 @@ async def test_what_codex_sends_is_taken(site: Site) -> None:
     assert "Rules." in prompt_of(site)
     assert "mcp__files__open" in prompt_of(site)
     assert "web_search" not in prompt_of(site)
-    told = {name: reasoning[name] for name in ("type", "id", "summary", "encrypted_content")}
+    values = {name: reasoning[name] for name in ("type", "id", "summary", "encrypted_content")}
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "text of it"}
-    response = await site.post(PATH, {**body, "input": [*body["input"], told, call, result]})
+    response = await site.post(PATH, {**body, "input": [*body["input"], values, call, result]})
     assert response.status_code == 200, response.text
     assert response.headers["x-rekindle-tools-left-out"] == "web_search mcp"
     assert '{"name": "mcp__files__open", "arguments": {"a": 1}}' in prompt_of(site)
@@ -321,11 +321,11 @@ async def test_a_response_that_is_being_answered_can_be_cancelled(site: Site, cl
     site.door.step_s = 0.01
     stream = await client.responses.create(**asked(max_output_tokens=2000), stream=True)
     events: list[Any] = []
-    told = False
+    values = False
     async for event in stream:
         events.append(event)
-        if event.type == "response.output_text.delta" and not told:
-            told = True
+        if event.type == "response.output_text.delta" and not values:
+            values = True
             name = events[0].response.id
             assert (await client.responses.retrieve(name)).status == "in_progress"
             assert (await client.responses.cancel(name)).status == "cancelled"
@@ -425,8 +425,8 @@ async def test_a_long_prefill_is_full_of_events(folder: Path) -> None:
         events = await frames(slow, asked(input="Hello, world! " * 30))
         kinds = [event["type"] for event in events[:5]]
         assert kinds == ["response.created", *["response.in_progress"] * 4]
-        told = await frames(slow, asked(input="Hello! " * 50, return_progress=True))
-        reports = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+        values = await frames(slow, asked(input="Hello! " * 50, return_progress=True))
+        reports = [event["prompt_progress"] for event in values if "prompt_progress" in event]
         assert reports[0]["processed"] == reports[0]["cache"]
         assert reports[-1]["processed"] == reports[-1]["total"]
         long = await frames(slow, asked(input="Hello! " * 50, instructions="Be brief. " * 50, return_progress=True))

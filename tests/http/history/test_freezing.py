@@ -1,4 +1,6 @@
-"""Which messages have aged, what they were frozen to earlier, and that it survives: a restart, damage, other askers."""
+"""Tests of frozen messages: which messages have aged, what they were frozen to before, and that this survives a
+restart, damage and other clients.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.http.conftest import Site, served
 DEFAULTS = CompressionDefaults("auto", 1000, 100, max_scored_tokens=8000, freeze=True)
 LINES = "\n".join(f"Line {at} says that {at * 37 % 101} is a number." for at in range(40))
 MESSAGE, SPANS = tuple(range(300)), ((0, 40), (290, 300))
-SOMEBODY = RequestId(1)
+REQUEST = RequestId(1)
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +59,18 @@ async def asked(site: Site, messages: list[dict[str, Any]], **fields: Any) -> Jo
 
 
 def freeze(memory: FrozenMessages, job: Job) -> None:
-    """As the engine says it, of all that has aged."""
+    """Freeze all aged messages of the job, as the engine reports it."""
     kept = {
         part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in find_aged_messages(job)
     }
-    memory.store(SOMEBODY, KeepFrozen(tuple(kept.items())))
+    memory.store(REQUEST, KeepFrozen(tuple(kept.items())))
 
 
 async def test_a_job_says_which_of_its_messages_have_aged(freezing: Site) -> None:
     job = await asked(freezing, talk(3))
-    told = [(part.role, part.keep) for part in job.compression.parts]
+    reported = [(part.role, part.keep) for part in job.compression.parts]
     first = [("system", 0), ("user", 100), ("assistant", 0), ("user", 100), ("assistant", 0)]
-    assert told == [*first, ("user", 100), ("assistant", 0), ("user", 0), ("assistant", 0)], "short ones stay"
+    assert reported == [*first, ("user", 100), ("assistant", 0), ("user", 0), ("assistant", 0)], "short ones stay"
     assert freezes_messages(job)
     assert find_aged_messages(job) == tuple(part for part in job.compression.parts if part.keep)
 
@@ -157,7 +159,7 @@ def test_names_say_who_scored_and_how_much_was_kept() -> None:
 
 async def put_away(folder: Path, *names: str) -> None:
     memory = FrozenMessages(PrivateFolder.open(folder), scorer_identity="one")
-    memory.store(SOMEBODY, KeepFrozen(tuple((name, SPANS) for name in names)))
+    memory.store(REQUEST, KeepFrozen(tuple((name, SPANS) for name in names)))
     await memory.close()
 
 

@@ -1,4 +1,6 @@
-"""What was said before is read beside a server that is ready: who waits for it, and what a stop does then."""
+"""Tests of the history that is read while the server is ready already: which requests wait for it, and what a stop does
+then.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ def cabinets() -> dict[str, PersistentLru]:
 
 
 async def closed(found: dict[str, PersistentLru]) -> None:
-    for cabinet in found.values():
-        await cabinet.close()
+    for store in found.values():
+        await store.close()
 
 
 async def test_of_all_paths_those_of_conversations_wait(site: Site) -> None:
@@ -80,7 +82,7 @@ async def test_who_may_mean_what_was_said_before_waits_for_it_and_nobody_else_do
                 assert preflight.status_code == 200
                 assert answers == []
                 tasks.start_soon(recall.run)
-                while len(answers) < 2:  # noqa: ASYNC110 - told by nobody
+                while len(answers) < 2:  # noqa: ASYNC110 - no event marks it
                     await anyio.sleep(0.01)
                 tasks.cancel_scope.cancel()
         assert sorted(answers) == [200, 404]
@@ -115,7 +117,7 @@ async def test_it_is_read_and_then_followed(tmp_path: Path) -> None:
 async def test_a_stop_while_it_is_read_ends_it_with_the_file_that_it_is_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is removed, nothing more is read, and who waited is told to come again."""
+    """Nothing is removed, nothing more is read, and the requests that waited are asked to come again."""
     for folder in ("responses", "turns"):
         (tmp_path / folder).mkdir(mode=0o700)
     for number in range(5):
@@ -175,7 +177,7 @@ async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
     first, second = (record.message for record in caplog.records)
     assert first.startswith("responses of earlier processes cannot be read, and new ones are not kept: [Errno 5]")
     assert second.startswith("the tokens of answers are not kept on disk: ")
-    assert [cabinet.folder for cabinet in found.values()] == [None, None]
+    assert [store.folder for store in found.values()] == [None, None]
     await closed(found)
 
 
@@ -192,7 +194,7 @@ async def test_of_a_file_no_more_is_read_than_one_may_have(tmp_path: Path) -> No
 
 
 async def test_those_that_were_written_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they are called."""
+    """Their names do not matter."""
     monkeypatch.setattr(limits, "MAX_RESPONSES", 2)
     folder = PrivateFolder.open(tmp_path)
     for number, age in enumerate((10, 40, 20, 30)):

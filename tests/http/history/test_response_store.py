@@ -1,4 +1,4 @@
-"""What is kept of responses: within its limits, over a restart, and whatever is found in the folder."""
+"""Tests of the responses that are kept: within the limits, over a restart, and with any files in the folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shown(archive: ResponseStore, number: int) -> StoredResponse | None:
 
 
 async def written(folder: Path, fill: Callable[[ResponseStore], object]) -> None:
-    """What a process leaves there."""
+    """Fill a store in the folder, and close it, as a process does."""
     archive = ResponseStore(PrivateFolder.open(folder))
     archive.load()
     fill(archive)
@@ -100,7 +100,7 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
 async def test_what_was_being_written_when_the_server_stops_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whatever its thread is at: it goes on, and is waited for, so that nobody finds the file half done."""
+    """The call under way is completed and waited for, so no other process finds the file half written."""
     archive, carried_out = opened(tmp_path), getattr(PrivateFolder, call)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -215,7 +215,7 @@ async def test_damaged_and_foreign_files_are_no_responses(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / name(5))
     (tmp_path / name(6)).mkdir()
     (tmp_path / ".new-resp_x").write_bytes(b"half")
-    (tmp_path / "notes").write_bytes(b"somebody's")
+    (tmp_path / "notes").write_bytes(b"another program's")
     body = b"\n[]\n[]"
     (tmp_path / name(7)).write_bytes(digest_body(body) + b"\n" + body)
     archive = opened(tmp_path)

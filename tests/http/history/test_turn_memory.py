@@ -36,7 +36,7 @@ KEYS = ("a-key-of-one", "a-key-of-another")
 
 
 def anew(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """As a client writes them: in another order, and whole numbers without a point."""
+    """Return the arguments as clients write them again: in another order, and whole numbers without a point."""
     members = reversed(arguments.items())
     return {key: int(value) if isinstance(value, float) else value for key, value in members}
 
@@ -168,7 +168,7 @@ async def test_the_next_prompt_goes_on_from_what_was_generated_also_after_a_rest
 
 
 async def test_the_only_call_that_may_be_is_remembered_with_what_closes_it(thinking: Path) -> None:
-    """The model goes on with another one, which nobody hears."""
+    """The model goes on with another call, which the client does not get."""
     async with served(thinking) as site:
         made, only, talk = say(site, *ANSWER), {"parallel_tool_calls": False}, ChatTalk()
         say(site, *ANSWER, "\n", *ANSWER[3:])
@@ -232,7 +232,7 @@ async def test_callers_do_not_learn_of_each_others_answers(thinking: Path) -> No
         ours, one = await ask(site, talk, headers=heads[0])
         theirs, other = await ask(site, talk, headers=heads[1])
         assert ours["rekindle"]["remembered"] > 0 == theirs["rekindle"]["remembered"]
-        assert len(other) < len(one), "they are told nothing of the reasoning"
+        assert len(other) < len(one), "the model is shown nothing of the reasoning"
 
 
 async def test_a_salt_keeps_answers_apart(thinking: Path) -> None:
@@ -353,7 +353,7 @@ async def test_damaged_and_foreign_files_are_no_turns(tmp_path: Path) -> None:
         (tmp_path / make_turn_name(key(number))).write_bytes(add_digest(body))
     (tmp_path / make_turn_name(key(40))).symlink_to(tmp_path / make_turn_name(key(1)))
     os.mkfifo(tmp_path / make_turn_name(key(41)))
-    (tmp_path / "notes").write_bytes(b"somebody's")
+    (tmp_path / "notes").write_bytes(b"another program's")
     memory = TurnMemory(PrivateFolder.open(tmp_path))
     memory.load()
     assert (len(memory), first(memory, said(9, "call_a"))) == (1, 1)

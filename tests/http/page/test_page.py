@@ -97,7 +97,7 @@ async def test_where_there_are_keys_the_page_is_for_everybody_and_what_it_shows_
 
 @asynccontextmanager
 async def listening(site: Site, **headers: str) -> AsyncIterator[Any]:
-    """What brings the next event's data."""
+    """Yield a function that returns the data of the next event."""
     async with site.client.stream("GET", "/events", headers=headers) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -111,8 +111,8 @@ async def listening(site: Site, **headers: str) -> AsyncIterator[Any]:
                         kind = line[7:]
                     elif line.startswith("data: "):
                         assert kind == "status"
-                        told: dict[str, Any] = json.loads(line[6:])
-                        return told
+                        shown: dict[str, Any] = json.loads(line[6:])
+                        return shown
             raise EOFError
 
         yield heard
@@ -125,7 +125,7 @@ async def test_the_stream_begins_with_what_props_shows_and_goes_on_with_what_cha
         assert await heard() == {"troubles": {"disk": "no room"}}
         site.door.troubles = {}
         assert await heard() == {"troubles": {}}
-        # who comes later is told everything, too
+        # a later client gets everything, too
         async with listening(site) as later:
             assert (await later())["troubles"] == {}
 
@@ -157,7 +157,7 @@ async def test_nothing_looks_while_nobody_listens(site: Site) -> None:
         async with listening(site) as heard:
             await heard()
         with anyio.fail_after(60):
-            while listeners(site):  # noqa: ASYNC110 - the server tells nobody that it saw a connection end
+            while listeners(site):  # noqa: ASYNC110 - the server announces no closed connections
                 await anyio.sleep(0.01)
         seen = looked
         await anyio.sleep(3 * events.CHECK_INTERVAL_S)

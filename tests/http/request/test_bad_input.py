@@ -259,7 +259,7 @@ async def test_what_would_change_the_answer_is_never_ignored(shared: Site, path:
 
 
 async def test_a_field_that_asks_for_nothing_passes(shared: Site) -> None:
-    """As other servers' clients send it along with everything else."""
+    """Clients of other servers send such fields along with everything else."""
     harmless = {"grammar": "", "json_schema": None, "guided_choice": [], "structured_outputs": {}, "typical_p": 1.0}
     harmless |= {"continue_final_message": False, "min_tokens": 0, "mirostat": 0, "skip_special_tokens": True}
     harmless |= {"response_format": {"type": "text"}, "repeat_last_n": 64, "id_slot": -1, "top_n_sigma": -1.0}

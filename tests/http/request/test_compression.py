@@ -1,4 +1,4 @@
-"""What requests may say of their prompt's compression, what jobs make of it, and what sessions learn."""
+"""Tests of compression as requests ask for it, of the jobs that follow, and of what sessions learn."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ async def test_a_job_says_who_speaks_where_and_keeps_the_question(drafting: Site
     messages = [{"role": "system", "content": LONG[:900]}, {"role": "user", "content": "Which line?"}]
     await drafting.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
     job = drafting.door.tickets[-1].job
-    told = [(part.role, part.protected) for part in job.compression.parts]
-    assert told == [("system", False), ("user", True), ("assistant", False)]
+    shown = [(part.role, part.protected) for part in job.compression.parts]
+    assert shown == [("system", False), ("user", True), ("assistant", False)]
     for part, words in zip(job.compression.parts, ("Line 0", "Which line?", ""), strict=True):
         assert words in drafting.text.tokenizer.decode(job.prompt[part.start : part.stop])
     assert job.compression.parts[-1].stop == len(job.prompt)
@@ -224,8 +224,8 @@ async def test_what_the_engine_refuses_has_its_own_status(drafting: Site, finish
 
 
 def test_the_response_tells_what_was_left_out() -> None:
-    told = Compressed(100, "", ((0, 10), (90, 100)), ((90, 100),), 200, 1_500_000)
-    assert describe_compression(Report(20, compression=told)) == {
+    shown = Compressed(100, "", ((0, 10), (90, 100)), ((90, 100),), 200, 1_500_000)
+    assert describe_compression(Report(20, compression=shown)) == {
         "original_tokens": 100,
         "kept_tokens": 20,
         "keep_ratio": 0.2,

@@ -101,7 +101,7 @@ async def test_who_waits_for_a_grammar_is_told_what_has_happened_meanwhile(
 
     async with anyio.create_task_group() as tasks, line.wait_turn(""):
         tasks.start_soon(ask)
-        while not line.waiting_count:  # noqa: ASYNC110 - a line tells nobody
+        while not line.waiting_count:  # noqa: ASYNC110 - a queue announces no changes
             await anyio.sleep(0.01)
         for name, value in meanwhile.items():
             monkeypatch.setattr(site.door, name, value)

@@ -306,7 +306,7 @@ async def test_a_schema_that_no_text_keeps_to_refuses_a_strict_form_only(shared:
 
 @pytest.mark.parametrize("strict", [False, True])
 async def test_of_tools_that_do_not_fit_together_the_largest_are_left_out(hasty: Site, strict: bool) -> None:
-    """Whether `strict` or not: an agent with too many tools has to be served."""
+    """This holds with `strict` and without: an agent with too many tools has to be served."""
     tools = [tool(0, usual(0), strict), tool(1, {"type": "object", "properties": {"a": COSTLY}}, strict)]
     response = await hasty.chat(tools=[*tools, tool(2, usual(2), strict)], tool_choice="required", max_tokens=2)
     assert response.status_code == 200, response.text
@@ -317,7 +317,9 @@ async def test_of_tools_that_do_not_fit_together_the_largest_are_left_out(hasty:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tool_0"}}], ids=str)
 async def test_calls_that_have_to_be_made_are_held_to_their_schema(shared: Site, choice: Any) -> None:
-    """Whether `strict` or not; a call that the model chooses to make is its own without `strict`."""
+    """This holds with `strict` and without. Without it, a call that the model chooses to make is not held to its
+    schema.
+    """
     tools = [tool(0, whole({"type": "string"}), strict=False)]
     assert (await shared.chat(tools=tools, tool_choice=choice, max_tokens=2)).status_code == 200
     assert '"b":{"type":"boolean"}' in last_grammar(shared).source
@@ -330,7 +332,7 @@ async def test_what_became_of_tools_is_remembered_for_the_next_turn(site: Site) 
     tools = [tool(0, whole({"type": "string", "format": "zork"}), strict=False)]
     asked = chat(tools=tools, tool_choice="required", max_tokens=2)
     first = await site.post("/v1/chat/completions", asked)
-    async with site.text.grammars.queue.wait_turn(""):  # whoever had to try it would wait here
+    async with site.text.grammars.queue.wait_turn(""):  # a trial would wait here
         second = await site.post("/v1/chat/completions", asked)
     assert first.headers[HEADER] == second.headers[HEADER]
     assert site.door.tickets[0].job.sampling.grammar == site.door.tickets[1].job.sampling.grammar

@@ -1,4 +1,6 @@
-"""Whatever stands in a request's field, the answer is an error that names a place in it, or there is none wrong."""
+"""Tests with random values in the fields of requests: the answer is an error that names a place in the request, or
+there is no error.
+"""
 
 from __future__ import annotations
 

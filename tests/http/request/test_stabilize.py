@@ -1,4 +1,6 @@
-"""Prompts that agents change at every request: what of it the model reads, in every API, and how it is told."""
+"""Tests of prompts that agents change at every request: which parts the model reads, in every API, and how an answer
+says so.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ async def test_a_server_may_leave_prompts_alone_and_a_request_have_it_otherwise(
 
 
 async def test_no_boundary_follows_where_the_next_prompt_will_be_another(site: Site) -> None:
-    """Positional state that is kept behind it would be nobody's."""
+    """Positional state that is kept behind it would never be used."""
     site.say("Fox")
     body = bodies(1)["/v1/messages"]
     await site.post("/v1/messages", body)
@@ -119,11 +121,15 @@ class Resumed:
     whole: str = ""
 
     async def turn(self, site: Site, status: str, said: str) -> None:
-        """What is asked goes on from there."""
+        """Send one more turn and check the prompt that the model reads. The conversation goes on from its answer."""
         self.messages.append({"role": "user", "content": said})
         system = f"You help.\n\n{STATUS.format(status)}"
-        told = [{"role": "system", "content": system}, *self.messages]
-        body = {"system": system, "messages": self.messages} if self.path == "/v1/messages" else {"messages": told}
+        full_messages = [{"role": "system", "content": system}, *self.messages]
+        body = (
+            {"system": system, "messages": self.messages}
+            if self.path == "/v1/messages"
+            else {"messages": full_messages}
+        )
         response = await site.post(self.path, {**body, "max_tokens": 9})
         assert response.headers["x-rekindle-stabilized"] == "claude-git-status"
         prompt, answer = read(site), response.json()
@@ -137,7 +143,9 @@ class Resumed:
 async def test_a_session_that_is_resumed_with_another_status_goes_on_from_where_it_was(
     tmp_path: Path, path: str
 ) -> None:
-    """Over a restart, and with its first process going on beside it; another session with its status begins anew."""
+    """This holds over a restart, and while the session's first process goes on. Another session with the same status
+    begins anew.
+    """
     folder, session = small.write(tmp_path), Resumed(path)
     async with served(folder, turns=tmp_path / "turns") as site:
         site.say("Fox")
@@ -162,7 +170,7 @@ AGENTS = "Available agent types for the Agent tool:\n- mine: Finds things.\n\n" 
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with alike."""
+    """Return how many tokens both prompts begin with."""
     return next(place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
 
 

@@ -60,7 +60,7 @@ async def taking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def first_of(streams: Sequence[anyio.abc.SocketStream]) -> bytes:
-    """The answer that is there first, whoever's: which of them were read first is not said."""
+    """Return the first answer on any of the streams. It is not defined which body was read first."""
     found = list[bytes]()
 
     async def heard(stream: anyio.abc.SocketStream) -> None:

@@ -47,7 +47,7 @@ async def opened(stack: AsyncExitStack, site: Site, count: int, sends: bytes) ->
 # --- the ledger ---
 
 ORDERS: Sequence[tuple[str, Sequence[tuple[str, Debt | None]], str | None]] = (
-    ("nobody is open", (), None),
+    ("no connection is open", (), None),
     ("all are being answered", (("a", None), ("b", None)), None),
     ("the oldest goes first", (("a", Debt.BODY), ("b", Debt.BODY)), "a"),
     ("the kind that most have goes first", (("a", Debt.REQUEST), ("b", Debt.BODY), ("c", Debt.BODY)), "b"),
@@ -118,9 +118,9 @@ async def test_of_connections_that_owe_a_body_the_oldest_go_and_are_told(narrow:
                 async with await connect(narrow) as other:
                     await other.send(head("Host: localhost", target="/health", method="GET"))
                     assert status(await answer(other)) == 200
-                    told = await answer(oldest)
-                    assert status(told) == 408
-                    assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
+                    seen = await answer(oldest)
+                    assert status(seen) == 408
+                    assert json.loads(seen.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
                     assert await ended(oldest)
                 await until(lambda: len(narrow.serving.connections) < PLACES)
                 await opened(stack, narrow, 1, OWES_A_BODY)

@@ -1,4 +1,6 @@
-"""What a connection may cost: bodies that nobody wants, answers that nobody reads, more clients than there is room."""
+"""Tests of what a connection may cost: bodies that are not needed, answers that are not read, and more clients than
+there is room for.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ async def test_what_is_not_http_hears_why_even_while_it_sends(impatient: Site) -
 async def test_a_client_that_is_gone_when_its_answer_ends_is_no_fault(
     impatient: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was sent is out, the reset has come and is not read yet: the socket cannot be half closed any more."""
+    """Everything was sent, and the reset has come and is not read yet. So the socket cannot be half closed any more."""
 
     def gone(_: object) -> None:
         raise OSError(ENOTCONN, "Transport endpoint is not connected")
@@ -134,7 +136,7 @@ async def test_a_client_that_is_gone_when_its_answer_ends_is_no_fault(
 
 
 async def test_connections_that_only_wait_make_room_for_others(impatient: Site) -> None:
-    """Those that say nothing, those that are half a head, and those whose bodies do not come."""
+    """These connections say nothing, or send half a head, or a head whose body does not come."""
     starts = (b"", b"GET /hea", head("Host: localhost", "Content-Length: 9", target="/health", method="GET"))
     async with AsyncExitStack() as open_ones:
         for number in range(60):
@@ -157,8 +159,8 @@ async def test_where_every_connection_is_being_answered_the_next_is_told(
                 async with await connect(site) as late:
                     assert status(await answer(late)) == 503
                     assert await ended(late)
-        told = [record for record in caplog.records if "no room for all connections" in record.getMessage()]
-        assert len(told) == 1
+        shown = [record for record in caplog.records if "no room for all connections" in record.getMessage()]
+        assert len(shown) == 1
     async with served(folder) as site:
         assert (await site.chat(max_tokens=1)).status_code == 200
 
@@ -193,7 +195,9 @@ async def test_an_answer_that_is_taken_slowly_keeps_its_connection(
 
 
 def length(received: bytearray) -> int:
-    """Of the whole answer, as its head says; one byte more than there is where that is not there yet."""
+    """Return the length of the whole answer, as its head says. Until the head is there, this is one byte more than was
+    received.
+    """
     top, end, _ = bytes(received[:4000]).partition(b"\r\n\r\n")
     if not end:
         return len(received) + 1

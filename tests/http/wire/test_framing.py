@@ -1,4 +1,4 @@
-"""How requests are told apart in what a connection sends: lines, and chunks that announce too much."""
+"""Tests of how requests are separated in the bytes of a connection: lines, and chunks that announce too much."""
 
 from __future__ import annotations
 

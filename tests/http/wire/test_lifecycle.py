@@ -119,8 +119,8 @@ async def test_a_client_that_does_not_read_is_given_up_and_others_go_on(folder: 
 
 async def test_a_full_queue_is_a_429_with_retry_after_streamed_or_not(folder: Path) -> None:
     async with served(folder, door={"slots": 0, "max_queue": 0}) as site:
-        told = site.door.status()
-        site.door.status = lambda: evolve(told, queue_full=False)  # the edge learns it from the ticket
+        seen = site.door.status()
+        site.door.status = lambda: evolve(seen, queue_full=False)  # the edge learns it from the ticket
         for streamed in (True, False):
             response = await site.post(PATH, chat(stream=streamed))
             assert response.status_code == 429
@@ -249,11 +249,11 @@ async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None
         async with site.client.stream("POST", PATH, json=body) as response:
             async for event in events(response):
                 if "prompt_progress" in event:
-                    told = json.loads(event)["prompt_progress"]
-                    assert 0 <= told["processed"] <= told["total"]
-                    assert told["time_ms"] >= 0
-                    if told["processed"] < told["total"]:
-                        unfinished.add(told["processed"])
+                    seen = json.loads(event)["prompt_progress"]
+                    assert 0 <= seen["processed"] <= seen["total"]
+                    assert seen["time_ms"] >= 0
+                    if seen["processed"] < seen["total"]:
+                        unfinished.add(seen["processed"])
         assert len(unfinished) > 3
 
 
@@ -271,7 +271,7 @@ async def test_what_has_come_meanwhile_is_one_event_and_an_end_comes_alone(site:
 
 
 async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(site: Site) -> None:
-    """As where a client takes nothing until the deadline is over."""
+    """This happens where a client reads nothing until the deadline has passed."""
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     site.say("Hello there")
     with run_jobs(site.door, (PlannedJob(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
@@ -286,7 +286,7 @@ async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_an_answer_leaves_nothing_to_the_collector(site: Site, streamed: bool) -> None:
-    """Which holds up everybody's answers for as long as it looks through what is there."""
+    """A collection holds up all answers while it looks through all objects."""
 
     async def ask(body: dict[str, Any]) -> None:
         assert (await site.client.post(PATH, json=body)).status_code == 200

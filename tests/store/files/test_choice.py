@@ -1,4 +1,4 @@
-"""What `auto` chose stays in the folder, and is hostile input there."""
+"""Tests of the codec that `auto` chose: the choice stays in the folder, where it is hostile input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def settle(path: Path, measured: Fixed, codec: str = "auto") -> tuple[str, int]:
-    """What one start writes its files with, and how many damaged choices it found."""
+    """Return the codec with which a start writes its files, and the number of damaged choices that it found."""
     store = disk_store(path, codec=codec)
     (tier,) = store.lower_tiers
     tier.codec_choice.settle(measured)

@@ -1,4 +1,6 @@
-"""Files that somebody made up, damaged in bulk or mixed: each is put aside and counted, and everything goes on."""
+"""Tests with files that were made up, damaged in bulk or mixed: each is put aside and counted, and the
+store goes on.
+"""
 
 from __future__ import annotations
 
@@ -210,7 +212,7 @@ def test_a_journal_that_a_power_cut_zeroed_is_rebuilt(path: Path, raw: bytes) ->
 
 
 class Watching(PrivateFolder):
-    """Counts listings, and lets nobody look at a run before it is told to."""
+    """A folder that counts its listings. It lets no run be read before `go` is set."""
 
     listings = 0
     go: threading.Event

@@ -44,7 +44,7 @@ class FakeStore:
 
 @define(eq=False)
 class FakeClient:
-    """What one server sees of it. stamp: the time with which its objects are stamped."""
+    """The view that one server has of the store. stamp: the time with which its objects are stamped."""
 
     store: FakeStore
     stamp: Callable[[], float]

@@ -1,4 +1,4 @@
-"""A folder as a store: our own reading and writing beside the library's, and a folder that hangs."""
+"""Tests of a folder as a store: our own reading and writing compared with the library's, and a folder that hangs."""
 
 from __future__ import annotations
 

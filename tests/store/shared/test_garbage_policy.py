@@ -1,4 +1,4 @@
-"""Which runs are marked, when they are removed, and whom a collector waits for."""
+"""Tests of which runs are marked, when they are removed, and which servers a collector waits for."""
 
 from __future__ import annotations
 

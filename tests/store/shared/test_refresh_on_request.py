@@ -1,4 +1,6 @@
-"""What a fleet needs of the shared tier: to know when runs are written, and to see at once what others have written."""
+"""Tests of what a fleet needs of the shared tier: it knows when runs are written, and it sees at once what other
+servers have written.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from adapters.text.tokenizer import Tokenizer
 
 
 async def places(text: Text, messages: list[ChatMessage]) -> list[str]:
-    """What stands before each cut."""
+    """Return the text before each cut of the prompt."""
     prompt = await text.build_prompt(Conversation(messages))
     return [text.tokenizer.decode(prompt.tokens[:cut], special=True) for cut in prompt.cuts]
 

@@ -1,4 +1,4 @@
-"""Which form tool calls and reasoning have is found in what a chat template writes of a known call."""
+"""Tests that the form of tool calls and of reasoning is found in what a chat template writes of a known call."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_ids_of_calls_are_short_where_a_template_refuses_longer_ones(tmp_p
 
 
 async def test_arguments_are_text_where_a_template_encodes_what_is_none() -> None:
-    """JSON of an object that is marked as safe would escape the quotes of all that stands beside it."""
+    """If JSON of an object is marked as safe, the template would escape the quotes of all text around it."""
     encodes = (
         "{% set written = call.function.arguments %}"
         "{% if written is not string %}{% set written = written | tojson | safe %}{% endif %}"

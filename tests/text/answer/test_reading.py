@@ -1,4 +1,4 @@
-"""What a message says is the same however it is written, and nothing else is."""
+"""Tests that a message is read as the same however it is written, and that different messages are not."""
 
 from __future__ import annotations
 

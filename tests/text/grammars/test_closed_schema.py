@@ -1,4 +1,4 @@
-"""What a schema says once it is closed, and what stays open."""
+"""Tests of how a schema is closed, and of what stays open."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 1, "b": 1}],
         [],
     ),
-    "beside branches": ({**A, "anyOf": [{**B, "required": ["b"]}, {"required": ["a"]}]}, [{"a": 1, "b": 1}], []),
-    "beside branches that only require": (
+    "with branches": ({**A, "anyOf": [{**B, "required": ["b"]}, {"required": ["a"]}]}, [{"a": 1, "b": 1}], []),
+    "with branches that only require": (
         {**A, "anyOf": [{"required": ["a"]}, {"maxProperties": 0}]},
         [{"a": 1}, {}],
         [{"a": 1, "b": 2}],
     ),
-    "beside a reference": ({**A, "$ref": "#/$defs/b", "$defs": {"b": B}}, [{"a": 1, "b": 1}], []),
+    "with a reference": ({**A, "$ref": "#/$defs/b", "$defs": {"b": B}}, [{"a": 1, "b": 1}], []),
     "a required key that is not listed": ({**A, "required": ["b"]}, [{"b": 1}], []),
     "an example that looks like a schema": ({"enum": [{"properties": {}}]}, [{"properties": {}}], []),
 }

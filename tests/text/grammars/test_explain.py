@@ -1,4 +1,4 @@
-"""A place in a prompt is told as a message and as both texts around it."""
+"""Tests that the explanation of a miss names a place in a prompt by its message and by both texts around it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TALK = [
 
 
 async def explained(text: Text, sent: Conversation, kept: Conversation) -> MissExplanation:
-    """What is told if `kept` is there and `sent` comes."""
+    """Return the explanation if `kept` is there and `sent` comes."""
     one, other = (await text.build_prompt(sent)).tokens, (await text.build_prompt(kept)).tokens
     at = next(place for place, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
     job = Job(one, 1, boundaries=text.openings.find_boundaries(one))
@@ -55,11 +55,11 @@ async def test_the_message_and_both_texts(
     text = Text.load(folder)
     try:
         await text.check()
-        told = await explained(text, Conversation(TALK), Conversation(kept))
-        assert (told.message, told.role) == (message, TALK[message].role)
-        assert sent in told.sent
-        assert other in told.kept
-        assert max(len(told.sent), len(told.kept)) <= 2 * CONTEXT_CHARS
+        explanation = await explained(text, Conversation(TALK), Conversation(kept))
+        assert (explanation.message, explanation.role) == (message, TALK[message].role)
+        assert sent in explanation.sent
+        assert other in explanation.kept
+        assert max(len(explanation.sent), len(explanation.kept)) <= 2 * CONTEXT_CHARS
     finally:
         await text.aclose()
 
@@ -70,10 +70,10 @@ async def test_a_change_in_tools_is_before_all_messages(folder: Path) -> None:
         await text.check()
         talk = [ChatMessage("user", "Hello")]
         one, other = (Conversation(talk, [FunctionTool(name)]) for name in ("read", "write"))
-        told = await explained(text, one, other)
-        assert (told.message, told.role) == (None, None)
-        assert '"name": "read"' in told.sent
-        assert '"name": "write"' in told.kept
+        explanation = await explained(text, one, other)
+        assert (explanation.message, explanation.role) == (None, None)
+        assert '"name": "read"' in explanation.sent
+        assert '"name": "write"' in explanation.kept
     finally:
         await text.aclose()
 
@@ -82,16 +82,16 @@ def test_a_prompt_of_no_messages_has_texts_alone(folder: Path) -> None:
     tokenizer = Text.load(folder).tokenizer
     prompt, other = (tokenizer.encode_now([f"{'x' * 100} {word} {'y' * 100}"])[0] for word in ("one", "two"))
     at = next(place for place, (mine, its) in enumerate(zip(prompt, other, strict=False)) if mine != its)
-    told = explain_miss(Divergence(at, other[at:][:MAX_DIVERGED_TOKENS], "disk"), Job(prompt, 1), (), tokenizer)
-    assert (told.message, told.at, told.tier) == (None, at, "disk")
-    assert len(told.sent) == len(told.kept) == 2 * CONTEXT_CHARS
-    assert told.sent.startswith("x" * (CONTEXT_CHARS - 2))
-    assert " two yyy" in told.kept
+    explanation = explain_miss(Divergence(at, other[at:][:MAX_DIVERGED_TOKENS], "disk"), Job(prompt, 1), (), tokenizer)
+    assert (explanation.message, explanation.at, explanation.tier) == (None, at, "disk")
+    assert len(explanation.sent) == len(explanation.kept) == 2 * CONTEXT_CHARS
+    assert explanation.sent.startswith("x" * (CONTEXT_CHARS - 2))
+    assert " two yyy" in explanation.kept
 
 
 def test_a_character_that_is_cut_in_two_is_left_out(folder: Path) -> None:
     tokenizer = Text.load(folder).tokenizer
     prompt, other = (tokenizer.encode_now([text])[0] for text in ("a鿿b", "a鿾b"))
     at = next(place for place, (mine, its) in enumerate(zip(prompt, other, strict=False)) if mine != its)
-    told = explain_miss(Divergence(at, other[at:], "host"), Job(prompt, 1), (), tokenizer)
-    assert (told.sent, told.kept) == ("ab", "ab")
+    explanation = explain_miss(Divergence(at, other[at:], "host"), Job(prompt, 1), (), tokenizer)
+    assert (explanation.sent, explanation.kept) == ("ab", "ab")

@@ -1,4 +1,4 @@
-"""Grammars: what may follow at every place, and what nobody may make the server pay."""
+"""Tests of grammars: what may follow at every place, and that no client can make the server pay for one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_control_tokens_are_no_text_and_are_meant_where_a_grammar_names_them(tok
 async def test_what_is_admitted_is_kept_and_what_nobody_used_for_long_is_not(grammars: Grammars) -> None:
     for number in range(MAX_KEPT + 3):
         await grammars.admit(Grammar("regex", f"a{number}"), stays)
-    assert grammars._find_compiled(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
+    assert grammars._find_compiled(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept shows nowhere else
     assert grammars._find_compiled(Grammar("regex", f"a{MAX_KEPT}")) is not None  # noqa: SLF001
     assert following(grammars.match(Grammar("regex", "a0"))) != set(), "and is made again where it is needed"
 
@@ -309,7 +309,9 @@ HOSTILE: dict[str, Grammar] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_grammars_are_refused_or_cost_little(grammars: Grammars, name: str) -> None:
-    """What takes too much processor time or memory does so in a process that is killed; then the next one is served."""
+    """A grammar that takes too much processor time or memory is compiled in a process that is killed. The next one is
+    served.
+    """
     draw = random.Random(name)
     with suppress(GrammarRefused):
         await grammars.admit(HOSTILE[name], stays)

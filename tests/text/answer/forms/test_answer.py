@@ -1,4 +1,4 @@
-"""What an answer says: reasoning, text and calls, whatever way its text is cut; broken calls are text."""
+"""Tests of how an answer is read: reasoning, text and calls, wherever its text is cut. Broken calls are text."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ ONLY = {
 
 @pytest.mark.parametrize("form", ONLY)
 def test_one_call_is_enough_where_they_may_not_be_parallel(form: str) -> None:
-    """What closes it is part of the answer: it is what the conversation comes back with."""
+    """What closes the call is part of the answer, because the conversation comes back with it."""
     one, closing, more = ONLY[form]
     parser = evolve(READER, calls=form.partition(",")[0], parallel=False).start_parser(lambda: "call0")
     said = list[AnswerPiece]()

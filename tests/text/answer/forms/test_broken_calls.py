@@ -303,7 +303,7 @@ def read(parts: Sequence[str], reader: AnswerReader) -> list[AnswerPiece]:
     return merge_pieces([*pieces, *parser.finish()])
 
 
-def told(said: Sequence[AnswerBlock]) -> Expected:
+def simplify_blocks(said: Sequence[AnswerBlock]) -> Expected:
     return [(one.name, json.loads(one.arguments)) if isinstance(one, ToolCall) else one for one in said]
 
 
@@ -312,8 +312,8 @@ def test_a_call_that_is_written_badly_has_its_obvious_reading_or_is_text(form: s
     text, expected = {"qwen-xml": XML, "hermes": HERMES}[form][name]
     reader = evolve(READER, calls=form)
     whole = read([text], reader)
-    assert told(join_blocks(whole)) == expected
-    assert repr(told(join_blocks(whole))) == repr(expected), "3.0 equals 3, and is no integer"
+    assert simplify_blocks(join_blocks(whole)) == expected
+    assert repr(simplify_blocks(join_blocks(whole))) == repr(expected), "3.0 equals 3, and is no integer"
     assert read(list(text), reader) == whole
     for cut in range(len(text)):
         assert read([text[:cut], text[cut:]], reader) == whole
@@ -483,7 +483,7 @@ def test_a_call_that_is_written_well_is_read_as_it_is(form: str, seed: int) -> N
     for _ in range(30):
         text, expected = answer(chance, form, wrong=False)
         whole = read([text], evolve(READER, calls=form))
-        assert told(join_blocks(whole)) == expected, repr(text)
+        assert simplify_blocks(join_blocks(whole)) == expected, repr(text)
         assert read(list(text), evolve(READER, calls=form)) == whole
 
 
@@ -495,7 +495,7 @@ def test_an_answer_that_is_cut_off_anywhere_has_the_calls_that_are_there(form: s
     made = [one for one in expected if isinstance(one, tuple)]
     for size in range(len(text)):
         whole = read([text[:size]], evolve(READER, calls=form))
-        calls = [one for one in told(join_blocks(whole)) if isinstance(one, tuple)]
+        calls = [one for one in simplify_blocks(join_blocks(whole)) if isinstance(one, tuple)]
         for (name, values), (wanted_name, wanted) in zip(calls, made, strict=False):
             assert name == wanted_name
             for key, value in values.items():

@@ -21,7 +21,7 @@ from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.template import ChatTemplate, ControlToken
 from adapters.text.tokenizer import Tokenizer
 from tests.text import small
-from tests.text.answer.forms.test_broken_calls import TOOLS, arguments, broken, read, told, words
+from tests.text.answer.forms.test_broken_calls import TOOLS, arguments, broken, read, simplify_blocks, words
 from tests.text.test_held import allowed
 
 SAID, THOUGHT = TextPiece, ReasoningPiece
@@ -76,7 +76,7 @@ def test_messages_are_reasoning_text_and_calls(name: str) -> None:
     if name == "a header that is cut off":
         expected = [SAID("fin")]
     whole = read([text], READER)
-    assert told(join_blocks(whole)) == expected
+    assert simplify_blocks(join_blocks(whole)) == expected
     assert read(list(text), READER) == whole
     for cut in range(len(text)):
         assert read([text[:cut], text[cut:]], READER) == whole
