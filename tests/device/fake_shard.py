@@ -1,7 +1,7 @@
 """A shard whose logits are a digest of everything before them: a wrong row, slot, copy or order changes them all.
 
-A cached row holds `mix(token, position)`; a row's hidden state is the digest of the sum of all rows up to its own. So
-it is exact at any row count and in any batch, like a proven buckets, and it fills what nobody may rely on with garbage.
+A cached row holds `mix(token, position)`. A row's hidden state is the digest of the sum of all rows up to its own. So
+it is exact at any row count and in any batch, like proven buckets. What no caller may rely on is filled with garbage.
 Its auxiliary hidden states are the rows themselves.
 """
 

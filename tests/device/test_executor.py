@@ -179,7 +179,7 @@ async def test_an_effect_without_a_handler_and_an_odd_batch_are_bugs(on_fake):
         await on_fake.perform(EffectRequest(client.request, UnloadModel("draft")))
     with pytest.raises(ValueError, match="only decode steps are batched"):
         await on_fake.perform(client.round(), EffectRequest(client.request, UnloadModel("draft")))
-    assert (await on_fake.decode(client))[0].kind == "broken", "nobody knows what a bug has left in a slot"
+    assert (await on_fake.decode(client))[0].kind == "broken", "a bug leaves a slot in an unknown state"
 
 
 async def test_closing_gives_the_shards_memory_back(fake):

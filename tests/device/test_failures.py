@@ -1,4 +1,4 @@
-"""What goes wrong for one request goes wrong for that one, with a reason, and the slots stay sound."""
+"""Tests that a failure of one request fails that one, with a reason, and that the slots stay sound."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
 
 
 async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count_on(on_fake, fake):
-    """It was cancelled before its first chunk, so nobody heard that it could not be."""
+    """It is cancelled before its first chunk, so its failure is not reported."""
     prompt, lost = prompt_of(24, 40), []
     on_fake.executor.events.connect(lambda event: lost.extend(event.slots))
     client = await on_fake.open(prompt)
@@ -260,8 +260,8 @@ async def test_after_an_exception_nobody_believes_in_the_slots_it_was_about(on_f
     prompt = prompt_of(21, 40)
     client = await on_fake.open(prompt)
     await client.prefill()
-    beside = await on_fake.open(prompt_of(22, 40), slot=1)
-    await beside.prefill()
+    neighbour = await on_fake.open(prompt_of(22, 40), slot=1)
+    await neighbour.prefill()
     with monkeypatch.context() as patch:
         patch.setattr(type(fake), "forward", lambda *_: (_ for _ in ()).throw(OSError("the link is down")))
         with pytest.raises(OSError, match="link"):
@@ -271,7 +271,7 @@ async def test_after_an_exception_nobody_believes_in_the_slots_it_was_about(on_f
     copy = await on_fake.open(prompt, slot=2, source=0, keep=32)
     (failed,) = await on_fake.perform(copy.chunk(39))
     assert "slot 0 does not hold" in failed.detail
-    assert isinstance((await on_fake.decode(beside))[0], Decoded)
+    assert isinstance((await on_fake.decode(neighbour))[0], Decoded)
 
 
 async def test_a_member_that_is_abandoned_before_the_launch_starts_is_left_out(on_fake, fake):

@@ -49,13 +49,13 @@ class RandomModel:
 
     config: DenseConfig
     dtype: torch.dtype = torch.bfloat16
-    told: Facts = FACTS
+    given_facts: Facts = FACTS
     introduced: int = 0
     built: list[Shard] = field(factory=list[Shard])
 
     def facts(self) -> Facts:
         self.introduced += 1
-        return self.told
+        return self.given_facts
 
     def prove(self, asked: Prove) -> Offer:
         return asked.offers[0]
@@ -138,7 +138,7 @@ class Threads:
         return Shared(out, into, self.lender)
 
     def kill(self) -> None:
-        """As if its process had been: the connection ends at once, wherever it is."""
+        """End the connection at once, wherever it is, as the death of the process would."""
         self.ends[-1].close("killed")
 
     def end(self) -> str:
@@ -179,7 +179,7 @@ def slowly(channel: Channel) -> Channel:
 
 @define(eq=False)
 class Mortal(Channel):
-    """A daemon's end of its connection, which dies where it is told to."""
+    """A daemon's end of its connection. It dies where `doom` says so."""
 
     doom: Callable[[Op, str], bool] = lambda *_: False
     at: Op = Op.HELLO
@@ -279,4 +279,7 @@ def split(config: DenseConfig, cuts: Sequence[int], dial: Callable[[], Threads])
 
 
 def with_facts(served: RandomModel, **facts: object) -> RandomModel:
-    return evolve(served, told=Facts(**{name: getattr(served.told, name) for name in Facts.__struct_fields__} | facts))
+    return evolve(
+        served,
+        given_facts=Facts(**{name: getattr(served.given_facts, name) for name in Facts.__struct_fields__} | facts),
+    )

@@ -38,7 +38,7 @@ def chunks(bounds: tuple[int, ...] = BOUNDS) -> Iterator[tuple[Step, Tensor]]:
 
 
 def heard(forwards: Iterator[Forward]) -> list[Tensor]:
-    """What a draft would read of each chunk, while it is there."""
+    """Return what a draft would read of each chunk, while it is there."""
     return [
         left.aux_hidden_states[layer][:rows].clone()
         for left in forwards
@@ -113,18 +113,18 @@ async def test_a_prefill_of_several_chunks_is_one_of_each() -> None:
 
 
 async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
-    executor, told, done = executor_of(far("dense", "two")), list[Outcome](), anyio.Event()
+    executor, outcomes, done = executor_of(far("dense", "two")), list[Outcome](), anyio.Event()
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
 
     def hear(heard: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(heard, LaunchFailed)
-        told.extend(outcome for _, outcome in heard)
-        if not has_more_to_come(told[-1]):
+        outcomes.extend(outcome for _, outcome in heard)
+        if not has_more_to_come(outcomes[-1]):
             done.set()
 
     executor.submit(Launch((EffectRequest(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
     await done.wait()
-    advanced = [one for one in told if isinstance(one, PrefillAdvanced)]
+    advanced = [one for one in outcomes if isinstance(one, PrefillAdvanced)]
     assert [one.more for one in advanced] == [True] * (len(advanced) - 1) + [False]
     assert advanced[-1].stop == 256
     passed = [one.stop for one in advanced[:-1]]

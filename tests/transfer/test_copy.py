@@ -74,7 +74,7 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype, parts: st
     mover.copy_out(0, (16, 80), buffer.data)
     for start, stop in ((16, 80), (16, 32), (64, 80), (31, 50)):
         slots.all[:, :, 0] = 7
-        # as the lane does it: what it had been told before, here the sevens, comes first
+        # as the lane does it: its earlier work, here the sevens, comes first
         mover.copy_in(0, (start, stop), buffer.data, 16, record_cuda_events([torch.device(device)]))
         assert torch.equal(slots.view(0, start, stop), truth[..., start - 16 : stop - 16, :])
         assert bool((slots.view(0, 0, start) == 7).all())
@@ -95,7 +95,7 @@ def test_several_runs_at_once(device: str) -> None:
     for after in (
         record_cuda_events([torch.device(device)]),
         NO_CUDA_EVENTS,
-    ):  # the second time on new threads that were told of no event
+    ):  # the second time on new threads that know of no event
         slots.all.zero_()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
     alone.copy_out(1, (8, 40), one.data)
     for mover in split:
         mover.copy_out(1, (8, 40), two.data)
-    assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
+    assert torch.equal(one.data, two.data), "the reader need not know the writer"
     near.all.zero_()
     far.all.zero_()
     split[0].copy_in(0, (20, 40), one.data, 8, record_cuda_events([torch.device(device)]))  # behind the zeros

@@ -28,7 +28,7 @@ class TwoSlots:
 
     @property
     def rows(self) -> TwoSlots:
-        """As the only part of a target."""
+        """Return itself, as the only part of a target."""
         return self
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     assert all(entry.leases == 0 for entry in entries)
     assert slots.all.any(), "no rows came into the slot"
     assert listed(path) == names
-    assert store.collect_figures() == figures, "nobody was served, so nothing is counted"
+    assert store.collect_figures() == figures, "no request was served, so nothing is counted"
     store.close()
 
 

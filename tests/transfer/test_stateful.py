@@ -51,7 +51,7 @@ def rows(stop: int) -> BlocksRestored:
 
 
 class Caches(Proposer):
-    """A draft's rows behind names, filled as it follows the target; it proposes what it is told to."""
+    """A draft's rows behind names, filled as it follows the target. It proposes the tokens of `guess`."""
 
     is_addressable = False
 
@@ -72,7 +72,7 @@ class Caches(Proposer):
                 cache[slot, :, start : start + own.shape[1]] = own
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
-        """Of the answer that is known, from where the slot is."""
+        """Propose the next tokens of the known answer."""
         trees = []
         for request in requests:
             so_far = len(request.state.tokens)
@@ -125,7 +125,7 @@ class StatefulBench:
         state: int | None = None,
         device_checkpoint: int | None = None,
     ) -> None:
-        """state: where it goes on from, at `keep` unless it is told."""
+        """Open a slot. state: the position of the state to go on from; None: `keep`."""
         start, at = SlotId(slot if source is None else source), keep if state is None else state
         self.executor.open(
             RequestId(request),
@@ -280,7 +280,9 @@ async def test_nothing_is_continued_from_where_the_state_is_not(bench: StatefulB
 
 @pytest.mark.parametrize("slot", [0, 1, 2])
 async def test_a_place_has_the_state_of_rows_that_were_gone_past(bench: StatefulBench, slot: int) -> None:
-    """In the same slot, in another one, and while a third one goes on; whatever of the rows behind it is kept."""
+    """The place is used in the same slot, in another one, and while a third request goes on, whatever rows behind it
+    are kept.
+    """
     bench.open(1, 0)
     await bench.prefill(1, 0, places={40: 1, 64: 0})
     await bench.decode(1, 0, PROMPT, 3)
@@ -433,7 +435,7 @@ async def test_damaged_draft_rows_cost_the_draft_only(bench: StatefulBench, tmp_
 
 async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: StatefulBench) -> None:
     await bench.kept()
-    for start, stop in ((0, 40), (8, 72)):  # where no checkpoint is; and rows before it that nobody has
+    for start, stop in ((0, 40), (8, 72)):  # where no checkpoint is; and rows behind others that are missing
         bench.open(2, 1)
         found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0))
         effect = RestoreBlocks(found.lease, SlotId(1), start, stop)

@@ -1,4 +1,6 @@
-"""What a third tier costs: one class that implements `ReadableTier`, and one entry of the tuple of tiers."""
+"""A third tier takes one class that implements `ReadableTier`, and one entry of the tuple of tiers. These tests use a
+small one.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ async def test_a_snapshot_stops_between_two_runs_and_goes_on(bench: Bench, monke
 async def test_a_snapshot_that_nobody_awaits_any_more_ends_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the engine stops at once: its thread would hold up the end of the process for ever."""
+    """This happens when the engine stops at once: the thread would hold up the end of the process for ever."""
     bench.open(1, 0)
     await bench.prefill(1, 0)
     copies = Copies(bench, monkeypatch)
@@ -302,7 +302,7 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
 
 @pytest.mark.parametrize("may_grow", [False, True])
 async def test_no_memory_is_registered_where_the_core_forbids_it(may_grow: bool, bench: Bench) -> None:
-    """Which takes several times as long as the copies."""
+    """Registering takes several times as long as the copies."""
     store, rows = bench.moving.store, 96 if may_grow else 0
     bench.pace = PaceSnapshot(may_copy=True, may_grow=may_grow, may_wait=False)
     store.memory_tier.memory = SlabMemory(SLAB_BYTES, pin=True)
@@ -463,21 +463,21 @@ async def test_a_lease_that_is_not_used_is_given_back(bench: Bench) -> None:
         bench.moving.store.get_lease(LeaseId(found.lease))
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("on_thread", [False, True])
 async def test_a_lookup_tells_what_recent_prompts_share(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, beside: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, on_thread: bool
 ) -> None:
-    monkeypatch.setattr("adapters.store.lookup.LONG_PROMPT", 1 if beside else 1 << 20)
+    monkeypatch.setattr("adapters.store.lookup.LONG_PROMPT", 1 if on_thread else 1 << 20)
 
     async def found_by(asked: FindPrefix) -> LookupOutcome:
         answer = bench.moving.lookup.find_prefix(RequestId(1), asked)
-        assert isinstance(answer, Awaitable) == beside
+        assert isinstance(answer, Awaitable) == on_thread
         return await answer if isinstance(answer, Awaitable) else answer
 
     prompts = (PROMPT, (*PROMPT[:50], 96, 96), PROMPT)
     shared = [(await found_by(FindPrefix(one, 0, prompts_to_compare=2))).shared for one in prompts]
     assert shared == [0, 50, 101]
-    assert (await found_by(FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
+    assert (await found_by(FindPrefix(PROMPT, 0))).shared == 0, "no divergence was asked for"
     await bench.kept()
     found = await found_by(FindPrefix((*PROMPT, 5), 0, prompts_to_compare=1))
     assert isinstance(found, PrefixFound)
@@ -507,7 +507,7 @@ class LayerByName:
         self.runs += [(slot, *run, keep) for run in runs]
 
     def arrive(self) -> None:
-        """What it was told to put is put, and nothing is kept for it any more."""
+        """Put the rows of all runs that were imported, and keep nothing of them any more."""
         while self.runs:
             slot, start, rows, _ = self.runs.pop()
             for own, given in zip(self.export(slot, start, start + rows.shape[2]).values(), rows, strict=True):
@@ -527,7 +527,7 @@ async def test_shards_that_are_asked_by_name_are_told_and_what_they_read_is_thei
     restored = await bench.restore(2, await bench.found(2), 3)
     assert restored == BlocksRestored(0, 96, 96 * store.layout.token_bytes)
     assert asked == [0, 1]
-    assert all(part.runs for part in parts), "nobody has waited for them"
+    assert all(part.runs for part in parts), "no one has waited for them"
     assert bench.leases() == 0
     store.memory_tier.index.budget = 0
     with store.lock:
@@ -543,7 +543,7 @@ async def test_shards_that_are_asked_by_name_are_told_and_what_they_read_is_thei
 
 
 class Gone(LayerByName):
-    """One whose process is found dead when it is told of rows."""
+    """A part whose process is found dead when it is to import rows."""
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
         self.asked.append(self.layer)
@@ -555,7 +555,7 @@ class Gone(LayerByName):
 async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
     bench: Bench, lost: int, passed: bool
 ) -> None:
-    """passed: the slot is free by then, so it is told of a run that was read at once."""
+    """passed: the slot is open by then, so a run is imported as soon as it is read."""
     cold, asked = await bench.kept(), list[int]()
     restorer, here = bench.moving.restorer, bench.moving.restorer.target
     kinds = [Gone if layer == lost else LayerByName for layer in range(2)]
@@ -567,7 +567,7 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
         assert await restorer.fences.get_or_place_fence(RequestId(2), SlotId(3)).wait() is None
     failed = await bench.restore(2, await bench.found(2), 3)
     assert failed == StoreFailed("broken", f"layer {lost} is gone")
-    assert asked == [*range(lost + 1)], "each is told once, and none once it is of no use"
+    assert asked == [*range(lost + 1)], "each part is asked once, and none once the restore has failed"
     state = bench.executor.parts.slots.find(SlotId(3), RequestId(2))
     assert isinstance(state, SlotState)
     assert state.valid == 0

@@ -53,7 +53,7 @@ def driver(drafter: Compressor) -> Any:
 
 
 async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: RequestId = ONE) -> tuple[list[int], Any]:
-    """Where it stood after each piece, and what it came to."""
+    """Return the end of each scored piece, and the last outcome."""
     stops, effect = list[int](), first
     while True:
         (outcome,) = await driver.perform(EffectRequest(request, effect))
@@ -175,7 +175,7 @@ async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
 
 
 @pytest.fixture
-async def beside(drafter: Compressor) -> AsyncIterator[PromptScorerLane]:
+async def scorer_lane(drafter: Compressor) -> AsyncIterator[PromptScorerLane]:
     lane = PromptScorerLane(drafter, DeviceLane("cpu"))
     yield lane
     assert lane.close()
@@ -199,31 +199,31 @@ async def asked(lane: PromptScorerLane, effect: Any, request: RequestId = ONE) -
     return outcome
 
 
-async def test_a_lane_of_its_own_answers_the_same(beside: PromptScorerLane, driver: Driver) -> None:
-    assert isinstance(await asked(beside, LoadModel("scorer")), ModelLoaded)
+async def test_a_lane_of_its_own_answers_the_same(scorer_lane: PromptScorerLane, driver: Driver) -> None:
+    assert isinstance(await asked(scorer_lane, LoadModel("scorer")), ModelLoaded)
     _, wanted = await compressed(driver)
-    outcome = await asked(beside, FIRST)
+    outcome = await asked(scorer_lane, FIRST)
     while isinstance(outcome, PromptScored):
-        outcome = await asked(beside, CompressPrompt(outcome.stop))
+        outcome = await asked(scorer_lane, CompressPrompt(outcome.stop))
     assert (outcome.prompt, outcome.kept) == (wanted.prompt, wanted.kept)
-    assert isinstance(await asked(beside, UnloadModel("scorer", keep=False)), ModelUnloaded)
+    assert isinstance(await asked(scorer_lane, UnloadModel("scorer", keep=False)), ModelUnloaded)
 
 
 async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
-    beside: PromptScorerLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
+    scorer_lane: PromptScorerLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await asked(beside, LoadModel("scorer"))
-    await asked(beside, FIRST)
-    beside.abandon(ONE)
-    assert isinstance(await asked(beside, CompressPrompt(CHUNK)), DeviceFailed)
+    await asked(scorer_lane, LoadModel("scorer"))
+    await asked(scorer_lane, FIRST)
+    scorer_lane.abandon(ONE)
+    assert isinstance(await asked(scorer_lane, CompressPrompt(CHUNK)), DeviceFailed)
     assert drafter.buffers == 0
-    assert isinstance(await asked(beside, 7), LookupError)
+    assert isinstance(await asked(scorer_lane, 7), LookupError)
 
     def full(*_: object) -> Any:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(Scorer, "begin", full)
-    assert await asked(beside, FIRST) == DeviceFailed("out_of_memory", "no room")
+    assert await asked(scorer_lane, FIRST) == DeviceFailed("out_of_memory", "no room")
 
 
 def test_marks_are_read_off_the_pieces() -> None:

@@ -1,4 +1,6 @@
-"""What is kept of a scored prompt: promises that hold for any scores, and small prompts that are looked at by hand."""
+"""Tests of what is kept of a scored prompt: promises that hold for any scores, and small prompts that were checked by
+hand.
+"""
 
 from __future__ import annotations
 

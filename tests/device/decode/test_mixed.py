@@ -53,8 +53,8 @@ async def test_a_prompt_that_came_in_pieces_and_those_who_decoded_meanwhile_are_
         await client.prefill()
     newcomer = await driver.open(prompt_of(80, 90), SAMPLED, 3)
     while newcomer.valid < newcomer.prompt - 1:
-        company = chance.sample(clients, chance.randint(1, 3))
-        outcomes = await mixed(driver, company, newcomer, chance.choice((1, 3, CHUNK - 3)))
+        members = chance.sample(clients, chance.randint(1, 3))
+        outcomes = await mixed(driver, members, newcomer, chance.choice((1, 3, CHUNK - 3)))
         assert outcomes[-1] == PrefillAdvanced(newcomer.valid)
     while min(len(client.answer) for client in (*clients, newcomer)) < 12:
         await driver.decode(*clients, newcomer)

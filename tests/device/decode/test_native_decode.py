@@ -49,7 +49,7 @@ DRAFTS = ("gqa 2 to 1, full", "sliding and full", "yarn", "")
 
 @define
 class RoundSetup:
-    """Whatever steps leave anything in."""
+    """A target, with or without a draft, whose slots can be read: everything that steps leave behind."""
 
     driver: Driver
     target: DenseShard
@@ -88,7 +88,7 @@ def setup_of(geometry: str, dtype: torch.dtype, *, at_once: bool, fast: bool = F
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many proposals each call was to make at most."""
+    """Return a list that takes, for each call, how many proposals it may make."""
     calls, run = list[int](), NativeRound.run
 
     def counting(self, *asked):

@@ -138,15 +138,15 @@ async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(
 
 async def test_what_is_read_when_all_ends_keeps_its_rows_and_no_lane_takes_more():
     shard = Held()
-    driver, beside = drive(shard), DeviceLane(purpose="prompts")
-    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=beside))
+    driver, prompt_lane = drive(shard), DeviceLane(purpose="prompts")
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=prompt_lane))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prefill_beside, driver, newcomer)
         await anyio.to_thread.run_sync(shard.begun.wait)
         assert not await anyio.to_thread.run_sync(driver.executor.close, 0.05)
         assert not shard.closed
-        assert [lane.is_closed for lane in (driver.executor._lane, beside)] == [True, True]  # noqa: SLF001
+        assert [lane.is_closed for lane in (driver.executor._lane, prompt_lane)] == [True, True]  # noqa: SLF001
         shard.going.set()
 
 
@@ -186,16 +186,16 @@ AHEAD = evolve(SPEC, runs_ahead=True)
 
 @define(eq=False)
 class ToldAhead(Held):
-    """Of which a chunk may be launched before the one before it is done."""
+    """A shard where a chunk may be launched before the one before it is done."""
 
     spec: ShardSpec = AHEAD
 
 
 @pytest.fixture
 async def ahead():
-    shard, beside = ToldAhead(), DeviceLane(purpose="prompts")
+    shard, prompt_lane = ToldAhead(), DeviceLane(purpose="prompts")
     driving = drive(Pipeline([shard]))
-    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=beside))
+    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=prompt_lane))
     yield driving, shard
     shard.going.set()
     assert driving.executor.close()
@@ -255,19 +255,19 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         happened.append(("launched", step.segments[0].start // CHUNK))
         return forward(self, step, inputs)
 
-    def told(self, members):
-        happened.append(("told", members[0][1].stop // CHUNK - 1))
+    def reported(self, members):
+        happened.append(("reported", members[0][1].stop // CHUNK - 1))
         put(self, members)
 
     monkeypatch.setattr(prefill, "record_event", marked)
     monkeypatch.setattr(ToldAhead, "forward", recorded)
-    monkeypatch.setattr(OutcomeQueue, "put", told)
+    monkeypatch.setattr(OutcomeQueue, "put", reported)
     shard.going.set()
     client = await driver.open(prompt_of(1, 3 * CHUNK + 1), GREEDY, 1)
     (outcome,) = await driver.executor.perform(launched(client, 3 * CHUNK))
     assert outcome.stop == 3 * CHUNK
-    first, then = [("launched", 0), ("launched", 1), ("done", 0), ("told", 0)], [("launched", 2), ("done", 1)]
-    assert happened == [*first, *then, ("told", 1), ("done", 2), ("told", 2)]
+    first, then = [("launched", 0), ("launched", 1), ("done", 0), ("reported", 0)], [("launched", 2), ("done", 1)]
+    assert happened == [*first, *then, ("reported", 1), ("done", 2), ("reported", 2)]
 
 
 async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_it(ahead, monkeypatch):
@@ -283,18 +283,18 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     monkeypatch.setattr(ToldAhead, "synchronize", lambda _: waited.append(1))
     shard.going.set()
     client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
-    told, ended = list[Outcome](), anyio.Event()
+    reported, ended = list[Outcome](), anyio.Event()
 
     def heard(some: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(some, LaunchFailed)
-        told.extend(outcome for _, outcome in some)
-        if not has_more_to_come(told[-1]):
+        reported.extend(outcome for _, outcome in some)
+        if not has_more_to_come(reported[-1]):
             ended.set()
 
     driver.executor.submit(launched(client, 4 * CHUNK), heard)
     with anyio.fail_after(20):
         await ended.wait()
-    advanced, failed = told
+    advanced, failed = reported
     assert (advanced, failed.kind, waited) == (PrefillAdvanced(CHUNK, more=True), "out_of_memory", [1])
     assert driver.executor.parts.slots.find(client.slot, client.request).valid == CHUNK, (
         "of the one that was on its way, too"
@@ -366,7 +366,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
 @pytest.mark.parametrize(
     ("opening", "waits"),
     [((3, 3, 0), False), ((3, 1, 4), True), ((1, 1, 0), True)],
-    ids=["nobody has been at it", "it has rows of another", "it is in the step"],
+    ids=["no one has used it", "it has rows of another", "it is in the step"],
 )
 async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot(on_fake, monkeypatch, opening, waits):
     let_run_ahead(on_fake)

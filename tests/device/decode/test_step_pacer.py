@@ -15,24 +15,24 @@ SLACK_NS = 50_000_000  # others may have the device for so long
 
 
 def test_a_processor_keeps_none():
-    metronome = build_step_pacer(torch.device("cpu"))
-    metronome.beat()
-    metronome.stop()
-    assert isinstance(metronome, NoStepPacer)
+    pacer = build_step_pacer(torch.device("cpu"))
+    pacer.beat()
+    pacer.stop()
+    assert isinstance(pacer, NoStepPacer)
 
 
 @pytest.mark.cuda
 def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
     from adapters.models.kernels.cuda.step_pacer import LATE, LONGEST_NS, CudaStepPacer  # noqa: PLC0415 - needs Triton
 
-    metronome, seen = CudaStepPacer(torch.device("cuda")), list[list[int]]()
+    pacer, seen = CudaStepPacer(torch.device("cuda")), list[list[int]]()
 
     def step(times: int) -> list[int]:
         torch.cuda._sleep(times * CYCLES)  # noqa: SLF001
-        metronome.beat()
+        pacer.beat()
         torch.cuda.synchronize()
-        assert metronome.clock is not None
-        return metronome.clock.tolist()
+        assert pacer.clock is not None
+        return pacer.clock.tolist()
 
     for _ in range(LATE):
         step(1)  # what is loaded takes its time
@@ -45,7 +45,7 @@ def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
         assert pause <= over - before, "it was waited for"
         assert min(newest, LONGEST_NS) <= over - before < max(pause, newest) + SLACK_NS or newest == LONGEST_NS
         assert newest > CYCLES / 4, "in which it slept"
-    metronome.stop()
+    pacer.stop()
     assert step(1)[1:] == [4 * LATE - 1, *late], "of what began at no known time nothing is kept"
 
 
@@ -53,13 +53,13 @@ def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
 def test_a_step_is_over_no_sooner_than_the_interval_that_was_asked_for():
     from adapters.models.kernels.cuda.step_pacer import CudaStepPacer  # noqa: PLC0415 - needs Triton
 
-    metronome, ends = CudaStepPacer(torch.device("cuda")), list[int]()
+    pacer, ends = CudaStepPacer(torch.device("cuda")), list[int]()
     for interval_ns in (0, *[8_000_000] * 6, *[16_000_000] * 3):
         torch.cuda._sleep(CYCLES)  # noqa: SLF001
-        metronome.beat(interval_ns)
+        pacer.beat(interval_ns)
         torch.cuda.synchronize()
-        assert metronome.clock is not None
-        ends.append(metronome.clock.tolist()[0])
+        assert pacer.clock is not None
+        ends.append(pacer.clock.tolist()[0])
     gaps = [end - before for before, end in pairwise(ends)]
     assert all(8_000_000 <= gap < 8_000_000 + SLACK_NS for gap in gaps[:6])
     assert all(16_000_000 <= gap < 16_000_000 + SLACK_NS for gap in gaps[6:])

@@ -36,11 +36,11 @@ TOLD = evolve(SAMPLED, seed=9, logprobs=3)
 async def went(
     driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False
 ) -> list[RequestOutcome]:
-    """What came of it, in order."""
+    """Return the outcomes of the launch, in order."""
     found, missing, ended = list[RequestOutcome](), {client.request: client for client in clients}, anyio.Event()
 
-    def done(told) -> None:
-        for request, outcome in told:
+    def done(outcomes) -> None:
+        for request, outcome in outcomes:
             found.append((request, outcome))
             missing[request].take(outcome)
             if not has_more_to_come(outcome):
@@ -102,8 +102,8 @@ async def test_steps_taken_alone_are_those_that_are_asked_for_one_by_one(driver)
 async def test_the_time_of_a_step_has_the_wait_for_the_device_in_it(driver, monkeypatch):
     read, waits = LaunchedPicks.read, 0.005
     monkeypatch.setattr(LaunchedPicks, "read", lambda self: (time.sleep(waits), read(self))[1])
-    told = await went(driver, *await opened(driver), steps=4)
-    assert all(outcome.ns >= waits * 1e9 for _, outcome in told)
+    outcomes = await went(driver, *await opened(driver), steps=4)
+    assert all(outcome.ns >= waits * 1e9 for _, outcome in outcomes)
 
 
 async def test_penalties_see_what_was_picked_alone(driver):
@@ -116,7 +116,7 @@ async def test_penalties_see_what_was_picked_alone(driver):
 
 
 async def test_a_grammar_hears_what_was_picked_alone(driver):
-    """It lets follow what the sum of all before says, so a pick that was not told of the last one would show."""
+    """What may follow depends on the sum of all picks before. So a pick that the grammar did not get would show."""
     driver.executor = DeviceExecutor(
         evolve(
             driver.executor.parts,
@@ -166,7 +166,7 @@ async def test_a_stop_token_ends_it_for_nobody_else(driver):
     assert alone[1].answer == asked[1].answer[: at + 1]
     for client, other in ((alone[0], asked[0]), (alone[2], asked[2])):
         assert client.answer == other.answer
-    await went(driver, alone[2], steps=STEPS, joins=True)  # nobody is there to be joined
+    await went(driver, alone[2], steps=STEPS, joins=True)  # no launch runs that could be joined
 
 
 async def test_each_has_as_many_steps_as_it_was_given(driver):
@@ -192,7 +192,7 @@ async def test_each_has_as_many_steps_as_it_was_given(driver):
     "samplings", [(GREEDY, SAMPLED, TOLD), (PENALISED, GREEDY, SAMPLED), (TOLD, SAMPLED, PENALISED)]
 )
 async def test_who_joins_goes_on_with_the_others_and_every_answer_is_the_one_alone(driver, samplings):
-    """They come and go one by one: an opening, and who is admitted with it, wait for nobody's end."""
+    """They come and go one by one. An opening, and a request that is admitted with it, wait for the end of no other."""
     asked = await opened(driver, samplings)
     for client in asked:
         for _ in range(STEPS):
@@ -270,11 +270,11 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
             raise ValueError("no such product")
         return forward(self, step, inputs)
 
-    def done(told) -> None:
-        if isinstance(told, LaunchFailed):
-            heard.extend((request, told.error) for request in told.requests)
+    def done(outcomes) -> None:
+        if isinstance(outcomes, LaunchFailed):
+            heard.extend((request, outcomes.error) for request in outcomes.requests)
         else:
-            heard.extend(one for one in told if not has_more_to_come(one[1]))
+            heard.extend(one for one in outcomes if not has_more_to_come(one[1]))
         if len(heard) == 3:
             ended.set()
 
@@ -345,13 +345,13 @@ def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[RequestOutco
 
 
 def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
-    told = list[OutcomeQueue]()
-    steps = OutcomeQueue(told.append, {RequestId(1): None, RequestId(2): None})
+    reports = list[OutcomeQueue]()
+    steps = OutcomeQueue(reports.append, {RequestId(1): None, RequestId(2): None})
     for token in (1, 2, 3):
         steps.put(of(token))
     steps.put(of(4, 5, proposed=2))
     steps.put(of(6))
-    assert told == [steps]
+    assert reports == [steps]
     assert steps.take() == (
         (RequestId(1), Decoded((1, 2, 3), 0, ns=10, accepted=0, steps=3, more=True)),
         *of(4, 5, proposed=2),
@@ -359,7 +359,7 @@ def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
     )
     assert steps.take() == ()
     steps.put(of(7))
-    assert told == [steps, steps]
+    assert reports == [steps, steps]
     assert steps.take() == of(7)
 
 

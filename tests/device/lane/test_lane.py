@@ -49,29 +49,29 @@ async def test_work_is_done_in_the_order_in_which_it_was_handed_over(lane):
 
 
 async def test_the_failure_of_posted_work_is_told_before_anything_later_runs(lane):
-    told: list[str] = []
+    reported: list[str] = []
 
     def fail():
         raise ValueError("no room")
 
-    lane.post(fail, lambda error: told.append(str(error)))
-    assert await lane.run(lambda: list(told)) == ["no room"]
+    lane.post(fail, lambda error: reported.append(str(error)))
+    assert await lane.run(lambda: list(reported)) == ["no room"]
 
 
 async def test_submitted_work_tells_on_the_event_loop_what_it_returned_or_raised(lane):
-    told, all_told = [], anyio.Event()
+    reported, all_reported = [], anyio.Event()
 
     def done(result, error):
-        told.append((result, type(error), threading.get_ident()))
-        if len(told) == 2:
-            all_told.set()
+        reported.append((result, type(error), threading.get_ident()))
+        if len(reported) == 2:
+            all_reported.set()
 
     lane.submit(lambda: 3, done)
     lane.submit(lambda: {}["nothing"], done)
-    assert told == []
+    assert reported == []
     with anyio.fail_after(60):
-        await all_told.wait()
-    assert told == [(3, type(None), threading.get_ident()), (None, KeyError, threading.get_ident())]
+        await all_reported.wait()
+    assert reported == [(3, type(None), threading.get_ident()), (None, KeyError, threading.get_ident())]
 
 
 async def test_a_cancelled_caller_waits_for_the_work_that_has_begun(lane):
@@ -146,7 +146,7 @@ async def test_the_lane_keeps_nothing_of_finished_work_alive(lane):
     assert await lane.run(work)
     del big, work
     with anyio.fail_after(60):
-        while gone() is not None:  # noqa: ASYNC110 - the lane lets go a moment after it has told us
+        while gone() is not None:  # noqa: ASYNC110 - the lane forgets it a moment after its report
             await anyio.sleep(0.001)
 
 

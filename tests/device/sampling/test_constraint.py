@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @define
 class Scripted:
-    """Lets follow what a function of the path says. `said`: what it was told of the answer."""
+    """A grammar that allows what a function of the path returns. said: the tokens of the answer that it got."""
 
     after: Callable[[tuple[int, ...]], Sequence[int]]
     said: list[int] = field(factory=list)
@@ -87,10 +87,10 @@ def test_the_likeliest_of_what_may_follow_is_picked(sampling: Sampling) -> None:
     assert held.token in {7, 40}
     assert sampling.temperature or held.token == 40
     assert held.logprob is not None
-    told, alternatives = held.logprob
+    logprob, alternatives = held.logprob
     assert [token for token, _ in alternatives] == [40, 7], "no more than may follow"
     assert math.fsum(math.exp(value) for _, value in alternatives) == pytest.approx(1)
-    assert told == dict(alternatives)[held.token]
+    assert logprob == dict(alternatives)[held.token]
     assert free == pick(logits[1:], rows[1:])[0]
 
 
@@ -198,7 +198,7 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
         jsonschema.validate(json.loads(text), schema)
         drafted = Driver(plain.executor, requests=plain.requests)
         oracle = Oracle({plain.requests + 1: client.tokens}, errors, branches=seed % 2 == 1)
-        # The same shard, now with somebody who proposes.
+        # The same shard, now with a proposer.
         drafted.executor = DeviceExecutor(evolve(plain.executor.parts, proposer=oracle))
         again = await drafted.open(prompt, sampling, 1, stops=ENDS)
         assert await answered(drafted, again, propose=7) == answer

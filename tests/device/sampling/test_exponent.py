@@ -18,7 +18,7 @@ LEAST = -700.0  # whose exp is not 0 yet
 
 
 def by_hand(value: float) -> int:
-    """In this interpreter's floats: the same operations, one after the other."""
+    """Compute the exponential in this interpreter's floats: the same operations, one after the other."""
     value = max(value, exact_exp.LOWEST)
     steps = float(round(value * exact_exp.INVERSE))
     rest = value - steps * exact_exp.STEP - steps * exact_exp.REST

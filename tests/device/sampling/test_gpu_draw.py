@@ -1,4 +1,6 @@
-"""What a GPU's kernels draw and tell is what a host does, to the bit; Triton's interpreter runs them without a GPU."""
+"""Tests that a GPU's kernels draw and report what a host does, to the bit. Triton's interpreter runs them without a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def check_draws(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
     assert torch.equal(tokens.cpu(), expected), (seed, samplings)
     assert torch.equal(found[:, 0].cpu(), expected.double())
     most, backwards = min(seed % 7, host.shape[-1]), [*reversed(rows)]
-    told = launches.weigh_tokens(logits, find_extremes(logits)[1], backwards, tokens, most)
-    assert torch.equal(told.cpu(), HOST.weigh_tokens(host, backwards, expected, most)), seed
+    weighed = launches.weigh_tokens(logits, find_extremes(logits)[1], backwards, tokens, most)
+    assert torch.equal(weighed.cpu(), HOST.weigh_tokens(host, backwards, expected, most)), seed
 
 
 @pytest.mark.cuda
@@ -116,7 +118,7 @@ def test_a_gpu_changes_logits_as_a_host_does(vocabulary: int) -> None:
 
 
 def check_token_is_drawn(value: float, device: str) -> None:
-    """Where a row is not finite, and what is meant to be drawn from the one beside it."""
+    """One row is not finite. The token of the row after it is drawn as it should be."""
     launches = import_module("adapters.models.kernels.cuda.draw")
     for how in ({}, {"top_k": 20}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
         logits = torch.zeros(2, 3000, device=device)

@@ -168,9 +168,9 @@ def test_where_no_token_may_follow_the_first_one_is_named_and_nothing_told(bits:
     for level in range(native.level + 1):
         for change in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}):
             sampling = Sampling(**{"temperature": 1, "logprobs": 2, "seed": 1} | change)  # type: ignore[arg-type]
-            [((token, lowest, highest), told)] = pick_rows(native, level, logits, logits, [(sampling, 7, mask)])
+            [((token, lowest, highest), weights)] = pick_rows(native, level, logits, logits, [(sampling, 7, mask)])
             assert (token, lowest, highest) == (0, logits.amin().item(), logits.amax().item())
-            assert told == [0.0] * 6
+            assert weights == [0.0] * 6
 
 
 @in_c

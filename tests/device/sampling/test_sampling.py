@@ -47,7 +47,7 @@ def picked(logits: Tensor, sampling: Sampling, position: int = 0, answer: tuple[
 
 
 def drawn(logits: Tensor, sampling: Sampling, count: int) -> np.ndarray:
-    """How often each token is picked over so many positions."""
+    """Return how often each token is picked at the first `count` positions."""
     sampler = sampler_of(sampling, vocab=logits.numel())
     rows = [Draw(sampler, position) for position in range(count)]
     picks = pick(logits.expand(count, -1), rows)
@@ -68,7 +68,7 @@ def assert_distributed(counts: np.ndarray, expected: np.ndarray) -> None:
 
 
 def reference(logits: Tensor, sampling: Sampling) -> np.ndarray:
-    """What may be drawn and how likely, step by step in float64, without any of our tricks."""
+    """Return the probabilities of all tokens, computed step by step in float64, without any of our shortcuts."""
     scores = logits.double().numpy() / sampling.temperature
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     allowed = order[: sampling.top_k] if sampling.top_k else order
@@ -380,9 +380,9 @@ def test_a_decode_step_of_picks_waits_for_nothing_but_what_it_picked():
     pick(logits, rows)
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             pick(logits, rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not any("synchronizing" in str(warning.message) for warning in told), "an event tells of the one transfer"
+    assert not any("synchronizing" in str(warning.message) for warning in warned), "an event tells of the one transfer"

@@ -1,4 +1,4 @@
-"""What `--paranoid` notices: rows that vanish or change behind everybody's back, between requests and within one."""
+"""Tests of what `--paranoid` notices: rows that vanish or change, between requests and within one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def answer(running: Engine, job: Job) -> tuple[Tokens, str]:
 
 
 def spoil(target: LoadedModel, slot: int, change: str) -> None:
-    """As a fault in the memory of rows would."""
+    """Change a row as a fault of the memory would."""
     with torch.inference_mode():
         rows = target.shard.parts[0].rows.view(slot, 70, 200)
         if change == "zeros":
@@ -115,7 +115,7 @@ async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_
 
 
 class Forgetful(KvCache):
-    """As it was once: a slot's old pages stay its own when it is given others."""
+    """A cache with a fault of the past: a slot's old pages stay its own when it is given others."""
 
     def _permit(self, slot: int, first: int, pages: Sequence[int]) -> list[tuple[int, int]]:
         lost = []
@@ -142,7 +142,7 @@ async def test_memory_that_a_pool_gives_back_too_early_is_noticed_and_no_token_i
     async def client(mine: Sequence[Job]) -> None:
         for job in mine:
             tokens, finish = await answer(running, job)
-            assert tokens == right[job.prompt][0][: len(tokens)], "nobody is told a token that rows of zeros gave"
+            assert tokens == right[job.prompt][0][: len(tokens)], "no client gets a token that rows of zeros gave"
             assert finish in {"length", "lost"}, "rows may be lost once while a request is served, not twice"
             finishes.append(finish)
 

@@ -1,4 +1,4 @@
-"""Whatever is proposed, and however, the answer stays."""
+"""Tests that the answer stays the same whatever is proposed, and however."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
     oracle = Oracle(dict(enumerate(expected, 101)), random.Random(1), branches)
-    # The same shard, lane and slots, now with somebody who proposes.
+    # The same shard, lane and slots, now with a proposer.
     driver.executor = DeviceExecutor(evolve(driver.executor.parts, proposer=oracle))
     driver.requests = 100
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
@@ -166,7 +166,7 @@ def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
 
 
 async def agreed(driver: Driver, prompt, *, propose: int = 7, sampling=GREEDY, count: int = 24, **how):
-    """How many tokens each decode step gave; the tokens are right."""
+    """Return how many tokens each decode step gave. The tokens are checked."""
     client = await driver.open(prompt, sampling, **how)
     await client.prefill((32, 5))
     while len(client.answer) < count:

@@ -58,8 +58,8 @@ def test_a_conditional_tree_is_the_chain_and_the_likeliest_tokens_beside_it(seed
     nodes = rng.randint(1, depth * width + 2)
     paths = grow_tree(7, ranked, nodes, is_conditional=True).paths()[1:]
     chains = [spine[:length] for length in range(1, min(depth, nodes) + 1)]
-    beside = sorted(scores, key=lambda path: -scores[path])[: max(0, nodes - depth)]
-    assert sorted(paths) == sorted([*chains, *beside])
+    best = sorted(scores, key=lambda path: -scores[path])[: max(0, nodes - depth)]
+    assert sorted(paths) == sorted([*chains, *best])
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,4 +1,4 @@
-"""A draft in another process proposes what one here does, and whatever becomes of that process is nobody's failure."""
+"""Tests that a draft in another process proposes what one here does, and that no request fails if that process does."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Elsewhere:
         )
         self.draft = made(peer_of(self.dial, DRAFT_DEADLINES))
         self.draft.peer.pause_s = 0
-        self.draft.set_presence_listener(self.told)
+        self.draft.set_presence_listener(self.set_presence)
         self.drafting = RemoteDrafting(self.draft, BUCKETS)
 
-    def told(self, there: bool) -> None:
+    def set_presence(self, there: bool) -> None:
         self.heard.append(there)
         if there:
             self.back.set()
@@ -103,7 +103,7 @@ def apart() -> Iterator[Elsewhere]:
 
 
 def follow(draft, slot: int, start: int, count: int) -> None:
-    """What the target has left of these rows."""
+    """Give the draft the target's hidden states of these rows."""
     rows = aux_hidden_states_of(CONFIG, ROWS + 60)[:, start : start + count]
     bucket = next(one for one in BUCKETS if one >= count)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, bucket - count))

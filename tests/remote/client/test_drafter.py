@@ -73,7 +73,7 @@ def elsewhere() -> Iterator[ScoredElsewhere]:
 
 
 def compressed(compressor: Compressor, asked: CompressPrompt = ASKED, request: RequestId = ONE) -> tuple[int, object]:
-    """How many turns it took, and what came of it, however long that was."""
+    """Return how many turns the compression took, and its result, with its time set to 0."""
     turns, done = 1, compressor.compress(request, asked)
     while isinstance(done, PromptScored):
         turns, done = turns + 1, compressor.compress(request, CompressPrompt(done.stop))
@@ -121,7 +121,7 @@ def test_what_is_forgotten_here_is_dropped_there(elsewhere: ScoredElsewhere) -> 
 def test_a_death_is_a_failure_and_the_next_prompt_is_scored_by_another_life(
     elsewhere: ScoredElsewhere, when: str, kept: bool
 ) -> None:
-    """kept: nobody asks for the weights again, since they were to stay."""
+    """kept: the weights were to stay, so they are not asked for again."""
     compressor, fates = elsewhere.compressor, elsewhere.fates
     compressor.load(ONE, LOAD)
     begun = compressor.compress(TWO, ASKED)
@@ -198,10 +198,10 @@ SHAPE |= {"prefill_compression": "always", "prefill_keep_ratio": 0.3}
 
 
 async def shortened(target: LoadedModel, jobs: list[Job]) -> tuple[list[object], list[str]]:
-    """What was answered, and why prompts were not shortened."""
+    """Return the answers, and the reasons why prompts were not shortened."""
     heard = await answers(target, jobs, rates=FLAT)
-    told = [one.closed.report.compression for one in heard if one.closed is not None]
-    return words(heard), [one.why_not for one in told if one is not None]
+    compressions = [one.closed.report.compression for one in heard if one.closed is not None]
+    return words(heard), [one.why_not for one in compressions if one is not None]
 
 
 async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(

@@ -1,4 +1,6 @@
-"""What comes late, wrong or not at all ends a connection for good: its rows are lost, and the next one begins anew."""
+"""Tests that an answer which is late, wrong or missing ends a connection for good: its rows are lost, and the next
+connection begins anew.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class HybridPair:
     """The hybrid: layers 0 to 2 on a thread, with whatever is to become of that, 3 and 4 here."""
 
     fates: Fates = field(factory=Fates)
-    told: list[str] = field(factory=list[str])
+    losses: list[str] = field(factory=list[str])
     dial: Threads = field(init=False)
     far: RemoteShard = field(init=False)
     whole: Pipeline = field(init=False)
@@ -100,31 +102,31 @@ DEATHS = [
 
 @pytest.mark.parametrize(("op", "when"), DEATHS, ids=[f"{op.name} {when}" for op, when in DEATHS])
 def test_a_death_is_told_once_and_the_next_life_is_right(pair: HybridPair, expected, op: Op, when: str) -> None:
-    pair.far.peer.set_loss_listener(pair.told.append)
-    pair.told.clear()
+    pair.far.peer.set_loss_listener(pair.losses.append)
+    pair.losses.clear()
     early = op in {Op.HELLO, Op.PROOF, Op.LOAD}
     pair.fates.coming[:] = [(Op.FORWARD, "asked", 0), (op, when, 0)] if early else [(op, when, 0)]
     for _ in range(2 if early else 1):
         with pytest.raises(RowsLost, match="thread:0") as said:
             life(pair.whole)
-        assert not said.value.slots  # whoever is to know has been told
+        assert not said.value.slots  # every listener was notified by now
     found = life(pair.whole)
     assert not pair.fates.coming
-    assert len(pair.told) == 1  # one that was never there again had lost nothing more
+    assert len(pair.losses) == 1  # one that was never there again had lost nothing more
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_slow_link_takes_longer_and_loses_nothing(expected) -> None:
     """Everything goes over it, in pieces that are no frames: nothing is given up that is still coming."""
-    dial, told = Threads(RandomModel(HYBRID), sharing=False, meddle=slowly), list[str]()
+    dial, losses = Threads(RandomModel(HYBRID), sharing=False, meddle=slowly), list[str]()
     far = remote(dial, range(3))
-    far.peer.set_loss_listener(told.append)
+    far.peer.set_loss_listener(losses.append)
     how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_checkpoints": 2}
     whole = Pipeline((far, part(HYBRID, range(3, 5), torch.bfloat16, **how)))
     try:
         found = life(whole)
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
-        assert (dial.opened, told) == (1, [])
+        assert (dial.opened, losses) == (1, [])
     finally:
         whole.close()
 
@@ -248,7 +250,7 @@ def oversized(end: Lying, op: int, number: int) -> None:
 
 
 def late(end: Lying, op: int, number: int) -> None:
-    """When nobody waits for it any more."""
+    """Answer when no call waits for it any more."""
     while not end.why:
         time.sleep(0.01)
     with suppress(OSError):
@@ -274,12 +276,12 @@ def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
     answer, said = LIES[case]
     dial = Threads(RandomModel(DENSE), meddle=lambda channel: Lying(channel.socket, answer=answer))
     far = remote(dial, range(3))
-    told = list[str]()
-    far.peer.set_loss_listener(told.append)
+    losses = list[str]()
+    far.peer.set_loss_listener(losses.append)
     far.peer.deadlines = HASTY if said == "no answer in time" else QUICK
     with pytest.raises(RowsLost, match=said):
         chunk(far, 0, 0, 64)
-    assert len(told) == 1
+    assert len(losses) == 1
     dial.meddle, far.peer.deadlines = (lambda channel: channel), QUICK
     whole = whole_of("dense")
     chunk(far, 0, 0, 64)  # had anew, and right
@@ -318,7 +320,7 @@ def asking() -> Iterator[Channel]:
 def test_what_makes_no_sense_is_refused_and_the_connection_goes_on(
     asking, op: int, arguments: bytes, said: str
 ) -> None:
-    for request, payload in ((5, []), (6, [torch.zeros(900)])):  # what nobody wants is read all the same
+    for request, payload in ((5, []), (6, [torch.zeros(900)])):  # an answer that is not needed is read all the same
         asking.send(op, request, arguments, payload, seconds=20)
         frame = asking.answer(op, request, 20)
         assert is_failure(frame)
@@ -351,15 +353,15 @@ def test_what_no_shard_has_is_refused_by_name() -> None:
 
 
 def test_a_commit_that_fails_is_a_loss() -> None:
-    """Nobody waited for it, so nobody can say whose rows it was about."""
+    """No call waited for it, so it is not known whose rows it was about."""
     far = remote(Threads(RandomModel(DENSE)), range(5))
-    told = list[str]()
-    far.peer.set_loss_listener(told.append)
+    losses = list[str]()
+    far.peer.set_loss_listener(losses.append)
     chunk(far, 0, 0, 64)
     far.commit(Step((Segment(0, 64, 1),), 5), [1])
     with pytest.raises(RowsLost, match="commit: 1 rows at bucket 5"):
         far.rows.export(0, 0, 64)
-    assert len(told) == 1
+    assert len(losses) == 1
     chunk(far, 0, 0, 64)
     assert far.peer.restarts == 0, "a refusal ends no process"
     far.close()

@@ -98,7 +98,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     again = await serving.right()  # restored, the draft's rows, too
     assert all(proposed(again))
     assert serving.fates.seen[Op.EXPORT_ROWS]
-    serving.fates.gate.clear()  # it is not there again before somebody says so
+    serving.fates.gate.clear()  # it does not come back before the gate opens
     serving.fates.coming[:] = [(Op.DRAFT_STEP, "answering", 1)]
     without = await serving.right(at_once=2)
     assert serving.draft.weights_state == "lost"
@@ -110,8 +110,8 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     anew = await serving.right()  # what was kept of its rows is right
     assert all(proposed(anew))
     assert not any(reasons(anew))
-    told = serving.target.build_ledger(0).draft
-    assert (told.restarts, told.error) == (1, ""), "what is over is no error any more"
+    draft = serving.target.build_ledger(0).draft
+    assert (draft.restarts, draft.error) == (1, ""), "what is over is no error any more"
 
 
 @pytest.mark.timeout(600)

@@ -62,7 +62,7 @@ class Split:
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Threads]) -> None:
-    """What the server would launch, it finds on threads."""
+    """Let the server find on threads what it would launch as processes."""
 
     def launched(where, options, folder, secret, lender) -> Threads:
         def meddle(channel: Channel) -> Channel:
@@ -103,7 +103,7 @@ async def split(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asy
 
 
 def right(split: Split, numbers: Sequence[int], heard: Sequence[Heard]) -> int:
-    """How many were answered; those that were not say why."""
+    """Return how many requests were answered. The others must say why they were not."""
     for number, one in zip(numbers, heard, strict=True):
         assert one.closed is not None
         if one.closed.finish in ENDINGS:
@@ -120,7 +120,7 @@ async def killed(split: Split, seeds: Sequence[int]) -> Counter[Op]:
     for seed in seeds:
         draw = random.Random(seed)
         numbers = draw.sample(range(len(split.jobs)), 2)
-        salts = draw.choice(("", str(seed))), ""  # of somebody new, nothing is kept yet
+        salts = draw.choice(("", str(seed))), ""  # of a new salt, nothing is kept yet
         jobs = [evolve(split.jobs[number], salt=salt) for number, salt in zip(numbers, salts, strict=True)]
         ops = [one for one in Op if split.fates.seen[one]]
         split.fates.coming[:] = [
@@ -150,8 +150,8 @@ async def test_a_shard_that_is_killed_changes_no_answer(split: Split) -> None:
 async def test_rows_that_nobody_waited_for_and_that_were_never_put_change_no_answer(
     split: Split, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The restore is told of before. Whoever is asked next says that all rows are lost; they are brought back once
-    more, to another one.
+    """The end of the restore is reported before the rows are there. The next call says that all rows are lost, and they
+    are restored once more, by another process.
     """
     await answers(split.target, split.jobs, rates=FLAT)
     put, refused = ServedLayers.ops[Op.IMPORT_RUNS][1], list[Op]()
@@ -182,7 +182,7 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
     """It dies behind the word that its slot has them, and is there again before they are taken."""
 
     def lost(devices: Iterable[torch.device]) -> CudaEvents:
-        """In the place of what is asked on the lane, once the rows have been found."""
+        """Take the place of what the lane records, once the rows have been found."""
         split.shard.peer.dial.kill()  # type: ignore[attr-defined] # a `Threads`
         with pytest.raises(RowsLost):
             split.shard.rows.copy(0, 1, 1)

@@ -1,4 +1,4 @@
-"""What strangers may do at a shard's port: hold one connection for a few seconds, and learn nothing."""
+"""Tests of what strangers may do at a shard's port: hold one connection for a few seconds, and learn nothing."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def answered(stranger: socket.socket) -> bytes:
 @pytest.mark.parametrize("count", [12, 3 * receptions.MOST_HELLOS])
 def test_connections_that_say_nothing_keep_nobody_waiting(count: int) -> None:
     """`greet` raises where the owner is not served."""
-    daemon = PortOfTests(hello_s=1000)  # nobody is sent away for being late
+    daemon = PortOfTests(hello_s=1000)  # so no stranger is too late
     with ExitStack() as strangers:
         for _ in range(count):
             strangers.enter_context(closing(daemon.stranger()))
@@ -122,7 +122,7 @@ def test_a_hello_has_one_deadline_however_often_something_comes(daemon: PortOfTe
 
 @pytest.mark.parametrize("said", [65_537, 1 << 20])
 def test_a_hello_of_more_than_64_kib_is_not_read(said: int) -> None:
-    daemon = PortOfTests(hello_s=1000)  # nobody is sent away for being late
+    daemon = PortOfTests(hello_s=1000)  # so no stranger is too late
     for sent in (framed(Op.HELLO, b"", said), framed(Op.HELLO, b" " * said)):
         with closing(daemon.stranger()) as stranger:
             with suppress(OSError):
@@ -164,12 +164,14 @@ def test_nothing_is_told_before_the_proof(daemon: PortOfTests, case: str) -> Non
         for piece in STRANGE[case]:
             with suppress(OSError):
                 stranger.sendall(piece)
-        told = answered(stranger)
+        answer_bytes = answered(stranger)
     for secret in (RELEASE, "weights", "config", "cpu", "boot"):
-        assert secret.encode() not in told
-    texts = re.findall(rb'\{[^{}]*"(?:nonce|why)":"([^"]*)"\}', told)
-    assert all(re.fullmatch(rb"[0-9a-f]{64}|this is no hello|the secret is another one", one) for one in texts), told
-    assert told.count(b"RKSH") == len(texts)
+        assert secret.encode() not in answer_bytes
+    texts = re.findall(rb'\{[^{}]*"(?:nonce|why)":"([^"]*)"\}', answer_bytes)
+    assert all(re.fullmatch(rb"[0-9a-f]{64}|this is no hello|the secret is another one", one) for one in texts), (
+        answer_bytes
+    )
+    assert answer_bytes.count(b"RKSH") == len(texts)
     assert not daemon.served.introduced
     daemon.greet()
 

@@ -108,7 +108,7 @@ def test_a_process_that_was_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dial, "LEAVE_S", 0.2)
     child = Launched("ipc+cpu:0", [sys.executable, "-c", "import time; time.sleep(1000)"], {})
     channel = child.open()
-    process = child._process  # noqa: SLF001 - whom nobody else stops
+    process = child._process  # noqa: SLF001 - nothing else stops it
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     assert child.end() == "its process was killed"

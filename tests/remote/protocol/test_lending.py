@@ -31,7 +31,9 @@ HYBRID = CONFIGS["hybrid"]
 
 @define(eq=False)
 class Weighed(Channel):
-    """A daemon's end, and how many bytes of payloads came to it. gate: runs that it is told of wait there."""
+    """A daemon's end of a connection, with the bytes of all payloads that came to it. gate: where it waits before it
+    takes runs.
+    """
 
     came: list[int] = field(factory=list[int])
     gate: threading.Event = field(factory=threading.Event)
@@ -76,7 +78,9 @@ def laid(rows: NamedTensors, memory: torch.Tensor, at: int, room: int) -> NamedT
 
 
 def whole(rows: NamedTensors, memory: torch.Tensor, at: int, room: int) -> torch.Tensor:
-    """In one piece of memory from `at` on, as a kept run of so many rows lies; those of ours are its first."""
+    """Return the rows as the beginning of one piece of memory from `at` on, which lies as a kept run of `room` rows
+    does.
+    """
     first = next(iter(rows.values()))
     heads, count, width = first.shape
     run = memory[at:].view(first.dtype)[: len(rows) * heads * room * width].view(len(rows), heads, room, width)
@@ -152,14 +156,14 @@ def test_what_is_asked_behind_runs_that_nobody_waits_for_finds_them(lending: Len
 
 
 class Owner:
-    """What memory is there for as long as."""
+    """An object that keeps memory as long as it lives."""
 
 
 def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     lending: Lending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far, rows, told = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
-    far.peer.set_loss_listener(told.append)
+    far, rows, losses = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
+    far.peer.set_loss_listener(losses.append)
     runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
     monkeypatch.setattr(pending_answers, "MOST_LENT", 2 * runs[0][1].nbytes)
 
@@ -185,19 +189,19 @@ def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     with pytest.raises(RowsLost):
         far.rows.export(0, 0, 64)
     assert last() is None, "a shard that is gone reads no more"
-    assert len(told) == 1
+    assert len(losses) == 1
 
 
 def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
-    """Nobody can say how much of the others is there."""
+    """It is not known how much of the other runs is there."""
     far, rows = lending.far, lending.far.rows.export(0, 0, 64)
-    there, told = whole(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
-    far.peer.set_loss_listener(told.append)
+    there, losses = whole(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
+    far.peer.set_loss_listener(losses.append)
     far.rows.import_runs(1, [(far.spec.capacity, there), (0, there)], ())
     with pytest.raises(RowsLost, match="import_runs: rows"):
         step(far, (0, 64, 1), kept=[1])
-    assert len(told) == 1
-    assert "import_runs: rows" in told[0]
+    assert len(losses) == 1
+    assert "import_runs: rows" in losses[0]
     far.peer.read_posted_answers()  # nothing that was posted is left
     chunk(far, 0, 0, 64)
     assert all(same_bits(one, rows[name]) for name, one in far.rows.export(0, 0, 64).items())
@@ -205,8 +209,8 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
 
 
 def test_a_run_that_is_never_put_meets_the_deadline_of_what_is_asked_next(lending: Lending) -> None:
-    far, rows, told = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
-    far.peer.set_loss_listener(told.append)
+    far, rows, losses = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
+    far.peer.set_loss_listener(losses.append)
     lending.end.gate.clear()
     far.rows.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
     far.peer.deadlines = Deadlines(step=0.05)
@@ -214,7 +218,7 @@ def test_a_run_that_is_never_put_meets_the_deadline_of_what_is_asked_next(lendin
     opening.start()
     with pytest.raises(RowsLost, match="no answer in time"):
         far.rows.copy(0, 2, 64)
-    assert len(told) == 1
+    assert len(losses) == 1
     opening.join()
 
 
@@ -232,11 +236,11 @@ def test_a_shard_is_closed_while_it_puts_what_nobody_has_waited_for(lending: Len
 
 @pytest.mark.parametrize(("when", "behind"), [("asked", 0), ("answering", 0), ("asked", 2), ("answering", 2)])
 def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: int) -> None:
-    lender, fates, told = Lender.open(), Fates(), list[str]()
+    lender, fates, losses = Lender.open(), Fates(), list[str]()
     assert lender is not None
     dial = Threads(RandomModel(HYBRID), meddle=lambda one: Mortal(one.socket, doom=fates.doom), lender=lender)
     far = remote(dial, range(HYBRID.num_layers))
-    far.peer.set_loss_listener(told.append)
+    far.peer.set_loss_listener(losses.append)
     chunk(far, 0, 0, 64)
     rows = far.rows.export(0, 0, 64)
     runs = [(64 * n, whole(rows, lender.take(1 << 20), 0, 64)) for n in range(4)]
@@ -244,7 +248,7 @@ def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: 
     with pytest.raises(RowsLost):
         put_all(far, runs)
     assert not fates.coming
-    assert len(told) == 1
+    assert len(losses) == 1
     put_all(far, runs)
     for start, _ in runs:
         assert all(same_bits(one, rows[name]) for name, one in far.rows.export(1, start, start + 64).items())

@@ -1,4 +1,4 @@
-"""Frames and messages from whoever may be at the other end: taken as they are meant, or refused, never misread."""
+"""Tests of frames and messages from any program at the other end: they are read as they are meant, or refused."""
 
 from __future__ import annotations
 
@@ -189,14 +189,14 @@ def test_bounds_of_arguments(kind, text):
 @settings(deadline=None, max_examples=60)
 def test_tensors_come_out_as_they_went_in_and_no_others_do(shapes, data):
     given_ = {f"t{n}": (torch.rand(shape) * 200).to(dtype) for n, (dtype, shape) in enumerate(shapes)}
-    told = describe_tensors(given_)
+    described = describe_tensors(given_)
     payload = bytearray(b"".join(flatten_tensor(given_.values())))
-    found = unpack_tensors(told, memoryview(payload)).views()
+    found = unpack_tensors(described, memoryview(payload)).views()
     assert found.keys() == given_.keys()
     assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in given_.items())
     more = data.draw(st.integers(1, 70))
     with pytest.raises(Unacceptable, match="in a payload of"):
-        unpack_tensors(told, memoryview(payload + bytes(more)))
+        unpack_tensors(described, memoryview(payload + bytes(more)))
 
 
 def test_tensors_of_one_name_are_refused():

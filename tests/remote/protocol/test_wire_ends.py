@@ -96,7 +96,7 @@ class Bounds(Fields):
 
 
 def sampled() -> dict[str, Sampling]:
-    """What a request can have tokens picked by: each number that is read of it, at both ends."""
+    """Return every sampling that a request can ask for: each number that is read of it, at both ends of its range."""
     options, bounds = EdgeOptions(EdgeModel("demo", 512, 512)), Bounds({}, "$")
     tokenizer = Tokenizer.load(demo.FOLDER)
     read_sampling(bounds, options, tokenizer)
@@ -137,7 +137,7 @@ CONTEXTS, SLOTS, TREES = (
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: int) -> None:
-    """Of a large model, too, whose rows of a whole slot are more than anything that crosses at once."""
+    """This holds for a large model too: the rows of a whole slot are more than ever crosses at once."""
     room: dict[str, Any] = {"slots": slots, "capacity": context, "buckets": BUCKETS}
     for places in OPTIONS["state_checkpoints"]:
         placement = ShardPlacement(layers=range(80), aux_layers=(0, 79), state_checkpoints=places, **room)
@@ -157,7 +157,7 @@ def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: i
 
 @define(eq=False)
 class Overheard:
-    """What a daemon is asked: of each op the first question, with its payload."""
+    """A recorder of what a daemon is asked: the first question of each operation, with its payload."""
 
     questions: dict[Op, tuple[WireMessage, bytes]] = field(factory=dict)
     kinds: dict[Op, type[WireMessage]] = field(factory=lambda: {op: kind for op, (kind, _) in OPS.items()})
@@ -312,7 +312,7 @@ class Refusing(list[WireMessage]):
         raise ValueError("no file a\udcffb" + "x" * 9000)
 
 
-# --- a refusal is nobody's end ---
+# --- a refusal ends no connection ---
 
 
 @pytest.mark.parametrize("op", [Op.DRAFT_STEP, Op.COPY_CONTEXT, Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.SEND_DRAFT_AWAY])
