@@ -26,8 +26,12 @@ def grow_for_decode_step(
 ) -> tuple[Slots, EffectRequest | None]:
     """Give a decode step the pages that its rows take, from idle slots where need be. Other effects need none.
 
+    A step takes one row for its token and one for each proposal. New pages are added to those of the slot, and named in
+    `RunDecode.pages`, which tells the executor about them.
+
     Where there are no more pages, the step proposes only what its last page has room for. None: even the next token has
-    no room, and the step has to wait.
+    no room, and the step has to wait. The request is then in `Slots.short_of_pages`. No pages are looked for again
+    until that is emptied, when some page comes free.
     """
     effect = effect_request.effect
     if not isinstance(effect, RunDecode):
@@ -56,7 +60,10 @@ def grow_for_decode_step(
 def grow_waiting_steps(
     slots: Slots, lane: Lane, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, Lane, tuple[EffectRequest, ...]]:
-    """Give waiting decode steps the pages that they need. Also returns those for which there are none now."""
+    """Give waiting decode steps the pages that they need. Also returns those for which there are none now.
+
+    Such a step is taken out of the lane. While there is one, the other steps take one token each and then ask again.
+    """
     if not settings.pages:
         return slots, lane, ()
     ready = list[EffectRequest]()

@@ -1,8 +1,10 @@
 """Transitions after a slot's rows are lost: the request is served again from the start, once.
 
-When rows are lost a second time, the request fails. Tokens of the answer that the client has heard are not sent again:
-the same prompt gives the same answer, so it is computed again from its start and compared with what was heard.
-Effects that were in flight when the rows were lost still answer, and their outcomes are dropped here.
+When rows are lost a second time, the request fails (`Prompt.heard_tokens` is None until the first time). Tokens of the
+answer that the client has heard are not sent again: the same prompt gives the same answer, so it is computed again from
+its start and compared with what was heard. Effects that were in flight when the rows were lost still answer, and their
+outcomes are dropped here. A request that waits for a slot again is the next one in the queue (`requeue_holder` in
+`states/slots.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ LOST_TWICE = "the rows of its slot were lost a second time"
 
 
 def recover_or_fail(state: Open, _: SlotEmptied, context: DecisionContext) -> RecoverOrFail:
-    """Abandon what is in flight, and wait for its outcomes before the request waits for a slot again."""
+    """Abandon what is in flight, and wait for its outcomes before the request waits for a slot again.
+
+    If rows of this request were lost before, the request fails instead: its stream is closed with `LOST_TWICE`.
+    """
     left = forget_all_rows(get_remainder(state))
     in_flight = state.loading + state.computing if isinstance(state, Restoring) else 1
     if left.prompt.heard_tokens is None:

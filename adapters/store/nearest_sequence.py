@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: int, rest: bytes) -> Divergence | None:
-    """Return the most similar sequence.
+    """Return where the prompt diverges from the most similar sequence; None if nothing is kept behind the last block.
+
+    Of sequences that are equally similar, that of the first tier counts.
 
     key: of the last block that is kept, `at` tokens into the prompt, or the root. rest: packed tokens of the prompt
     behind it, at least one block.

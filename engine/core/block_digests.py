@@ -90,7 +90,10 @@ class DigestSource:
         return found
 
     def _measure_answers(self, requests: Mapping[Any, State]) -> None:
-        """Note how long answers take, as far as two digests see their beginning and their end."""
+        """Note how long answers take, as far as two digests see their beginning and their end.
+
+        Each answer moves the average by an eighth (`SMOOTHING`).
+        """
         now = self.clock_ns()
         going_on = {request for request, state in requests.items() if isinstance(state, Speculating)}
         for request in [*self._answering]:
@@ -119,7 +122,11 @@ def list_tier_keys(index: BlockIndex) -> list[bytes]:
 
 
 def report_load(world: World, answer_ns: int) -> LoadReport:
-    """Return the load: the time to compute what waiting prompts and those being read still miss."""
+    """Return the load: the time to compute what waiting prompts and those being read still miss.
+
+    A waiting prompt counts whole, because it is not known yet how many of its rows will be found.
+    answer_ns: how long an answer takes on average.
+    """
     rates = world.rates
     wait_ns = 0
     for state in world.requests.values():

@@ -1,4 +1,8 @@
-"""Make calls one by one, each in a turn of the event loop of its own."""
+"""Calls that are made one by one, each in a turn of the event loop of its own.
+
+Connections share one `PacedCalls` for requests that clients sent before the answer to an earlier one had ended. If many
+clients do so, their next requests do not all begin in one turn, which would hold up every other connection.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ from attrs import define, field
 
 @define(eq=False)
 class PacedCalls:
-    """Makes calls in the order in which they were put in, one in each turn of the event loop."""
+    """Makes calls in the order in which they were put in, one in each turn of the event loop, on its thread.
+
+    If a call raises an exception, the event loop handles it, and the next calls are made all the same.
+    """
 
     _calls: deque[Callable[[], None]] = field(factory=deque)
 
     def put(self, call: Callable[[], None]) -> None:
-        """Add a call to the end of the line."""
+        """Add a call to the end of the queue. The first one is made in the next turn of the loop, not at once."""
         self._calls.append(call)
         if len(self._calls) == 1:
             get_running_loop().call_soon(self._make_next_call)

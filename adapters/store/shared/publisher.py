@@ -70,7 +70,11 @@ class Publisher:
         return not (self.queued_bytes or self.uploading_bytes)
 
     def submit(self, job: WriteRun, *, usable: bool) -> bool:
-        """Queue a job. Return False if it is refused, which is counted."""
+        """Queue a job; any thread may call this. Return False if it is refused.
+
+        A job is refused if the store is not usable, or if too many bytes wait already. `counts` says how many were
+        refused for each reason (`find_drop_reason`).
+        """
         with self.lock:
             waiting = self.queued_bytes + self.uploading_bytes
             reason = find_drop_reason(self.limits, job.size, waiting, usable=usable)
@@ -119,7 +123,10 @@ class Publisher:
                 self._count_off(number)
 
     async def _encode(self, job: WriteRun) -> list[bytes]:
-        """Return the file of a job, and count the job off. The file is empty if it is not to be written."""
+        """Return the file of a job, in parts. There are none if the run is not to be written.
+
+        In any case the job's rows are not needed any more, and `job.finish` is called, which releases them.
+        """
         parts = list[bytes]()
         size = job.size
         finish = job.finish

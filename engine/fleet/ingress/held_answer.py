@@ -33,8 +33,9 @@ def find_header(headers: RawHeaders, name: bytes) -> bytes:
 class HeldAnswer:
     """The answer to one request, from one replica after another until one of them has given a token.
 
-    can_repeat: the request may be sent to another replica. has_begun: the client has the status line. has_token: the
-    client has a part of the answer, so no other replica may be asked.
+    can_repeat: the request may be sent to another replica. If not, a stream is passed on from its beginning.
+    has_begun: the client has the status line. has_token: the client has a part of the answer, so no other replica may
+    be asked.
     """
 
     send: Send

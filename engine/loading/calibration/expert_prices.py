@@ -34,7 +34,11 @@ COPIED = 16  # experts that are brought one after the other
 
 
 def measure_expert_prices(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ExpertPrices:
-    """Measure both ways for the experts of this model. It takes about a second."""
+    """Measure both ways for the experts of this model, which takes about a second.
+
+    The host computes all experts of a row in one layer, so `compute_ns` is the price of a row and a layer. Experts are
+    brought to the device one by one, so `bring_ns` is the price of one expert.
+    """
     config = checkpoint.config
     kernels = build_expert_kernels(dtype)
     with torch.inference_mode():
