@@ -59,7 +59,7 @@ RULES: Sequence[tuple[tuple[str, str], Rule]] = (
         lambda row: row["compression"] != "off" or row["drafter placement"] == "here",
     ),
     (("compression", "freezing"), lambda row: row["freezing"] == "off" or row["compression"] != "off"),
-    # What messages were frozen to is kept beside the cache on disk.
+    # The shortened messages are kept next to the cache on disk.
     (("scope", "freezing"), lambda row: row["freezing"] == "off" or row["scope"] != "off"),
     (("family", "checkpoints"), lambda row: row["checkpoints"] == "8" or row["family"] in RECURRENT),
 )
@@ -77,7 +77,9 @@ class Arrangement:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What may change an answer: two arrangements that have these in common say the same."""
+        """Return the options that may change an answer. Two arrangements in which these are the same give the same
+        answers.
+        """
         return tuple(self.values[name] for name in ("family", "weights", "dtype", "kv dtype"))
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""What a case of the campaign is, what may not happen in one, and how it is found again.
+"""Defines what a case of the campaign is, what may not happen in one, and how it is found again.
 
-One oracle for all kinds: answers are those of a server without a cache (rows are those that the tokens have), nothing
-takes longer than its deadline, descriptors, threads and memory are as before, nobody is shown a traceback, and what was
-found damaged is counted. A kind raises where one of these does not hold; anything else that gets out of it is a crash.
+One oracle serves all kinds. Answers are those of a server without a cache, and rows are those of their tokens. Nothing
+takes longer than its deadline. Descriptors, threads and memory are as before. No user sees a traceback, and all damage
+that is found is counted. A kind raises where one of these does not hold. Any other exception of a case is a crash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 
 Case: TypeAlias = Callable[[Random], None]
 WARMING = 4  # cases before resources are compared: pools start their threads, libraries their caches
-PATIENCE_S = 5.0  # that a thread which was told to end may take
+PATIENCE_S = 5.0  # that a thread may take to end
 UNCOUNTED = "every damage found is counted"
 VERDICTS = ("wrong", "hang", "crash", "traceback", "leak")
 
@@ -57,7 +57,7 @@ class Kind:
 
 
 def seed_of(seed: int, kind: str, number: int) -> str:
-    """What a case is made from, and found again by."""
+    """Return the name of a case, from which it is made, and with which it is found again."""
     return f"{seed}:{kind}:{number}"
 
 
@@ -77,7 +77,7 @@ def verdict(error: BaseException) -> str:
 
 @define
 class Used:
-    """What this process holds."""
+    """The descriptors and threads that this process holds."""
 
     descriptors: int
     threads: int
@@ -125,7 +125,7 @@ class Watchdog:
 
 @contextmanager
 def no_tracebacks() -> Iterator[None]:
-    """What our loggers say with a traceback, a user would see."""
+    """Assert that our loggers show no traceback, since a user would see it."""
     heard = list[str]()
 
     class Ear(logging.Handler):
@@ -133,12 +133,12 @@ def no_tracebacks() -> Iterator[None]:
             if record.exc_info:
                 heard.append(self.format(record))
 
-    logger, ear = logging.getLogger("rekindle"), Ear()
-    logger.addHandler(ear)
+    logger, handler = logging.getLogger("rekindle"), Ear()
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(ear)
+        logger.removeHandler(handler)
     if heard:
         raise Shown(heard[0])
 

@@ -1,4 +1,4 @@
-"""What others wait while a crowd holds connections to a server: each kind of crowd, and honest clients beside it.
+"""Measures how long other clients wait while a crowd holds connections to a server, for each kind of crowd.
 
     python -m tests.campaign.connections [--kinds "post heads" silent ...] [--connections 2000] [--seconds 10]
                                          [--rate 500] [--keys] [--json]
@@ -88,7 +88,7 @@ class Waits:
 
 @frozen
 class Attack:
-    """A crowd, and how long honest clients come beside it."""
+    """A crowd, and how long honest clients come at the same time."""
 
     kind: str
     count: int
@@ -108,14 +108,16 @@ class Attack:
 
 
 def processor_seconds(server: Running) -> float:
-    """That its process has used."""
+    """Return the seconds of processor time that the server's process has used."""
     fields = Path(f"/proc/{server.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def crowds(_: Path) -> Iterator[Case]:
-    """A crowd of any kind, and honest clients that have to be answered beside it, within their patience."""
+    """Yield cases with a crowd of any kind. Honest clients have to be answered at the same time, within
+    their patience.
+    """
     with serving("--slots", "2") as server:
 
         def case(random: Random) -> None:

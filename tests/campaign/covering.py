@@ -102,7 +102,7 @@ class Models:
 
 
 def told_to(row: Arrangement, models: Models) -> list[str]:
-    """What every server of the row's kind is told, the plain one included: what changes answers."""
+    """Return the options that change answers. Every server of the row's kind gets them, the plain one included."""
     words = [models.path(row), "--max-ctx", str(CONTEXT), "--kv-dtype", row["kv dtype"], "--dtype", row["dtype"]]
     if row["weights"] in {"int8", "int4"}:
         words += ["--quantize", row["weights"]]
@@ -158,7 +158,9 @@ def daemon_of(row: Arrangement, models: Models) -> Iterator[str]:
 
 @define
 class CoveringClient:
-    """One that asks for one thing after the other until it is told to stop, or nobody answers any more."""
+    """A client that makes one request after the other until it is stopped, or until the server does not answer any
+    more.
+    """
 
     url: str
     requests: Sequence[MixedRequest]
@@ -175,7 +177,7 @@ class CoveringClient:
                     self.ask(client, request)
         except httpx.TransportError:
             self.dead = True
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the thread
+        except BaseException as error:  # noqa: BLE001 - kept for the thread that joins this one
             self.errors.append(error)
 
     def ask(self, client: httpx.Client, request: MixedRequest) -> None:
@@ -219,7 +221,7 @@ def kill_one(server: Running, random: Random) -> None:
     parts = [*memory.get("shards", []), memory.get("draft") or {}, memory.get("drafter") or {}]
     others = [one for part in parts if (one := part.get("process")) and one != server.process.pid]
     if others:
-        with suppress(ProcessLookupError):  # it has been killed before, and nobody has asked it for anything since
+        with suppress(ProcessLookupError):  # it was killed before, and has not been asked since
             os.kill(random.choice(others), signal.SIGKILL)
 
 
@@ -227,31 +229,38 @@ def kill_one(server: Running, random: Random) -> None:
 
 
 def said(answer: Told) -> list[Any]:
-    """Of every choice, its log-probabilities, which nothing else has, and its text where there are none."""
+    """Return what an answer says: the log-probabilities of every choice, or its text where there are none."""
     found = list[Any]()
     for choice in answer["choices"]:
-        told = choice.get("logprobs") or {}
-        if "content" in told:
-            found.append([one["logprob"] for one in told["content"]])
+        logprobs = choice.get("logprobs") or {}
+        if "content" in logprobs:
+            found.append([one["logprob"] for one in logprobs["content"]])
         else:
-            found.append([choice.get("text"), choice["finish_reason"], told.get("tokens"), told.get("token_logprobs")])
+            found.append(
+                [choice.get("text"), choice["finish_reason"], logprobs.get("tokens"), logprobs.get("token_logprobs")]
+            )
     return found
 
 
 def shortened(answer: Told) -> list[Spans | None]:
-    """Of every choice, the spans of its prompt that were served; None where all of it was.
+    """Return the spans of the prompt that were served, for every choice; None where the whole prompt was.
 
-    Choices of one request are jobs of their own: where a drafter's process is killed, one may be shortened alone.
+    Choices of one request are jobs of their own. Where a drafter's process is killed, some of them may be shortened and
+    others not.
     """
     about = answer["rekindle"]
     jobs = about.get("jobs") or [about]
     return [spans_of(job.get("compression") or {}) for job in jobs]
 
 
-def spans_of(told: Told) -> Spans | None:
-    if told.get("why") is not None or not told.get("spans") or told["kept_tokens"] == told["original_tokens"]:
+def spans_of(logprobs: Told) -> Spans | None:
+    if (
+        logprobs.get("why") is not None
+        or not logprobs.get("spans")
+        or logprobs["kept_tokens"] == logprobs["original_tokens"]
+    ):
         return None
-    return tuple((start, stop) for start, stop in told["spans"])
+    return tuple((start, stop) for start, stop in logprobs["spans"])
 
 
 @define
@@ -262,7 +271,7 @@ class PlainServer:
     _known: dict[tuple[str, str, Spans | None], list[Any]] = field(factory=dict[Any, "list[Any]"])
 
     def right(self, request: MixedRequest, answer: Told) -> list[Any]:
-        """What the answer should have been."""
+        """Return what the answer should have been."""
         found = shortened(answer)
         return [self.served(request, spans)[number] for number, spans in enumerate(found)]
 
@@ -292,7 +301,7 @@ class PlainServer:
         return found
 
     def tokens(self, fields: dict[str, Any]) -> list[int]:
-        """Of a chat's prompt."""
+        """Return the tokens of a chat's prompt."""
         text = self.asked("/apply-template", {"messages": fields["messages"]})["prompt"]
         found: list[int] = self.asked("/tokenize", {"content": text, "parse_special": True})["tokens"]
         return found
@@ -300,7 +309,7 @@ class PlainServer:
 
 @define
 class RowResult:
-    """What came of one arrangement."""
+    """The result of one arrangement."""
 
     row: Arrangement
     answers: int = 0
@@ -414,7 +423,7 @@ def main() -> int:
 
 
 def numbers(text: str) -> list[int] | None:
-    """Of `0-3,7`; None for nothing."""
+    """Return the numbers of a text such as `0-3,7`; None for an empty one."""
     if not text:
         return None
     found = list[int]()

@@ -35,7 +35,9 @@ LONGEST_S = 120.0  # however long its parent runs
 
 @frozen
 class Manner:
-    """How a connection behaves. sends: at once.  trickles: then one byte now and then.  reads: what it is answered."""
+    """The behaviour of a connection. sends: bytes at once. trickles: then one byte now and then. reads: whether it
+    reads its answers.
+    """
 
     sends: bytes
     trickles: bytes = b""
@@ -105,7 +107,7 @@ class Crowd:
         self.opened += 1
 
     def _send(self, number: int, raw: bytes) -> None:
-        """What the socket does not take is not sent."""
+        """Send what the socket takes; the rest is left out."""
         try:
             if raw:
                 self._open[number].send(raw)

@@ -1,4 +1,4 @@
-"""What a disk, a copy or a stranger can do to a file, of any kind that the project reads."""
+"""Damages files of any kind that the project reads, as a disk, a copy or a stranger can."""
 
 from __future__ import annotations
 

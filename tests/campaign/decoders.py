@@ -160,7 +160,9 @@ def seek_tables(path: Path) -> Iterator[Case]:
 
 @contextmanager
 def kept(path: Path) -> Iterator[Case]:
-    """What a start measured, found damaged by the next one: counted, told without a traceback, and measured again."""
+    """Yield cases in which a start finds the measurements of an earlier one damaged: that is counted, logged without a
+    traceback, and measured again.
+    """
 
     def case(random: Random) -> None:
         what, kind, text = random.choice(EXAMPLES)
@@ -185,7 +187,7 @@ def kept(path: Path) -> Iterator[Case]:
 
 @contextmanager
 def outcomes(_: Path) -> Iterator[Case]:
-    """What is kept of the numerics probe, and of loading times."""
+    """Yield cases of what is kept of the numerics probe and of loading times."""
 
     def case(random: Random) -> None:
         _, kind, text = random.choice(EXAMPLES)
@@ -224,12 +226,12 @@ def responses(path: Path) -> Iterator[Case]:
                 (folder.path / f"resp_{number:024x}").write_bytes(raw)
             found = ResponseStore(folder)
             found.load()
-        for shelf in (ResponseFolder(found, owner) for owner in OWNERS):
+        for folder_store in (ResponseFolder(found, owner) for owner in OWNERS):
             for number in range(3):
-                earlier = shelf.find_conversation(f"resp_{number:024x}", OPTIONS.limits.max_body) or []
+                earlier = folder_store.find_conversation(f"resp_{number:024x}", OPTIONS.limits.max_body) or []
                 with suppress(ApiError):
                     read_conversation(
-                        Fields({"input": "And?"}), earlier, ItemReferences(shelf, OPTIONS), SkippedTools()
+                        Fields({"input": "And?"}), earlier, ItemReferences(folder_store, OPTIONS), SkippedTools()
                     )
 
     yield case

@@ -1,7 +1,9 @@
-"""A disk that fails now and then, and that forgets at a power cut what was not synced: under the store, in its folder.
+"""A disk that fails now and then, and that forgets at a power cut what was not synced. It lies under the store, in its
+folder.
 
-As in SQLite's and TigerBeetle's tests: any call may fail, writes may be torn, reads short, and at a cut everything that
-happened since the last fsync is there, or not, or in part, in any order: contents by the sector, names one by one.
+As in SQLite's and TigerBeetle's tests, any call may fail, writes may be torn, and reads may be short. At a cut
+everything that happened since the last fsync is there, or not, or in part, in any order: contents by the sector, names
+one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ SECTOR = 512
 
 @define(eq=False)
 class Content:
-    """Of one file, which is only ever appended to. synced: bytes that a power cut leaves. lost: a sync failed."""
+    """The content of one file, which is only ever appended to. synced: bytes that a power cut leaves. lost: a sync
+    failed.
+    """
 
     raw: bytearray = field(factory=bytearray)
     synced: int = 0
@@ -45,7 +49,9 @@ class Content:
 
 @frozen(eq=False)
 class Change:
-    """Of the folder's names: what `name` is from now on; and another name that is gone then, at the same instant."""
+    """A change of the folder's names: `name` means this content from now on. gone: another name that is removed at the
+    same instant.
+    """
 
     name: str
     content: Content | None
@@ -54,7 +60,7 @@ class Change:
 
 @frozen
 class Image:
-    """What a power cut left. promised: names of files that had been written for good by then."""
+    """The folder after a power cut. promised: names of files that were durable by then."""
 
     files: dict[str, bytes]
     promised: frozenset[str]

@@ -30,7 +30,7 @@ from tests.text import small
 
 
 def taken(work: Callable[[], Any]) -> Any:
-    """What came of it; None where it was refused as it should be."""
+    """Return the result of the work; None where the checkpoint was refused, in one short line."""
     said, found = "", None
     try:
         found = work()

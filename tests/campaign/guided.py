@@ -1,10 +1,10 @@
-"""Cases of one decoder that look for code no case has met, where atheris is installed (`pip install atheris`).
+"""Cases of one decoder that look for code which no case has met, where atheris is installed (`pip install atheris`).
 
     python -m tests.campaign.guided journals [-max_total_time=60] [-runs=1000] [CORPUS] [FILE]
 
-What follows the kind is libFuzzer's: a folder keeps what was found, a file is one input again. An input is what
-hypothesis draws the case from, so that cases are as well formed as the campaign's own; it begins with long ones, since
-one that is too short for its case says nothing.
+Options after the kind are libFuzzer's: a folder keeps what was found, and a file is one input again. Hypothesis draws
+the case from an input, so cases are as well formed as the campaign's own. The search begins with long inputs, since one
+that is too short for its case shows nothing.
 """
 
 from __future__ import annotations

@@ -87,5 +87,7 @@ def spoilt_bytes(raw: bytes, random: Random) -> bytes:
 
 
 def text_of(value: Any) -> str:
-    """As JSON, whatever Python's parser takes for it included: NaN, halves of surrogate pairs."""
+    """Return the value as JSON, with everything that Python's parser takes for it: NaN, and halves of
+    surrogate pairs.
+    """
     return json.dumps(value)

@@ -21,7 +21,7 @@ SENTENCES = tuple(f"Line {at} says that {at * 37 % 101} is {'more' if at % 3 els
 
 @frozen
 class MixedRequest:
-    """What a client asks for. leaves: it closes the stream after so many events; None: it reads the whole answer."""
+    """A request of a client. leaves: it closes the stream after so many events; None: it reads the whole answer."""
 
     path: Literal["/v1/chat/completions", "/v1/completions"]
     body: str  # JSON

@@ -117,7 +117,7 @@ class CampaignSite:
         return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
 
     def warm(self) -> None:
-        """What the first requests bring into being stays: pools, caches."""
+        """Send the first requests, and note what is there afterwards. Pools and caches that they create stay."""
         for path, body in BODIES.items():
             self.server.client.post(path, json=body)
         self.check(0)
@@ -125,7 +125,7 @@ class CampaignSite:
         self.memory = resident(self.server.process.pid)
 
     def check(self, number: int) -> None:
-        """It answers as ever, and has shown nobody a traceback."""
+        """Assert that the server answers as before, and has shown no traceback."""
         assert self.server.client.get("/health").status_code == 200
         assert answer(self.server, number) == cold()[number]
         quiet("".join(self.server.errors))
@@ -154,7 +154,9 @@ def told(response: httpx.Response) -> None:
 
 @contextmanager
 def site(*words: str) -> Iterator[CampaignSite]:
-    """A server that ends as it should: told to, with exit status 0, and nothing on its standard error but its log."""
+    """Yield a server. In the end it must stop when it is asked to, with exit status 0, and with nothing but its log on
+    standard error.
+    """
     cold()
     with serving(*words) as server:
         found = CampaignSite(server)
@@ -260,7 +262,7 @@ def heard(connection: socket.socket, most: int = 1 << 20) -> bytes:
 
 
 def leave(connection: socket.socket, random: Random) -> None:
-    """As clients do: politely, or with a reset."""
+    """Close a connection as clients do: politely, or with a reset."""
     if random.random() < 0.5:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -354,7 +356,9 @@ class Lives:
         return len(list(self.folder.glob(QUARANTINE + "*")))
 
     def files(self) -> list[Path]:
-        """What stands in place of others is taken away first: the server leaves it, as it is none of its own."""
+        """Return the files of runs. Links, pipes and folders with such names are removed first, since the server leaves
+        them alone.
+        """
         found = list[Path]()
         for file in sorted(self.folder.glob("*.safetensors.zst")):
             if file.is_symlink() or file.is_fifo():

@@ -57,7 +57,9 @@ def keep(store: Store, tokens: Tokens) -> None:
 
 
 def found(store: Store, tokens: Tokens) -> int:
-    """How much of it the store has, all of it compared with the truth. Damage on the way is a miss, and met once."""
+    """Return how many tokens of the sequence the store has. All rows are compared with the true ones. Damage on the way
+    is a miss, and is met once.
+    """
     for _ in range(100):
         with suppress(Damaged, OSError):
             return kept(store, tokens)
@@ -65,7 +67,7 @@ def found(store: Store, tokens: Tokens) -> int:
 
 
 def counted(store: Store) -> dict[str, float]:
-    """What /metrics says of the cache."""
+    """Return what /metrics shows of the cache."""
     metrics = Metrics()
     metrics.watch_cache(store.collect_figures)
     metrics.watch_damage(lambda: store.damaged_files)
@@ -75,12 +77,14 @@ def counted(store: Store) -> dict[str, float]:
 
 
 def damaged(store: Store, kind: str) -> float:
-    """How often /metrics says that a file of this kind was."""
+    """Return how many damaged files of this kind /metrics shows."""
     return counted(store)[f'rekindle_damaged_files_total{{what="{kind}"}}']
 
 
 def unfit(file: Path, layout: Layout) -> str | None:
-    """What a start with this layout will find damaged, of the files that it reads whole. Other things are no files."""
+    """Return the kind of damage that a start with this layout will find in a file, of those that it reads whole; None
+    for none.
+    """
     if not file.is_file() or file.is_symlink():
         return None
     readable = file.stat().st_size < recent_prompts.MAX_FILE_BYTES
@@ -264,7 +268,9 @@ def kills(path: Path) -> Iterator[Case]:
 
 @contextmanager
 def damage(path: Path) -> Iterator[Case]:
-    """A folder of two models, some of its files damaged while nobody looks, or while a store has it open."""
+    """Yield cases of a folder of two models. Some of its files are damaged, while no store has it open or while one
+    has.
+    """
     at_work()
     random = Random(1)
     templates = list[tuple[Layout, Path, list[Tokens]]]()

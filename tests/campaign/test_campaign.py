@@ -50,7 +50,7 @@ def test_decoders(kind: Kind, examples: int, tmp_path: Path) -> None:
 
 
 def test_cases_that_look_for_new_code() -> None:
-    """In a process of its own: it instruments what it imports, and ends it."""
+    """This takes a process of its own, because it instruments what it imports, and ends the process."""
     pytest.importorskip("atheris", reason="coverage-guided cases need atheris")
     words = [sys.executable, "-m", "tests.campaign.guided", "seek tables", "-runs=64"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)

@@ -1,7 +1,7 @@
 """Writes real blocks through the real store, in processes that are killed: `python -m tests.campaign.writer`.
 
-A line of JSON on standard input is one life: the child is killed at the call to the system that it names (`at`), or
-`after` so many seconds. The answer is a line: how it ended, and what it had been told is kept for good.
+A line of JSON on standard input is one life. The child is killed at the system call that the line names (`at`), or
+`after` so many seconds. The answer is a line: how it ended, and which runs it was promised to be durable.
 """
 
 from __future__ import annotations

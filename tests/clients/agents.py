@@ -42,7 +42,7 @@ KILLED_BEFORE = 3  # the request with tools, counted from 0
 
 @frozen
 class AgentRequest:
-    """Of a request in its session. main: it has tools."""
+    """The place of a request in its session. main: it has tools."""
 
     number: int
     main: bool
@@ -51,7 +51,7 @@ class AgentRequest:
 
 @frozen
 class AgentTurn:
-    """What one request came to, in tokens. told: its `rekindle` object."""
+    """The result of one request, in tokens. told: its `rekindle` object."""
 
     agent_request: AgentRequest
     prompt: int

@@ -1,9 +1,9 @@
 """instructor against the demo, whose answers are held to its schemas: `python -m tests.clients.forms`.
 
-Needs instructor (`pip install instructor`), which nothing else here does. It asks for a pydantic model in each of its
-modes that say a schema, ten times each, without retries: a form that was not held fails to validate. Its mode JSON has
-the schema in the prompt only (`response_format` is `json_object`), so there what comes back has to be an object, and
-whether it is the right one is the model's to know. Prints a line for each mode, and exits with 1 if one of them fails.
+It needs instructor (`pip install instructor`), which nothing else here does. It asks for a pydantic model in each of
+its modes that have a schema, ten times each, without retries, so a form that was not held fails to validate. Its mode
+JSON has the schema in the prompt only (`response_format` is `json_object`). There the answer has to be an object, and
+whether it is the right one depends on the model. It prints a line for each mode, and exits with 1 if one of them fails.
 """
 
 from __future__ import annotations

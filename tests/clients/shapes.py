@@ -39,7 +39,9 @@ DATA_URL = f"data:image/png;base64,{IMAGE}"
 
 @frozen
 class ClientSession:
-    """What one client sends, in order. path: of the API. compaction: which request asks for the summary, from 0."""
+    """The requests of one client, in order. path: of the API. compaction: the number of the request that asks for the
+    summary, from 0.
+    """
 
     name: str
     path: str

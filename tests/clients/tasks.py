@@ -1,4 +1,4 @@
-"""What coding agents are asked to do, and what they are answered: their own commands, tools and settings."""
+"""Tasks for coding agents, and the model's answers: the agents' own commands, tools and settings."""
 
 from __future__ import annotations
 

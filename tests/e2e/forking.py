@@ -1,7 +1,8 @@
-"""A process that has imported what a server imports, done nothing else, and forks whenever it is asked to.
+"""A process that has imported what a server imports and has done nothing else. It forks whenever it is asked to.
 
-`python -m tests.e2e.forking DESCRIPTOR`: of a socket of packets, each of which has what to run, and descriptors for its
-standard output, its standard error, and where to tell its process id and then its exit status. Ends where that does.
+`python -m tests.e2e.forking DESCRIPTOR`, the descriptor of a socket of packets. Each packet has the command to run, and
+descriptors for its standard output, for its standard error, and for its process id and exit status. The process ends
+when the socket does.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(descriptor: int) -> None:
     import engine.loading.background_load  # noqa: PLC0415 - this is what takes its time
     import engine.serving.serve  # noqa: F401, PLC0415
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of whoever runs the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is for the process that runs the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()
     with socket.socket(fileno=descriptor) as asking:

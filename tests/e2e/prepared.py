@@ -1,8 +1,8 @@
-"""`rekindle` in a process of its own that begins with its imports done: forked from one that has done nothing else.
+"""Starts `rekindle` in a process whose imports are done: it is forked from one that has done nothing else.
 
-To start Python and to import torch is most of what a start takes, and the same each time. Tests of what stands in a
-process before that (limits, what libraries read of the environment when they are loaded, the seed of hashes) start all
-of it, with `tests.e2e.server`; what is served may be started here.
+Most of a start is Python and the import of torch, which take the same time each time. Tests of what a process has
+before that start it in full, with `tests.e2e.server`: limits, the seed of hashes, and what libraries read of the
+environment when they are loaded. Servers may be started here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.importing import importing
 
 @define
 class Forked:
-    """A `StartedProcess`. told: its id comes from here, and then its exit status."""
+    """A `StartedProcess`. told: the socket on which its id comes, and then its exit status."""
 
     args: Sequence[str]
     stdout: TextIOWrapper

@@ -23,7 +23,7 @@ READY = re.compile(r"ready  (http://\S+)  ")
 
 
 class StartedProcess(Protocol):
-    """What tests use of `Popen`."""
+    """The methods of `Popen` that tests use."""
 
     pid: int
     returncode: int | None
@@ -40,7 +40,7 @@ class StartedProcess(Protocol):
 
 
 class Start(Protocol):
-    """Of `python -m` something."""
+    """A function that starts `python -m` with some words."""
 
     def __call__(self, words: Sequence[str], env: Mapping[str, str], cwd: Path) -> StartedProcess: ...
 
@@ -80,7 +80,8 @@ class Running:
 
 
 def command(*words: str, trusting: bool = False) -> list[str]:
-    """A server keeps nothing on disk unless it is told where: nobody's own cache is touched.
+    """Return a command of ours. A server keeps nothing on disk unless the words name a folder, so no user's cache is
+    touched.
 
     trusting: it restores whatever it finds first (`trusting.py`).
     """
@@ -129,7 +130,7 @@ def serving(*words: str, cwd: Path | None = None, trusting: bool = False, start:
 
 
 def refused(*words: str, start: Start = plainly) -> str:
-    """What the command says before it exits with 2, in one line, besides what its log tells of the start."""
+    """Return the line that a command writes before it exits with 2. The log of its start does not count."""
     with started(command(*words), None, start) as (process, errors):
         process.stdout.read()
         assert process.wait(50) == 2, errors

@@ -1,4 +1,6 @@
-"""What agents do to a server's slots and prompts: side requests between turns, and prompts that change at every one."""
+"""Tests of what agents do to a server's slots and prompts: side requests between turns, and prompts that change at
+every turn.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,9 @@ ENV = "<env>\nWorking directory: /srv/shapes\nPlatform: linux\nToday's date: 202
 
 
 def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> list[tuple[int, int]]:
-    """Of turns as Claude Code has them: tokens of each prompt, and how many of them were computed.
+    """Send turns as Claude Code does. Return the tokens of each prompt, and how many of them were computed.
 
-    resumed: by a second process from this turn on, which finds another git status.
+    resumed: the turn from which a second process goes on, which finds another git status.
     """
     draw, told = random.Random(5), list[tuple[int, int]]()
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which shapes are there? {PROSE}"}]

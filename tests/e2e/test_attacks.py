@@ -1,4 +1,4 @@
-"""What a hostile checkpoint, client or trace has once done to the real command, and must not do again."""
+"""Tests of what a hostile checkpoint, client or trace has once done to the real command, and must not do again."""
 
 from __future__ import annotations
 

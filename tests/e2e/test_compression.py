@@ -1,7 +1,8 @@
-"""Compression over a real server: long prompts are answered, what was left out is told, and a trace replays it.
+"""Tests of compression on a real server: long prompts are answered, an answer says what was left out, and a trace
+replays it.
 
-The demo scores its own prompts. That is never quicker, so `auto` stops doing it for what fits; what does not fit is
-compressed all the same.
+The demo scores its own prompts. That is never quicker, so `auto` stops doing it for prompts that fit. A prompt that
+does not fit is compressed all the same.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ def asked(server: Running, content: str = LINES, **fields: Any) -> tuple[dict[st
 
 
 def test_a_prompt_of_twice_the_context_is_answered(server: Running) -> None:
-    body, told = asked(server)
+    body, shown = asked(server)
     sent = body["usage"]["prompt_tokens"]
     assert sent >= 2 * CONTEXT
-    assert told["original_tokens"] == sent
-    assert told["why"] is None
-    assert told["kept_tokens"] == sum(stop - start for start, stop in told["spans"]) <= sent * 0.2
-    assert told["forced_spans"][-1][1] == sent, "the opening of the answer"
-    assert told["time_ms"] > 0
+    assert shown["original_tokens"] == sent
+    assert shown["why"] is None
+    assert shown["kept_tokens"] == sum(stop - start for start, stop in shown["spans"]) <= sent * 0.2
+    assert shown["forced_spans"][-1][1] == sent, "the opening of the answer"
+    assert shown["time_ms"] > 0
     assert body["choices"][0]["message"]["content"]
     assert body["rekindle"]["stages_ms"]["Compressing"] > 0
 
 
 def test_the_same_prompt_keeps_the_same_and_gets_the_same_answer_while_others_decode(server: Running) -> None:
-    (first, told), (again, same) = asked(server), asked(server)
+    (first, shown), (again, same) = asked(server), asked(server)
     for name in ("spans", "forced_spans", "kept_tokens"):
-        assert told[name] == same[name]
+        assert shown[name] == same[name]
     said = [body["choices"][0]["message"]["content"] for body in (first, again)]
     assert said[0] == said[1]
     assert again["rekindle"]["restored_tokens"] > 0, "what was computed of it is found again"
@@ -72,9 +73,9 @@ def test_what_is_served_is_a_prompt_like_any_other(server: Running) -> None:
     (sent,) = [server.client.post("/tokenize", json={"content": words}).json()["tokens"]]
     assert len(sent) > CONTEXT
     body = server.complete(sent, **fields).json()
-    told = body["rekindle"]["compression"]
-    kept = [token for start, stop in told["spans"] for token in sent[start:stop]]
-    assert len(kept) == told["kept_tokens"] < len(sent)
+    shown = body["rekindle"]["compression"]
+    kept = [token for start, stop in shown["spans"] for token in sent[start:stop]]
+    assert len(kept) == shown["kept_tokens"] < len(sent)
     plain = server.complete(kept, max_tokens=8, temperature=0, compression={"mode": "off"}).json()
     assert plain["choices"][0]["text"] == body["choices"][0]["text"]
 
@@ -107,11 +108,11 @@ def test_the_drafter_stays_between_requests(server: Running) -> None:
     props = server.client.get("/props").json()
     assert props["pflash"]["drafter"] == "demo"
     assert (props["pflash"]["mode"], props["pflash"]["keep_ratio"]) == ("auto", 0.2)
-    told = props["runtime"]["draft_residency"]["drafter"]
-    assert (told["state"], told["after_use"], told["leases"]) == ("loaded", "keep", 0)
-    assert told["loads"] == told["parks"] == 0, "it was loaded at the start, and nothing moved it since"
+    shown = props["runtime"]["draft_residency"]["drafter"]
+    assert (shown["state"], shown["after_use"], shown["leases"]) == ("loaded", "keep", 0)
+    assert shown["loads"] == shown["parks"] == 0, "it was loaded at the start, and nothing moved it since"
     held = props["memory"]["models"]["drafter"]["device"]
-    assert held == told["device_bytes"] > 0
+    assert held == shown["device_bytes"] > 0
 
 
 def test_needles_are_looked_for_in_texts_whole_compressed_and_shortened_blindly(
@@ -119,10 +120,10 @@ def test_needles_are_looked_for_in_texts_whole_compressed_and_shortened_blindly(
 ) -> None:
     words = ("--lengths", "300", "--depths", "0.5", "--needles", "1,2", "--questions", "1", "--keep", "0.3", "--json")
     assert main(["bench", "needles", "--url", server.url, *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["found"].keys() == {"whole", "compressed", "last lines", "random lines"}
-    assert [one["error"] for one in told["questions"]] == [""] * 8
-    kept = {one["method"]: one for one in told["questions"] if one["needles"] == 1}
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["found"].keys() == {"whole", "compressed", "last lines", "random lines"}
+    assert [one["error"] for one in shown["questions"]] == [""] * 8
+    kept = {one["method"]: one for one in shown["questions"] if one["needles"] == 1}
     assert 0.1 < kept["compressed"]["kept"] <= 0.31
     assert kept["compressed"]["tokens"] == kept["whole"]["tokens"] > 2 * kept["last lines"]["tokens"]
 

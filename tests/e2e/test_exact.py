@@ -54,7 +54,9 @@ async def jobs(target: LoadedModel) -> list[Job]:
 
 
 def gridded(target: LoadedModel) -> LoadedModel:
-    """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
+    """Return a target with the settings of the grid, as if the probe had found that buckets differ: whole chunks from
+    position 0, one width for decoding.
+    """
     settings = evolve(
         target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, max_proposals=0
     )
@@ -85,7 +87,7 @@ async def test_tokens_are_the_same_however_they_come_about(target: LoadedModel, 
 async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     target: LoadedModel, shapes: str
 ) -> None:
-    """And they change nothing for others: a prompt that was asked for them is continued by nobody."""
+    """They change nothing for other requests either: no request continues from such a prompt."""
     if shapes == "grid":
         target = gridded(target)
     first, *_ = await jobs(target)

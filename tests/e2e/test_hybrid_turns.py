@@ -55,7 +55,7 @@ async def alone(target: LoadedModel, job: Job) -> Tokens:
 
 
 async def gone(running: Engine) -> None:
-    while running.event_loop.world.requests:  # noqa: ASYNC110 - nobody else is told
+    while running.event_loop.world.requests:  # noqa: ASYNC110 - no event marks it
         await anyio.sleep(0.001)
 
 
@@ -106,7 +106,7 @@ THINKING = f"""{{%- for message in messages %}}
 
 @pytest.fixture
 def thinks(tmp_path: Path) -> Path:
-    """The hybrid demo, told to reason at first; what it says is the content alone wherever it is written again."""
+    """Write a hybrid demo whose template lets it reason first. In later prompts an answer is its content alone."""
     folder = tmp_path / "thinks"
     folder.mkdir()
     for file in demo.FOLDERS["demo-hybrid"].iterdir():
@@ -154,7 +154,7 @@ def test_over_http_a_turn_computes_no_more_whatever_the_template_writes_behind_a
 def test_a_prompt_whose_state_came_from_a_slot_is_restored_after_a_kill(
     tmp_path: Path, kept: int, checkpoints: int
 ) -> None:
-    """Scope `off` leaves the state at a prompt's end on the device only; `full` finds it there and keeps it.
+    """Scope `off` leaves the state at a prompt's end on the device only. `full` finds it there and keeps it.
 
     The prompts end just before, at and behind `kept`, a multiple of the block size, so that the second request prefills
     most of a block, one row, or nothing at all.

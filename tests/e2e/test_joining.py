@@ -1,4 +1,4 @@
-"""Answers that come and go beside each other: each is the one alone, and the trace of that replays and executes."""
+"""Tests of answers that come and go together: each is the one alone, and the trace of that replays and executes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TALK = [{"role": "user", "content": "Count to a thousand."}]
 
 
 def left() -> str:
-    """How many objects there are, by type, and how much is in the containers; in JSON, which adds nothing to them.
+    """Return the counts of all objects by type, and how much is in the containers, as JSON, which adds nothing to them.
 
     The collector does not list plain values, nor a dict that holds nothing else: its owner knows it.
     """
@@ -63,7 +63,7 @@ async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
         with StartProgress() as steps:
             begun = {"steps": steps, "beginning": begin_load(options, steps), "reading": begin_text(options.model)}
             tasks.start_soon(partial(serve_model, options, gate, serving, stop, **begun))
-            while gate.app is None:  # noqa: ASYNC110 - it is not told
+            while gate.app is None:  # noqa: ASYNC110 - no event marks it
                 await anyio.sleep(0.1)
             url = f"http://{serving.host}:{serving.port}"
             async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
@@ -87,7 +87,7 @@ async def ask(client: httpx.AsyncClient) -> None:
     await post("/v1/chat/completions", {"messages": []}, 400)
     assert (await client.get("/nowhere")).status_code == 404
     assert (await client.get("/metrics")).status_code == 200
-    while any(slot["is_processing"] for slot in (await client.get("/slots")).json()):  # noqa: ASYNC110 - told by nobody
+    while any(slot["is_processing"] for slot in (await client.get("/slots")).json()):  # noqa: ASYNC110 - no event marks it
         await anyio.sleep(0.01)
 
 

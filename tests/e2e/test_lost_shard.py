@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.prepared import listening, serving
 from tests.e2e.server import Running, StartedProcess
 
-WORDS, OTHER = "known to both of them", "known to nobody here at all"
+WORDS, OTHER = "known to both of them", "known to one of them only"
 BODY: dict[str, Any] = {"prompt": "def add(a, b):\n    return a + b\n" * 4, "max_tokens": 6, "temperature": 0}
 
 
@@ -42,7 +42,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def trouble(server: Running) -> str:
-    """What /health says of the shard; empty where it says nothing."""
+    """Return what /health says of the shard; empty if there is no trouble."""
     answer = server.client.get("/health")
     told: str = next(iter(answer.json().get("troubles", {}).values()), "")
     assert (answer.status_code == 503) == bool(told)

@@ -24,7 +24,7 @@ def answer(server: Running, session: int) -> object:
 
 
 def settled(server: Running) -> dict[str, int]:
-    """Pages once nobody holds any."""
+    """Return the counts of pages, once no request holds any."""
     end = time.monotonic() + 60
     while True:
         found: dict[str, int] = server.client.get("/props").json()["kv_pages"]

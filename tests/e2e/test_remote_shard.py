@@ -33,7 +33,7 @@ def gone(pid: int) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":  # whoever was to hear of it has died itself, and nobody else has yet
+        if state == "Z":  # its parent has died too, so no process has read its status yet
             return True
         time.sleep(0.05)
     return False
@@ -41,7 +41,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.timeout(300)
 async def test_a_process_answers_as_none_does_and_each_restores_what_the_other_has_kept(tmp_path: Path) -> None:
-    """With rows in 8 bits: whoever serves the layers keeps them as it is told to."""
+    """Rows have 8 bits here, so the process that serves layers keeps them as it is asked to."""
     plans = {"one": ONE | {"kv_dtype": "int8"}, "apart": APART | {"kv_dtype": "int8"}}
     pairs = await compare("demo-hybrid", tmp_path, 2, 8, ("one", "apart", "one"), plans=plans)
     assert pairs == {("one", "apart"), ("one", "one"), ("apart", "one")}
@@ -114,7 +114,7 @@ def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
         assert told(once)["kept_tokens"] < told(once)["original_tokens"]
         os.kill(first["process"], signal.SIGKILL)
         answered = [server.chat(f"{CODE}#{at}", max_tokens=8, temperature=0).json() for at in range(2)]
-        assert told(answered[0])["why"] in {"drafter_io", None}, "its death is noticed by whoever asks it next"
+        assert told(answered[0])["why"] in {"drafter_io", None}, "its death is noticed by the next call"
         assert told(answered[1])["why"] is None
         again = server.chat(CODE, max_tokens=8, temperature=0).json()
         assert again["choices"] == once["choices"]

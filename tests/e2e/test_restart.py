@@ -28,7 +28,7 @@ def cache(server: Running) -> dict:
 
 
 def written(server: Running, least: int = 1) -> dict:
-    """Of the cache, once nothing is left to be written: a request's snapshot is taken behind its answer's back."""
+    """Return the figures of the cache, once nothing is left to be written: a snapshot is taken after the answer."""
     deadline = time.monotonic() + 60
     while True:
         props = server.client.get("/props").json()
@@ -165,7 +165,9 @@ def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""
+    """The server has a home of its own. Of the proofs only the draft's is damaged: another outcome of the target's
+    would have other files.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-codec", "auto")
     with serving(*words) as server:

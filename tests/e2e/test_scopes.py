@@ -1,4 +1,6 @@
-"""What a scope keeps is what comes back after a kill, and never anything else; answers do not depend on it."""
+"""Tests that the rows which a scope keeps come back after a kill, that no others do, and that answers do not depend on
+it.
+"""
 
 from __future__ import annotations
 

@@ -147,7 +147,9 @@ def test_a_long_prefill_does_not_starve_a_stream(server: Running) -> None:
             next(lines)
             heard += 1
     assert len(chunks) > 10
-    assert chunks[-1] - chunks[0] > len(chunks) // 3, "a decoding stream waited for somebody else's whole prefill"
+    assert chunks[-1] - chunks[0] > len(chunks) // 3, (
+        "a decoding stream waited for the whole prefill of another request"
+    )
 
 
 def test_props_tell_how_numbers_come_about(server: Running) -> None:

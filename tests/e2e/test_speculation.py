@@ -1,8 +1,9 @@
-"""Speculation on the real demo models, in the real engine: the answer is the one that each gives alone, token by token.
+"""Tests of speculation on the real demo models, in the real engine: the answer is the one that each gives alone, token
+by token.
 
-The demo's proposals come from a draft with random weights, which is hardly ever right, or from somebody who knows the
-answer and errs now and then; so decode steps are cut everywhere. The hybrid demo's come from its own prediction head,
-and whatever of them is refused rolls its recurrent states back.
+The demo's proposals come from a draft with random weights, which is hardly ever right, or from a guide that knows the
+answer and errs now and then. So decode steps are cut everywhere. The hybrid demo's come from its own prediction head,
+and a refused proposal rolls its recurrent states back.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Guided(Proposer):
         grown = [(node, token) for node, token in enumerate(guess)]
         for node, token in enumerate(coming[: max(0, request.most - len(grown))]):
             if node <= len(guess) and node < request.depth and (node, token) not in grown:
-                grown.append((node, token))  # where the guess was wrong, the right token hangs beside it
+                grown.append((node, token))  # where the guess was wrong, the right token is its sibling
         return to_depth_first(so_far[-1], grown)
 
     def follow(self, *how) -> None:
@@ -177,7 +178,9 @@ async def told(running: Engine, job: Job) -> Heard:
 
 @contextmanager
 def timeless() -> Iterator[None]:
-    """What anything takes decides nothing: the same is proposed and restored, whatever else the machine does."""
+    """Let every step and load seem to take no time. So the same is proposed and restored whatever else the machine
+    does.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for measuring in (decode_step, prefill_runner, restorer):
             patch.setattr(measuring, "time", SimpleNamespace(perf_counter_ns=lambda: 0))
@@ -217,7 +220,7 @@ def whatever_the_time() -> Iterator[None]:
 
 @pytest.fixture
 def guided(target, jobs, plain):
-    """Proposals from somebody who knows the plain answers, until the test is over."""
+    """Take proposals from a guide that knows the plain answers, until the test is over."""
     drafting = target.executor.decoding.proposer  # the wiring of the real thing, but for who proposes
     known = [job.prompt + one.tokens for job, one in zip(jobs, plain, strict=True)]
     guide = Guided(target, drafting, known, random.Random(0))

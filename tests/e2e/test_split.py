@@ -1,5 +1,6 @@
-"""Targets over several devices, here one several times: the same tokens, logits and proposals as on one, cold, after a
-restart, and whoever kept what is restored."""
+"""Tests of targets over several devices, here the same one several times: tokens, logits and proposals are those of one
+device, cold, after a restart, and whichever of them kept what is restored.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ HUNDREDS, PIECES = 200, 10  # prompts of each plan's own, and tests that share t
 
 @define
 class Rounds:
-    """What came of some jobs, one after the other."""
+    """The results of some jobs, one after the other."""
 
     words: list[tuple[Any, tuple[Logprob, ...], Any]]  # tokens, log-probabilities, finish
     rows: list[tuple[int, str]]
@@ -57,7 +58,7 @@ class Rounds:
 
     @property
     def said(self) -> tuple[list[Any], list[tuple[int, str]]]:
-        """What has to be equal."""
+        """Return what has to be equal."""
         return self.words, self.rows
 
 
@@ -136,7 +137,9 @@ async def test_every_plan_answers_alike_and_restores_what_others_have_kept(model
 async def test_every_plan_restores_what_each_has_kept_over_hundreds_of_prompts(
     model: str, piece: int, tmp_path: Path
 ) -> None:
-    """In pieces, so that they may run side by side, or one after the other for as long as there is time."""
+    """The prompts come in pieces, so that these may run side by side, or one after the other for as long as there is
+    time.
+    """
     remote = {"target_devices": "cpu:0,ipc+cpu:0", "target_shard_ipc_python": another_interpreter(tmp_path / "venv")}
     plans, count = PLANS | {"process": remote}, HUNDREDS // PIECES
     pairs = await compare(model, tmp_path, count, 32, STARTS, plans=plans, skip=piece * count * len(plans))
@@ -144,10 +147,12 @@ async def test_every_plan_restores_what_each_has_kept_over_hundreds_of_prompts(
 
 
 def another_interpreter(folder: Path) -> Path:
-    """Of an environment of its own, which finds the libraries of this one and us by a path file."""
+    """Return the interpreter of an environment of its own, which finds this one's libraries and our packages by a path
+    file.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (found,) = folder.glob("lib/python*/site-packages")
-    (found / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n{Path(__file__).parents[2]}\n")
+    (found / "other.pth").write_text(f"{sysconfig.get_path('purelib')}\n{Path(__file__).parents[2]}\n")
     return folder / "bin/python"
 
 

@@ -38,7 +38,7 @@ def path(number: int) -> dict[str, str]:
 
 @define
 class Chat:
-    """Whose model calls the function itself; its answers are not computed again either."""
+    """A client whose model calls the function itself. Its answers are not computed again either."""
 
     called: int = 0
     messages: list[dict[str, Any]] = field(
@@ -102,8 +102,9 @@ class Responses:
 
 @pytest.mark.timeout(300)
 def test_a_loop_of_many_turns_computes_what_is_new(tmp_path: Path) -> None:
-    """Behind the restart all rows are on disk. Of the second and third prompt that is restored there some rows may be
-    computed meanwhile, where that is quicker."""
+    """After the restart all rows are on disk. For the second and the third prompt that are restored there, some rows
+    may be computed, where that is quicker.
+    """
     chat = Chat()
     loops: list[Loop] = [chat, Messages(), Responses()]
     words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64")

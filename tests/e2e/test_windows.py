@@ -79,7 +79,7 @@ DRAFT = DFlashConfig(96, 128, 2, 4, 2, 24, Rotary(24, 1e4), (ALL_ROWS,) * 2, (0,
 
 
 def answer_all(server: Running, together: int) -> tuple[list[object], int]:
-    """What is answered to every prompt, some of them at the same time, and how many were restored."""
+    """Return the answers to all prompts, `together` of them at the same time, and how many prompts were restored."""
 
     def ask(prompt: list[int]) -> dict:
         return server.complete(prompt, max_tokens=6, temperature=0, logprobs=2).json()

@@ -1,5 +1,7 @@
-"""`rekindle` that was told no times of loading, so that the first prompt that is found is restored, all of it: a disk
-that happens to be busy may otherwise have the planner compute some of it meanwhile, and rightly so."""
+"""Runs `rekindle` without measured times of loading, so that the first prompt that is found is restored whole. With
+measured times the planner would compute some of it where the disk is busy, which is right but not what these tests
+need.
+"""
 
 from __future__ import annotations
 
