@@ -42,7 +42,7 @@ SHIFT = 8
 
 
 def found() -> str | None:
-    """Where a Chromium is, if there is one."""
+    """Return the path of a Chromium, if there is one."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -95,12 +95,12 @@ class Browser:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError):
             while True:
-                told = json.loads((await reader.readuntil(b"\0"))[:-1])
-                if "id" in told:
-                    if not (answer := self._answers.pop(told["id"])).done():
-                        answer.set_result(told)
-                elif (page := self._pages.get(told.get("sessionId", ""))) is not None:
-                    page.heard(told["method"], told["params"])
+                message = json.loads((await reader.readuntil(b"\0"))[:-1])
+                if "id" in message:
+                    if not (answer := self._answers.pop(message["id"])).done():
+                        answer.set_result(message)
+                elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
+                    page.heard(message["method"], message["params"])
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(ConnectionError("the browser has ended"))
@@ -111,10 +111,10 @@ class Browser:
         answer = self._answers[self._last] = asyncio.get_running_loop().create_future()
         self._out.write(json.dumps(message).encode() + b"\0")
         with anyio.fail_after(PATIENCE_S):
-            told = await answer
-        if "error" in told:
-            raise RuntimeError(f"{method}: {told['error']}")
-        result: dict[str, Any] = told["result"]
+            message = await answer
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']}")
+        result: dict[str, Any] = message["result"]
         return result
 
     @asynccontextmanager
@@ -161,15 +161,15 @@ class Page:
     errors: list[str] = field(factory=list)
     _loaded: asyncio.Event = field(factory=asyncio.Event)
 
-    def heard(self, method: str, told: dict[str, Any]) -> None:
+    def heard(self, method: str, message: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Runtime.exceptionThrown":
-            self.errors.append(str(told["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in {"error", "warning", "assert"}:
-            self.errors.append(str(told["args"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in {"error", "warning"}:
-            self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+            self.errors.append(str(message["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and message["type"] in {"error", "warning", "assert"}:
+            self.errors.append(str(message["args"]))
+        elif method == "Log.entryAdded" and message["entry"]["level"] in {"error", "warning"}:
+            self.errors.append(f"{message['entry']['text']} {message['entry'].get('url', '')}")
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         return await self.browser.call(method, self.session, **params)
@@ -189,13 +189,13 @@ class Page:
             await self._loaded.wait()
 
     async def js(self, expression: str) -> Any:
-        """What it is worth in the page, promises waited for."""
-        told = await self.call(
+        """Return the value of the expression in the page. Promises are awaited."""
+        message = await self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True
         )
-        if "exceptionDetails" in told:
-            raise RuntimeError(f"{expression}: {told['exceptionDetails'].get('exception', {}).get('description')}")
-        return told["result"].get("value")
+        if "exceptionDetails" in message:
+            raise RuntimeError(f"{expression}: {message['exceptionDetails'].get('exception', {}).get('description')}")
+        return message["result"].get("value")
 
     async def until(self, condition: str) -> Any:
         """Once this is true, what it is."""
@@ -230,7 +230,7 @@ class Page:
             await self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
 
     async def write(self, selector: str, text: str) -> None:
-        """As if typed there."""
+        """Insert a text into the field, as if it were typed there."""
         await self.js(f"document.querySelector({json.dumps(selector)}).focus()")
         await self.call("Input.insertText", text=text)
 

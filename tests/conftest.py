@@ -1,4 +1,4 @@
-"""What every test shares: the async backend, the cores, and which tests this machine and this run can do."""
+"""Shared by all tests: the async backend, the cores, and the choice of tests that this machine and this run can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How a process that a test starts finds this tree, and whatever the test itself was told to find."""
+"""The environment in which a process that a test starts finds this tree, and all that the test's own
+environment names.
+"""
 
 from __future__ import annotations
 

@@ -33,18 +33,20 @@ async def timeline(chromium: Browser, folder: Path) -> None:
 
 
 def asked(folder: Path, name: str) -> Path:
-    """A server's trace of a long prompt, with a short one beside it: cold at first, then after a restart."""
+    """Write a server's trace of a long prompt with a short one at the same time: cold at first, then after
+    a restart.
+    """
     trace, question = folder / f"{name}.jsonl", " ".join(f"Rule {n}: say what step {n} did." for n in range(110))
     with serving("--kv-cache-dir", str(folder / "kv"), "--trace", str(trace)) as running:
         running.chat("What is Rekindle?", max_tokens=8)  # so that nothing below is a process's first
-        beside = Thread(
+        short_request = Thread(
             target=running.chat, args=("Write a function that reverses a string.",), kwargs={"max_tokens": 60}
         )
-        beside.start()
+        short_request.start()
         while not running.client.get("/props").json()["running"]:
-            beside.join(0.01)
+            short_request.join(0.01)
         running.chat(f"{question} What is Rekindle?", max_tokens=60, temperature=0).raise_for_status()
-        beside.join()
+        short_request.join()
         running.stop()
     return trace
 

@@ -77,7 +77,7 @@ class ForeignHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that it has there
-        """To nobody."""
+        """Log nothing."""
 
 
 class Foreign(ThreadingHTTPServer):

@@ -48,8 +48,10 @@ def read(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-async def beside(site: Site, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """As a person runs it, beside the server's own event loop."""
+async def run_bench(site: Site, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Run the command on a thread, as a person would run it, while the server's event loop goes on. Return what it
+    prints.
+    """
     run = partial(bench, "--url", str(site.client.base_url), "--words", "--json", *words)
     assert await anyio.to_thread.run_sync(run) == 0
     return read(capsys)
@@ -57,7 +59,7 @@ async def beside(site: Site, capsys: pytest.CaptureFixture[str], *words: str) ->
 
 async def test_our_server_is_measured_at_every_level(ours: Site, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--concurrency", "1,4", "--requests", "6", "--prompt-tokens", "20-40", "--answer-tokens", "5")
-    found = await beside(ours, capsys, *words)
+    found = await run_bench(ours, capsys, *words)
     one, four = found["levels"]
     assert (one["level"], four["level"]) == ("1 stream", "4 streams")
     for level in (one, four):
@@ -77,14 +79,14 @@ async def test_our_server_is_measured_at_every_level(ours: Site, capsys: pytest.
 
 async def test_no_cache_flatters_unless_it_is_told_to(ours: Site, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--prompt-tokens", "60", "--answer-tokens", "2", "--requests", "4")
-    found = await beside(ours, capsys, *words)
+    found = await run_bench(ours, capsys, *words)
     assert found["levels"][0]["hit_share"] < 0.2, "what a tokenizer puts before every text"
-    again = await beside(ours, capsys, *words)
+    again = await run_bench(ours, capsys, *words)
     assert again["levels"][0]["hit_share"] < 0.2
     assert again["seed"] != found["seed"]
-    repeated = await beside(ours, capsys, *words, "--seed", str(found["seed"]))
+    repeated = await run_bench(ours, capsys, *words, "--seed", str(found["seed"]))
     assert repeated["levels"][0]["hit_share"] > 0.8
-    shared = await beside(ours, capsys, *words, "--shared-prefix", "40")
+    shared = await run_bench(ours, capsys, *words, "--shared-prefix", "40")
     assert 0.4 < shared["levels"][0]["hit_share"] < 0.8
 
 
@@ -95,7 +97,7 @@ async def test_arrivals_at_a_rate_wait_for_nobody(ours: Site, capsys: pytest.Cap
     found: list[dict[str, Any]] = []
 
     async def run() -> None:
-        found.append(await beside(ours, capsys, *words))
+        found.append(await run_bench(ours, capsys, *words))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
@@ -111,17 +113,17 @@ async def test_a_log_gives_lengths_and_what_prompts_share(
     ours: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = str(write(tmp_path / "s.json", session(*[counts(n, 64 * n, list(range(n)), out=n) for n in (1, 2, 3, 4)])))
-    found = await beside(ours, capsys, "--log", log, "--requests", "4", "--warm-up", "0")
+    found = await run_bench(ours, capsys, "--log", log, "--requests", "4", "--warm-up", "0")
     listed = found["requests"]["1 stream"]
     assert [each["answer_tokens"] for each in listed] == [1, 2, 3, 4]
     assert [each["cached_tokens"] > 0 for each in listed] == [False, True, True, True]
-    alone = await beside(ours, capsys, "--log", log, "--requests", "4", "--warm-up", "0", "--lengths-only")
+    alone = await run_bench(ours, capsys, "--log", log, "--requests", "4", "--warm-up", "0", "--lengths-only")
     assert [each["answer_tokens"] for each in alone["requests"]["1 stream"]] == [1, 2, 3, 4]
     assert alone["levels"][0]["hit_share"] < 0.1
 
 
 async def test_chat(ours: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    found = await beside(ours, capsys, "--api", "chat", "--requests", "2", "--answer-tokens", "4")
+    found = await run_bench(ours, capsys, "--api", "chat", "--requests", "2", "--answer-tokens", "4")
     assert found["levels"][0]["answer_tokens"] == 8
 
 

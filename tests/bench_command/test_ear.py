@@ -14,14 +14,14 @@ from engine.tools.bench.load_client import TimestampSelector
 
 def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> None:
     """And what comes later came later."""
-    ear, heard = TimestampSelector(), dict[str, list[float]]()
+    selector, heard = TimestampSelector(), dict[str, list[float]]()
     pairs = {name: socket.socketpair() for name in ("one", "other")}
 
     async def listen(name: str, mine: socket.socket, *, task_status: TaskStatus[None]) -> None:
         reader, writer = await asyncio.open_connection(sock=mine)
         task_status.started()
         while await reader.read(100):
-            heard.setdefault(name, []).append(ear.at)
+            heard.setdefault(name, []).append(selector.at)
             time.sleep(0.01)  # noqa: ASYNC251 - the loop does nothing else meanwhile
         writer.close()
 
@@ -37,7 +37,7 @@ def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> N
                 theirs.close()
 
     before = time.perf_counter()
-    anyio.run(both, backend_options={"loop_factory": lambda: asyncio.SelectorEventLoop(ear)})
+    anyio.run(both, backend_options={"loop_factory": lambda: asyncio.SelectorEventLoop(selector)})
     assert heard["one"] == heard["other"]
     first, second = heard["one"]
     assert before < first < second - 0.01

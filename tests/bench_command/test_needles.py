@@ -1,4 +1,6 @@
-"""`rekindle bench needles`: the texts, and what is told of a server that answers and of one that does not compress."""
+"""Tests of `rekindle bench needles`: the texts, and what it prints for a server that answers and for one that does not
+compress.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_who_shortens_blindly_gets_as_much_of_the_text(share: float) -> None:
     assert keep_last(text, share)[-1] == text.lines[-1]
 
 
-def told(why: str | None = None) -> dict[str, Any]:
+def printed(why: str | None = None) -> dict[str, Any]:
     compression = {"why": why, "kept_tokens": 20, "original_tokens": 200}
     return {
         "choices": [{"message": {"content": "It is 1234."}}],
@@ -75,10 +77,10 @@ def told(why: str | None = None) -> dict[str, Any]:
 
 def test_an_answer_is_read_and_what_was_not_compressed_is_none() -> None:
     text, question = Haystack(("x",), (Needle("Anna", 1234),)), Question("compressed", 200, 1, 0.5, 0)
-    assert fill_cell(question, text, told(), 0.5) == Question("compressed", 200, 1, 0.5, 0, 1.0, 200, 0.1, 7.5)
-    assert fill_cell(question, text, told("tools"), 0.5).error == "it was not compressed: tools"
+    assert fill_cell(question, text, printed(), 0.5) == Question("compressed", 200, 1, 0.5, 0, 1.0, 200, 0.1, 7.5)
+    assert fill_cell(question, text, printed("tools"), 0.5).error == "it was not compressed: tools"
     whole = Question("whole", 200, 1, 0.5, 0)
-    assert fill_cell(whole, text, {**told(), "rekindle": {"compression": None}}, 0.5).kept == 1
+    assert fill_cell(whole, text, {**printed(), "rekindle": {"compression": None}}, 0.5).kept == 1
     with pytest.raises(LookupError):
         fill_cell(whole, text, {"choices": []}, 0.5)
 

@@ -1,1 +1,1 @@
-"""What benchmarks record, and the page and the chart that are made from it."""
+"""Tests of what benchmarks record, and of the page and the chart that are made from it."""

@@ -1,4 +1,6 @@
-"""What the engine costs a step: which messages and steps count, and that calls are counted alike each time."""
+"""Tests of the cost of the engine in a step: which messages and steps count, and that calls are counted alike each
+time.
+"""
 
 from __future__ import annotations
 

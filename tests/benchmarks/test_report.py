@@ -52,7 +52,7 @@ def test_figures_of_one_subject_share_a_row_beside_their_peers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "told"),
+    ("figure", "listed"),
     [
         (Figure("streams", "8B", "32", "x", 2.1, goal=Goal(at_most=1.5)), "8B: 32 by 40 %"),
         (Figure("streams", "8B", "32", "s", 8.4, goal=Goal(at_most=1)), "8B: 32 by 8.4x"),
@@ -60,8 +60,8 @@ def test_figures_of_one_subject_share_a_row_beside_their_peers() -> None:
         (Figure("exactness", "8B", "nine ways", "of 9,000 differ", 3, goal=Goal(at_most=0)), "nine ways by 3 of 9,000"),
     ],
 )
-def test_a_miss_is_told_by_how_much(figure: Figure, told: str) -> None:
-    assert told in make_page([make_result(figure)])
+def test_a_miss_is_told_by_how_much(figure: Figure, listed: str) -> None:
+    assert listed in make_page([make_result(figure)])
 
 
 def test_a_figure_that_nothing_is_compared_with_stays_in_its_file() -> None:

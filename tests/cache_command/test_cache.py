@@ -243,7 +243,7 @@ def test_gc_keeps_one_identity(path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_gc_shrinks_to_a_budget_as_the_server_would(path: Path) -> None:
-    """What was not used for longest goes first."""
+    """The entry that was not used for longest goes first."""
     used(path, SECOND)
     size = sum(file.stat().st_size for file in files(path))
     gc(path, RemovalOptions(budget=size - 1), dry_run=False)

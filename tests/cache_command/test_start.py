@@ -1,4 +1,4 @@
-"""What needs no model starts without torch, which takes seconds to import, and without numpy."""
+"""Tests that commands without a model start without torch, which takes seconds to import, and without numpy."""
 
 from __future__ import annotations
 

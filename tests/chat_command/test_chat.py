@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's history, and nobody's keys."""
+    """Set a home without a history, and no keys."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for name in ("OPENAI_API_KEY", "REKINDLE_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -134,15 +134,15 @@ async def test_an_answer_that_fails_is_told_and_no_part_of_the_conversation(
     assert "rekindle: in the stream: The engine could not finish" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("model", "told"), [("counts", "10 of 40 prompt tokens restored"), ("plain", "4 tokens")])
+@pytest.mark.parametrize(("model", "expected"), [("counts", "10 of 40 prompt tokens restored"), ("plain", "4 tokens")])
 def test_any_server_will_do(
-    model: str, told: str, other: Foreign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, expected: str, other: Foreign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     typing(monkeypatch, "Hi")
     assert main(["chat", model, "--url", f"{other.url}/v1/"]) == 0
     out = capsys.readouterr().out
-    assert told in out
+    assert expected in out
     assert "secret" not in out
     body = other.bodies[0]
     assert (body["key"], body["model"], body["messages"]) == (
@@ -152,14 +152,14 @@ def test_any_server_will_do(
     )
 
 
-@pytest.mark.parametrize(("model", "told"), [("fails", "out of memory"), ("garbage", "an event that is none")])
+@pytest.mark.parametrize(("model", "expected"), [("fails", "out of memory"), ("garbage", "an event that is none")])
 def test_what_a_server_does_wrong_is_one_line(
-    model: str, told: str, other: Foreign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, expected: str, other: Foreign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     piping(monkeypatch, "Hi")
     assert main(["chat", model, "--url", other.url]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert expected in line
 
 
 def test_nobody_there_nothing_said_and_a_wrong_key_are_told(

@@ -1,4 +1,4 @@
-"""What is typed, what it means, and a conversation in a file."""
+"""Tests of what is typed and what it means, and of a conversation in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.tools.chat.conversation_file import Command, Message, TypedConversat
 
 
 def typed(*lines: str) -> str:
-    """What is read of them."""
+    """Return the message that is read from these typed lines."""
     coming: Iterator[str] = iter(lines)
 
     def line(_: str) -> str:

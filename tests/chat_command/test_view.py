@@ -1,4 +1,4 @@
-"""What a terminal shows of an answer: every block once, in order, whatever pieces it came in."""
+"""Tests of what a terminal shows of an answer: every block once, in order, in whatever pieces it came."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
         for start, stop in zip(cuts, [*cuts[1:], len(ANSWER)], strict=True):
             shown.show("", ANSWER[start:stop])
     lines = [line.strip("│┃┏┓┗┛━ ") for line in left(console)]
-    told = [line for line in lines if line]
-    assert told == [
+    shown = [line for line in lines if line]
+    assert shown == [
         "Title",
         "A paragraph of two lines.",
         *("x = 1", "y = 2"),

@@ -69,8 +69,8 @@ def test_the_shipped_template_is_that_of_the_training():
 def test_the_model_card_is_of_these_weights_and_tells_data_recipe_and_quality():
     card = " ".join((DEMO / "README.md").read_text().split())
     rows = ("held-out code, standard library, nats a token", "held-out code, packages, bits a character")
-    for told in ("Digest of the corpus", "make train-demo", "Python 3.", "Apache", *rows):
-        assert told in card
+    for phrase in ("Digest of the corpus", "make train-demo", "Python 3.", "Apache", *rows):
+        assert phrase in card
     assert digest(load(DEMO, "cpu", torch.float32)) in card
 
 
@@ -98,14 +98,14 @@ def test_it_finds_a_value_in_a_table(model, tokenizer):
 
 
 def test_it_remembers_over_turns(model, tokenizer):
-    told = [
+    messages = [
         {"role": "user", "content": "My name is Clara."},
         {"role": "assistant", "content": "I will remember that your name is Clara."},
         {"role": "user", "content": "Count to 3."},
         {"role": "assistant", "content": "1, 2, 3"},
         {"role": "user", "content": "What is my name?"},
     ]
-    assert answer(model, tokenizer, told) == "Your name is Clara.<|im_end|>"
+    assert answer(model, tokenizer, messages) == "Your name is Clara.<|im_end|>"
 
 
 def test_it_calls_a_tool(model, tokenizer):

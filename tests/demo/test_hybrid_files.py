@@ -52,8 +52,8 @@ def test_template_and_tokenizer_are_those_of_its_training():
 def test_the_model_card_is_of_these_weights_and_tells_data_recipe_and_quality():
     card = " ".join((FOLDER / "README.md").read_text().split())
     rows = ("held-out code, standard library, nats a token", "head, token 1 in a row", "needle over all depths of 8192")
-    for told in ("Digest of the corpus", "make train-demo-hybrid", "Python 3.", "Apache", *rows):
-        assert told in card
+    for phrase in ("Digest of the corpus", "make train-demo-hybrid", "Python 3.", "Apache", *rows):
+        assert phrase in card
     assert digest(load_hybrid(FOLDER, "cpu", torch.float32)) in card
 
 

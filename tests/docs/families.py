@@ -51,11 +51,11 @@ PUBLISHED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def read_configs() -> dict[str, list[DenseConfig]]:
     """Return the configurations of the checkpoints that tests try each family with."""
-    hybrids = {name: ("qwen3_5_text", told) for name, told in HYBRIDS.items()}
+    hybrids = {name: ("qwen3_5_text", settings) for name, settings in HYBRIDS.items()}
     found: dict[str, list[DenseConfig]] = {}
-    for model_type, told in (VARIANTS | hybrids | SPARSE | WINDOWED).values():
+    for model_type, settings in (VARIANTS | hybrids | SPARSE | WINDOWED).values():
         with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder), model_type, **told)
+            save_model(Path(folder), model_type, **settings)
             raw = json.loads((Path(folder) / "config.json").read_text())
         family = family_of(raw)
         config = family.parse(raw)

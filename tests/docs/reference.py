@@ -115,7 +115,7 @@ class HeardFields(Fields):
 
 
 def commands() -> str:
-    """As `--help` has them."""
+    """Return the commands and options as `--help` shows them."""
     text = app.generate_docs(heading_level=2, usage_name="rekindle")
     text = re.sub(r"^(rekindle(?: [a-z]+)*) -m \S+", r"\1", text, flags=re.MULTILINE)  # how this program was started
     text = re.sub(r"\n {4,}(?=[^\s-])", " ", text)  # of a meaning that goes over several lines
@@ -138,7 +138,7 @@ async def stays() -> bool:
 
 
 async def requests(text: Text) -> AsyncIterator[str]:
-    """What is asked of a small request of each API."""
+    """Yield the fields that are read of a small request of each API."""
     yield "## Fields of requests\n"
     yield "The tables show what is accepted, in the words of the error message. [APIS.md](APIS.md) explains"
     yield "fields without such words. `null` counts as absent, and fields that are not listed are ignored.\n"
@@ -155,7 +155,9 @@ async def requests(text: Text) -> AsyncIterator[str]:
 
 
 def every_metric() -> Metrics:
-    """As a server has them that has everything: a disk, a shared store, shards elsewhere, and a request behind it."""
+    """Return the metrics of a server that has everything: a disk, a shared store, shards elsewhere, and a request
+    behind it.
+    """
     metrics = Metrics()
     figures = defaultdict[str, Any](int, budget=1, hits={"host": 0}, misses={"cold": 0}, host=defaultdict(int))
     figures |= {"restores": {"device": defaultdict(int)}, **dict.fromkeys((*DISK_COUNTERS, "queued_bytes"), 0)}

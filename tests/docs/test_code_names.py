@@ -1,4 +1,6 @@
-"""What documents say of the code is there: calls with these parameters, members, names and files."""
+"""Tests that everything exists which documents say of the code: calls with these parameters, members, names
+and files.
+"""
 
 from __future__ import annotations
 

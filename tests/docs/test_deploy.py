@@ -31,7 +31,7 @@ def expressions() -> Iterator[str]:
 
 
 def labels_of() -> dict[str, set[str]]:
-    """By the name of each sample that a server may expose."""
+    """Return the labels of every sample that a server may expose, by the sample's name."""
     found: dict[str, set[str]] = {"up": set()}
     for one in every_metric().registry.collect():
         for sample in one.samples:

@@ -1,4 +1,6 @@
-"""What the documentation says there is, is there: pages, headings, files, commands, options, variables, messages."""
+"""Tests that everything exists which the documentation names: pages, headings, files, commands, options, variables,
+messages.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def prose(page: Path) -> str:
 
 
 def slugs(page: Path) -> set[str]:
-    """What headings are linked to by, where repositories are hosted and on our site."""
+    """Return the anchors of a page's headings, as sites that host repositories and our own site make them."""
     headings = re.findall(r"^#+ +(.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,6 @@
-"""`rekindle doctor`: what is wrong is told with its remedy, faults alone make it fail, and nothing is left behind."""
+"""Tests of `rekindle doctor`: each problem is shown with its remedy, only faults make the command fail, and nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_who_has_a_port_is_seen() -> None:
         assert is_port_taken(held.getsockname()[1])
 
 
-def told(capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[str, Any]:
+def run_doctor(capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[str, Any]:
     assert main(["doctor", "--device", "cpu", "--json", *words]) == status
     found = json.loads(capsys.readouterr().out)
     assert found["sound"] == (status == 0)
@@ -136,7 +138,7 @@ def told(capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[s
 
 
 def test_it_fails_where_there_is_a_fault(tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, 0, "--kv-cache-dir", str(tmp_path / "kv"))
+    found = run_doctor(capsys, 0, "--kv-cache-dir", str(tmp_path / "kv"))
     assert list(found) == [
         *("versions", "device", "memory", "limits", "environment", "kernels", "port", "models", "cache", "numerics")
     ]
@@ -144,7 +146,7 @@ def test_it_fails_where_there_is_a_fault(tmp_path: Path, small: None, capsys: py
     assert "bit for bit" in found["numerics"]["told"]
     file = tmp_path / "file"
     file.write_text("x")
-    found = told(capsys, 1, "--kv-cache-dir", str(file))
+    found = run_doctor(capsys, 1, "--kv-cache-dir", str(file))
     assert (found["cache"]["verdict"], found["numerics"]["verdict"]) == ("fault", "well")
     assert main(["doctor", "--device", "cpu", "--kv-cache-dir", str(file)]) == 1
     out = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""What a person sees and does: one server and one browser for all of it. Skipped where there is no Chromium."""
+"""Tests of what a person sees and does, with one server and one browser for all. They are skipped where there is no
+Chromium.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ READY = "document.querySelector('#state').dataset.is === 'ready'"
 
 @define
 class Speaking(ScriptedDevice):
-    """Says one text, whatever it is asked, and halts where it is told to."""
+    """A device that says one text, whatever it is asked, and halts where a test wants it to."""
 
     says: Tokens = ()
     halts: int = 1 << 30  # before this token of every answer, until `go`
@@ -49,7 +51,7 @@ class Speaking(ScriptedDevice):
                 await self.go.wait()
 
     def count_deltas(self, effect: RunDecode) -> int:
-        """Of the token that comes next, in its answer."""
+        """Return the place of the next token in its answer, from 1."""
         return effect.position + 1 - len(self.prompts[effect.slot])
 
     def answer(self, ask: EffectRequest) -> Outcome:
@@ -73,7 +75,7 @@ class Seen:
         return opened(self, key, **how)
 
     async def idle(self) -> None:
-        """The world has nobody in it."""
+        """Wait until no request is left in the world."""
         with anyio.fail_after(30):
             await self.engine.door.wait_until_empty()
 
@@ -127,7 +129,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
 
 @pytest.fixture(autouse=True)
 async def free(seen: Seen) -> AsyncIterator[None]:
-    """Nobody halts, and what one test has left behind ends before the next."""
+    """Let nothing halt, and wait until everything that a test has left behind has ended."""
     seen.device.halts = 1 << 30
     seen.device.halts_prefill = False
     yield
@@ -319,7 +321,7 @@ async def test_a_wrong_key_is_refused_told_and_asked_again(seen: Seen) -> None:
         assert await page.text("#model") == "scripted"
         assert await page.js("sessionStorage.getItem('rekindle.key')") == KEY
         assert not await page.js("Object.values(localStorage).some((one) => one.includes('key'))")
-        # the browser itself tells of each refusal, and nothing else is told
+        # the browser itself reports each refusal, and nothing else is reported
         assert page.errors
         assert all("401" in error for error in page.errors)
 

@@ -1,4 +1,4 @@
-"""What things cost: measured figures, files of figures, and what is no figure."""
+"""Tests of costs: measured figures, files of figures, and what is refused as a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every format is told apart by its content and read as sessions of agents; what is wrong is one line saying where."""
+"""Tests that the content of a log shows its format, that it is read as sessions of agents, and that a fault is one line
+with its place.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def test_subagents_are_agents_of_their_own_in_time(tmp_path: Path) -> None:
     logs = read_logs([write(tmp_path / "s.json", outer)])
     (one,) = logs.sessions
     times = [[request.at_ns // 10**9 for request in agent.requests] for agent in one.agents]
-    assert sorted(times) == [[0, 30], [10, 20]], "told from its own start, or from the session's"
+    assert sorted(times) == [[0, 30], [10, 20]], "counted from its own start, or from the session's"
     child, parent = one.agents
     assert child.requests[0].prompt[:4] == parent.requests[0].prompt[:4], "one session, so equal ids are equal blocks"
 

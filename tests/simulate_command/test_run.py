@@ -250,13 +250,13 @@ def test_a_long_first_prompt_is_compressed_as_a_whole_and_takes_its_time() -> No
 
 def frozen_session(turns: int) -> Session:
     """Messages of 80 tokens, one of the agent's and one of its tools' a turn."""
-    told = [tuple(range(at * 100, at * 100 + 80)) for at in range(1 + 2 * turns)]
+    messages = [tuple(range(at * 100, at * 100 + 80)) for at in range(1 + 2 * turns)]
     return Session(
         "talk",
         (
             Agent(
                 tuple(
-                    request(at * 60, *told[: 1 + 2 * at], boundaries=tuple(range(80, 80 * (1 + 2 * at), 80)))
+                    request(at * 60, *messages[: 1 + 2 * at], boundaries=tuple(range(80, 80 * (1 + 2 * at), 80)))
                     for at in range(1, turns)
                 )
             ),
@@ -265,7 +265,7 @@ def frozen_session(turns: int) -> Session:
 
 
 def test_sessions_that_begin_together_compute_their_head_once() -> None:
-    """As they are logged: all at one moment. The other two wait for the head that the first one computes."""
+    """A log has all of them at one moment. The other two wait for the head that the first one computes."""
     head = make_tokens("head", 64)
     together = [Session(name, (Agent((request(0, head, make_tokens(name, 24)),)),)) for name in "abc"]
     figures = run(together, slots=3).compute_figures()

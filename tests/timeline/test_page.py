@@ -1,4 +1,6 @@
-"""The timeline's page in a browser: it opens without a complaint, and what is clicked, searched or pressed is told."""
+"""Tests of the timeline's page in a browser: it opens without an error, and shows what is clicked, searched or chosen
+by a key.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ async def shown(chromium: Browser, url: str, **how: Any) -> AsyncIterator[Page]:
         assert page.errors == []
 
 
-async def told(page: Page, wanted: str) -> str:
+async def read_details(page: Page, wanted: str) -> str:
     """Once it tells of that, all that it tells."""
     text = "document.getElementById('detail').innerText"
     found: str = await page.until(f"{text}.includes({json.dumps(wanted)}) && {text}")
@@ -85,9 +87,9 @@ async def test_it_opens_and_a_click_tells_of_an_event_and_what_it_led_to(chromiu
         legend = await page.text("#legend")
         assert {"Prefilling", "Speculating", "LookingUp"} <= set(legend.split())
         await mouse(page, "bars", GUTTER + 1, 2 * ROW + ROW / 2)
-        assert "Submitted" in await told(page, "Request 2")
+        assert "Submitted" in await read_details(page, "Request 2")
         await mouse(page, "bars", GUTTER - 40, ROW / 2)
-        first = await told(page, "Request 0")
+        first = await read_details(page, "Request 0")
         assert "It led to" in first
         assert "FindPrefix for request 0" in " ".join(first.split())
         assert "job.prompt (how many)" in first
@@ -96,19 +98,19 @@ async def test_it_opens_and_a_click_tells_of_an_event_and_what_it_led_to(chromiu
 async def test_keys_go_through_requests_and_their_events_and_search_finds_one(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         await press(page, "ArrowDown", "ArrowDown")
-        await told(page, "Request 1")
+        await read_details(page, "Request 1")
         await press(page, "n")
-        again = await told(page, "event")
+        again = await read_details(page, "event")
         await press(page, "z", "+", "ArrowRight", "-", "f", "p", "End")
-        assert await told(page, f"Request {REQUESTS - 1}") != again
+        assert await read_details(page, f"Request {REQUESTS - 1}") != again
         await press(page, "/")
         await page.call("Input.insertText", text="17")
         await page.js("document.getElementById('tools').requestSubmit()")
-        await told(page, "Request 17")
+        await read_details(page, "Request 17")
         await page.js(
             "document.getElementById('search').value = '4444'; document.getElementById('tools').requestSubmit()"
         )
-        await told(page, "There is no request 4444")
+        await read_details(page, "There is no request 4444")
 
 
 # What the page writes on its canvases: canvas, text, x, y, width.
@@ -157,11 +159,11 @@ async def test_the_settings_of_the_server_are_folded_away(chromium: Browser, tim
 async def test_a_launch_tells_who_was_in_it_and_a_name_leads_there(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         await mouse(page, "tracks", GUTTER + 2, 18 + 40 + 10)
-        launch = await told(page, "Launch on lane 0")
+        launch = await read_details(page, "Launch on lane 0")
         assert "RunPrefill" in launch or "RunDecode" in launch
         assert "The event that it was launched after" in launch
         await page.click("#detail .card button")
-        await told(page, "Time in each state")
+        await read_details(page, "Time in each state")
 
 
 async def test_the_wheel_zooms_a_drag_moves_and_the_theme_changes(chromium: Browser, timeline: str) -> None:
@@ -195,7 +197,7 @@ async def test_names_that_want_to_be_script_are_text(chromium: Browser, tmp_path
         assert await page.text("#name") == path.name
         assert HOSTILE[:12] in await page.text("#facts")
         await press(page, "ArrowDown", "n")
-        assert HOSTILE[:60] in await told(page, "DeviceFailed")
+        assert HOSTILE[:60] in await read_details(page, "DeviceFailed")
         assert await page.js("document.querySelectorAll('img, script:not([type=module])').length") == 0
 
 

@@ -162,7 +162,7 @@ def test_hits_misses_and_what_each_event_led_to(tmp_path: Path) -> None:
     lookups = [span for span in spans(data, "store") if effects[span[1]] == "FindPrefix"]
     assert found in [last for *_, last in lookups]
     starts = [0, *accumulate(data["effectCounts"])]
-    assert "RestoreBlocks" in effects[starts[found] : starts[found + 1]], "what it led to is told with it"
+    assert "RestoreBlocks" in effects[starts[found] : starts[found + 1]], "what it led to is shown with it"
     closing = effects.index("CloseStream")
     assert field_of(data["effects"], closing, "finish") in {"stop", "length"}
     assert field_of(data["effects"], closing, "report.restored_tokens") > 0
@@ -218,7 +218,7 @@ def test_nothing_in_a_trace_becomes_markup_or_script(tmp_path: Path) -> None:
     data = data_of(html)
     assert HOSTILE in data["about"]["engine"]
     detail = [column for _, table in data["effects"]["kinds"] for name, column in table.items() if name == "detail"]
-    assert any(HOSTILE[:200] in json.dumps(column) for column in detail), "it is told, as text"
+    assert any(HOSTILE[:200] in json.dumps(column) for column in detail), "it is shown, as text"
 
 
 def test_the_page_lets_nothing_through_but_itself(tmp_path: Path) -> None:

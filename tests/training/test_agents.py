@@ -91,8 +91,9 @@ def test_files_are_read_and_written_with_tools_that_are_listed(make, source):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_choice_follows_from_the_request(seed, source):
-    """Of all functions that are offered, the one that is called or named is the only one of that thing, and no two have
-    a thing in common."""
+    """The function that is called or named is the only offered one for its thing. No two functions have a thing in
+    common.
+    """
     text = text_of(FunctionChoice(ToolLoop())(Random(seed), source, 2000))
     things = {}
     for tool in map(json.loads, listed(text)):

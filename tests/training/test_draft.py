@@ -111,7 +111,7 @@ def one_block(draft: DraftNetwork, target: Qwen3, tokens: list[int], slots: int)
 def blocks(
     draft: DraftNetwork, target: Qwen3, tokens: torch.Tensor, anchors: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """What the draft makes of blocks of these sizes, all at once: [rows, blocks, slots, hidden] by the size."""
+    """Return what the draft makes of blocks of these sizes, all at once: [rows, blocks, slots, hidden] by the size."""
     slots = BlockSlots.of(anchors)
     _, aux_layers = read(target, tokens, draft.geometry.aux_layers)
     out = draft(draft.context(aux_layers), slots, said_in(target, tokens, slots))
@@ -218,7 +218,7 @@ def test_anchors_and_labels_are_of_one_answer():
     weights = torch.zeros(3, 33)
     weights[0, 10:14] = 2.0
     weights[1, 20:] = 1.0
-    weights[2, :] = 0.3  # hides something: nobody's answer
+    weights[2, :] = 0.3  # hides something: no answer of its own
     anchors, places, counted = choose(weights, 16, 4)
     assert set(anchors[0].tolist()) == {10, 11, 12}
     assert set(anchors[1].tolist()) <= set(range(20, 32))

@@ -23,7 +23,7 @@ from training.tasks import ANSWER_WEIGHT, CODE_CHARS, table_chat
 TINY = Geometry(hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=1024)
 
 
-def told(tokenizer, source, question, answer, line):
+def make_document(tokenizer, source, question, answer, line):
     """Ids and weights of one question about a line within code, padded by code."""
     code = source.code(Random(3), round(600 * CODE_CHARS))
     text = f"{code[: len(code) // 2]}\n{line}\n{code[len(code) // 2 :]}"
@@ -39,7 +39,7 @@ def told(tokenizer, source, question, answer, line):
     ],
 )
 def test_what_is_to_be_looked_at_is_where_the_answer_stands_not_where_it_is_asked_for(answer, line, source, tokenizer):
-    ids, weights = told(tokenizer, source, "What is the locker of Otto?", answer, line)
+    ids, weights = make_document(tokenizer, source, "What is the locker of Otto?", answer, line)
     starts, goals, counted = find_repeats(torch.tensor([ids]), torch.tensor([weights]))
     assert counted.any()
     start = int(starts[0][counted[0]][0])
@@ -52,7 +52,9 @@ def test_what_is_to_be_looked_at_is_where_the_answer_stands_not_where_it_is_aske
 
 
 def test_an_answer_that_stands_nowhere_is_not_looked_for(source, tokenizer):
-    ids, weights = told(tokenizer, source, "Who is Otto?", "Quite another zebra xylophone.", "Otto has a locker.")
+    ids, weights = make_document(
+        tokenizer, source, "Who is Otto?", "Quite another zebra xylophone.", "Otto has a locker."
+    )
     assert not find_repeats(torch.tensor([ids]), torch.tensor([weights]))[2].any()
 
 

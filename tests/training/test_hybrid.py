@@ -118,7 +118,7 @@ def test_training_teaches_model_and_head(source, tokenizer):
 @pytest.mark.timeout(180)
 @pytest.mark.long
 def test_all_of_it_runs_small(source, tokenizer, tmp_path, monkeypatch):
-    """As `make train-demo-hybrid` makes it, from a corpus and a tokenizer that lie there."""
+    """This runs all steps of `make train-demo-hybrid`, from a corpus and a tokenizer that are there."""
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()
     texts = dict.fromkeys(("train", "held_out", "held_out_packages", "apart"), source.texts)
@@ -131,5 +131,5 @@ def test_all_of_it_runs_small(source, tokenizer, tmp_path, monkeypatch):
     run(evolve(small, geometry=evolve(small.geometry, layers=4, context=256)), work, out, DemoLimits(math.inf, 0, 0))
     card = " ".join((out / "README.md").read_text().split())
     assert digest(load_hybrid(out, "cpu", torch.float32)) in card
-    for told in ("3 steps of 2 windows of 255 tokens", "cattrs 26", "head, token 2 in a row", "several needles, 256"):
-        assert told in card
+    for phrase in ("3 steps of 2 windows of 255 tokens", "cattrs 26", "head, token 2 in a row", "several needles, 256"):
+        assert phrase in card

@@ -55,15 +55,15 @@ def test_a_retrieval_answer_ends_its_turn_and_its_value_stands_in_the_prompt(tas
     for seed in range(20):
         prompt, answer = prompt_and_answer(task(Random(seed), source, 400))
         assert answer.endswith(END_OF_TURN)
-        told = answer.removesuffix(END_OF_TURN).removesuffix(".").split(". The ")[-1].split(" is ", 1)[-1]
-        assert told in prompt
+        value = answer.removesuffix(END_OF_TURN).removesuffix(".").split(". The ")[-1].split(" is ", 1)[-1]
+        assert value in prompt
 
 
 def test_a_needle_stands_at_the_depth_it_is_given(source):
     for depth in (0.0, 0.5, 1.0):
         text, answer = prompt_and_answer(tasks.needle_chat(Random(3), source, 2000, depth))
-        told = answer.removesuffix(END_OF_TURN).removesuffix(".").split(" is ", 1)[-1]
-        assert abs(text.index(told) / len(text) - depth) < 0.15
+        value = answer.removesuffix(END_OF_TURN).removesuffix(".").split(" is ", 1)[-1]
+        assert abs(text.index(value) / len(text) - depth) < 0.15
 
 
 def test_token_copies_begin_with_a_cue_and_end_where_the_first_ended(source):
