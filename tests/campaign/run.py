@@ -89,24 +89,24 @@ def work(parts: Connection, seed: int) -> None:
         parts.send(("part", None))
 
 
-def bench(kind: Kind, first: int, stop: int, seed: int, told: Connection) -> int:
+def bench(kind: Kind, first: int, stop: int, seed: int, pipe: Connection) -> int:
     """Cases from `first` on, until one fails, which ends its bench. The one to go on with."""
     number, name = first, seed_of(seed, kind.name, first)
     try:
-        told.send(("starting", STARTING_S))
+        pipe.send(("starting", STARTING_S))
         with tempfile.TemporaryDirectory(prefix="campaign-") as folder, kind.bench(Path(folder)) as case:
             guard, before = Watchdog(), 0
             for number in range(first, stop):
                 name = seed_of(seed, kind.name, number)
                 faulthandler.dump_traceback_later(kind.deadline_s)
-                told.send(("case", (name, kind.deadline_s + 10)))
+                pipe.send(("case", (name, kind.deadline_s + 10)))
                 guard(case, Random(name))
                 before = before or (resident() if number - first > (stop - first) // 4 else 0)
-            told.send(("ending", STARTING_S))
+            pipe.send(("ending", STARTING_S))
             name = seed_of(seed, kind.name, first)
             given_back(before)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
-        told.send(("failed", Failed(name, verdict(error), "".join(traceback.format_exception(error)))))
+        pipe.send(("failed", Failed(name, verdict(error), "".join(traceback.format_exception(error)))))
     finally:
         faulthandler.cancel_dump_traceback_later()
     return number + 1
@@ -212,7 +212,7 @@ def heard(worker: CaseWorker, result: Campaign, waiting: deque[Share]) -> None:
                     worker.case, worker.until = name, time.monotonic() + seconds
                     result.done[worker.part.kind] += 1
                 case ("failed", failed):
-                    told(failed)
+                    print_failure(failed)
                     result.failed.append(failed)
                 case ("part", _):
                     worker.part = None
@@ -227,7 +227,7 @@ def lost(worker: CaseWorker, verdict: str, why: str, result: Campaign, waiting: 
     assert worker.part is not None
     case = worker.case or seed_of(result.seed, worker.part.kind, worker.part.first)
     failed = Failed(case, verdict, why)
-    told(failed)
+    print_failure(failed)
     result.failed.append(failed)
     following = int(case.split(":")[2]) + 1
     if following < worker.part.stop:
@@ -236,7 +236,7 @@ def lost(worker: CaseWorker, verdict: str, why: str, result: Campaign, waiting: 
     worker.end()
 
 
-def told(failed: Failed) -> None:
+def print_failure(failed: Failed) -> None:
     print(f"\n{failed.verdict}: python -m tests.campaign.run --case '{failed.case}'\n{failed.said}", flush=True)  # noqa: T201
 
 

@@ -144,8 +144,8 @@ class CampaignSite:
         return any(slot.get("is_processing") for slot in self.server.client.get("/slots").json())
 
 
-def told(response: httpx.Response) -> None:
-    """An answer that may be shown to anybody."""
+def check_answer(response: httpx.Response) -> None:
+    """Check that an answer may be shown to any client, and that an error says what is wrong."""
     quiet(response.text)
     assert response.status_code < 500 or response.status_code == 503, (response.status_code, response.text[:500])
     if response.status_code >= 400:
@@ -184,7 +184,7 @@ def bodies(_: Path) -> Iterator[Case]:
                 raw = spoilt_bytes(raw, random)
                 path = random.choice(list(BODIES)) if path not in GENERATING else "/tokenize"
             headers = {"content-type": random.choice(("application/json", "application/json", "text/x", "a/b+json"))}
-            told(attacked.server.client.post(path, content=raw, headers=headers, timeout=DEADLINE_S))
+            check_answer(attacked.server.client.post(path, content=raw, headers=headers, timeout=DEADLINE_S))
             attacked.run += 1
             if attacked.run % 25 == 0:
                 attacked.check(random.randrange(PROBES))

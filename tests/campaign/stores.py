@@ -112,8 +112,8 @@ def works(store: Store, random: Random) -> None:
     sound(store)
 
 
-def told(*words: str) -> int:
-    """A command's exit status; what it prints is looked at."""
+def run_command(*words: str) -> int:
+    """Run a command of ours, check what it prints, and return its exit status."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = main(list(words))
@@ -204,7 +204,7 @@ def reopened(path: Path, layout: Layout, some: Sequence[Tokens], random: Random,
     works(store, random)
     assert store.close()
     assert not [name for name in os.listdir(path) if classify_name(name) == "temporary"]  # noqa: PTH208
-    assert told("cache", "verify", str(path)) == 0
+    assert run_command("cache", "verify", str(path)) == 0
 
 
 def blocks_of(path: Path) -> dict[str, frozenset[bytes]]:
@@ -292,8 +292,8 @@ def damage(path: Path) -> Iterator[Case]:
             if file.name != "LOCK" or early:
                 harm(file, [one for one in runs if one != file and one.is_file() and not one.is_symlink()], random)
         if random.random() < 0.3:
-            assert told("cache", "ls", str(kv)) in (0, 2)
-            assert told("cache", "verify", str(kv)) in (0, 1, 2)
+            assert run_command("cache", "ls", str(kv)) in (0, 2)
+            assert run_command("cache", "verify", str(kv)) in (0, 1, 2)
         expected = {kind for file in harmed if early and (kind := unfit(file, layout))}
         store = store or reopened_if_it_may(kv, layout)
         if store is not None:
@@ -308,7 +308,7 @@ def damage(path: Path) -> Iterator[Case]:
             works(store, random)
             assert store.close()
             if random.random() < 0.2:
-                assert told("cache", "gc", str(kv)) in (0, 2)
+                assert run_command("cache", "gc", str(kv)) in (0, 2)
         emptied(kv)
 
     yield case

@@ -64,9 +64,9 @@ def test_a_failed_case_is_told_with_its_seed_and_the_next_one_goes_on(monkeypatc
         yield case
 
     monkeypatch.setattr(run, "KINDS", {"sums": Kind("sums", bench, 1)})
-    hear, told = Pipe()
-    with hear, told:
-        assert run.bench(run.KINDS["sums"], 0, 9, 5, told) == 2
+    hear, sender = Pipe()
+    with hear, sender:
+        assert run.bench(run.KINDS["sums"], 0, 9, 5, sender) == 2
         said = []
         while hear.poll():
             said.append(hear.recv())

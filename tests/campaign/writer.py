@@ -21,7 +21,7 @@ from tests.campaign import stores
 from tests.store.kit import Opening, die, disk_store, settled
 
 
-def live(life: dict[str, Any], told: int) -> None:
+def live(life: dict[str, Any], report_end: int) -> None:
     opening = Opening(die)
     store = disk_store(Path(life["path"]), layout=stores.LAYOUTS[life["layout"]], folder=opening)
     opening.arm(life["at"])
@@ -29,20 +29,20 @@ def live(life: dict[str, Any], told: int) -> None:
         stores.keep(store, tokens)
         store.count_shared_tokens(tokens, 30)
         settled(store)
-        os.write(told, json.dumps(tokens).encode() + b"\n")
+        os.write(report_end, json.dumps(tokens).encode() + b"\n")
     store.close()
 
 
 def main() -> None:
     for line in sys.stdin:
         life = json.loads(line)
-        hear, told = os.pipe()
+        hear, report_end = os.pipe()
         if not (child := os.fork()):
             with suppress(BaseException):
-                live(life, told)
+                live(life, report_end)
                 os._exit(0)
             os._exit(1)
-        os.close(told)
+        os.close(report_end)
         if not life["at"]:
             time.sleep(life["after"])
             with suppress(ProcessLookupError):

@@ -87,8 +87,8 @@ def test_all_of_an_answer_stays_whatever_it_was_cut_in(cuts: list[int]) -> None:
         for start, stop in zip(cuts, [*cuts[1:], len(ANSWER)], strict=True):
             shown.show("", ANSWER[start:stop])
     lines = [line.strip("│┃┏┓┗┛━ ") for line in left(console)]
-    shown = [line for line in lines if line]
-    assert shown == [
+    text_lines = [line for line in lines if line]
+    assert text_lines == [
         "Title",
         "A paragraph of two lines.",
         *("x = 1", "y = 2"),

@@ -97,7 +97,7 @@ def claude() -> ClientSession:
         claude_use(1, "Read", path="square.png"),
         claude_result(1, picture),
     ]
-    told = {"role": "assistant", "content": [text(ANSWER, cache_control={"type": "ephemeral"})]}
+    answered = {"role": "assistant", "content": [text(ANSWER, cache_control={"type": "ephemeral"})]}
     later: list[Item] = [
         {"role": "user", "content": [text("<system-reminder>\nGoes on.\n</system-reminder>"), text(SUMMARY)]},
         {"role": "assistant", "content": [text("I know.")]},
@@ -111,7 +111,12 @@ def claude() -> ClientSession:
     # A failed stream is asked for again without one.
     again = claude_body(later)
     del again["stream"]
-    bodies = (claude_body(begun), claude_body([*begun, told, turn]), claude_body([*begun, told, shorter]), again)
+    bodies = (
+        claude_body(begun),
+        claude_body([*begun, answered, turn]),
+        claude_body([*begun, answered, shorter]),
+        again,
+    )
     headers = {
         "anthropic-version": "2023-06-01",
         "anthropic-beta": "mid-conversation-system-2026-04-07",
@@ -179,7 +184,7 @@ def codex() -> ClientSession:
     question = codex_says("user", QUESTION, number=3)
     begun = [rules, permissions, where, question, codex_answer("I do it.")]
     begun += codex_call(1, "view_image", '{"path": "square.png"}', picture)
-    told = [codex_answer(ANSWER), codex_says("user", MORE, number=4)]
+    answered = [codex_answer(ANSWER), codex_says("user", MORE, number=4)]
     shorter: Item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": SHORTER}]}
     # Of what was said, the user's messages stay; the summary stands behind them as one more.
     later = [
@@ -194,7 +199,7 @@ def codex() -> ClientSession:
         codex_answer("I do it."),
         *codex_call(2, "exec_command", '{"path": "sum.sh"}', "Exit code: 0\nOutput:\n4"),
     ]
-    bodies = (codex_body(begun), codex_body([*begun, *told]), codex_body([*begun, *told, shorter], tools=False))
+    bodies = (codex_body(begun), codex_body([*begun, *answered]), codex_body([*begun, *answered, shorter], tools=False))
     return ClientSession("Codex", "/v1/responses", (*bodies, codex_body(later)), 2, {"originator": "codex_exec"})
 
 
@@ -225,13 +230,13 @@ def chat_session(
     begun = [system, {"role": "user", "content": parts(QUESTION)}]
     begun += chat_call(1, "read", '{"path": "square.png"}', result)
     begun += [{"role": "user", "content": [*picture]}] if picture else []
-    told = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": parts(MORE)}]
+    answered = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": parts(MORE)}]
     later = [system, {"role": "user", "content": parts(SUMMARY)}, {"role": "assistant", "content": "I know."}]
     later += [{"role": "user", "content": parts(MORE)}, *chat_call(2, "bash", '{"path": "sum.sh"}', "4\n")]
-    shorter = [*begun, told[0], {"role": "user", "content": parts(SHORTER)}]
+    shorter = [*begun, answered[0], {"role": "user", "content": parts(SHORTER)}]
     offered = {"tools": chat_tools("read", "bash")}
     bodies: list[Item] = [{"model": "demo", "messages": begun, **common, **offered}]
-    bodies.append({"model": "demo", "messages": [*begun, *told], **common, **offered})
+    bodies.append({"model": "demo", "messages": [*begun, *answered], **common, **offered})
     bodies.append({"model": "demo", "messages": shorter, **common})
     bodies.append({"model": "demo", "messages": later, **common, **offered})
     return ClientSession(name, "/v1/chat/completions", bodies, 2)

@@ -23,10 +23,10 @@ def number(value: int) -> bytes:
     return value.to_bytes(8, "little", signed=True)
 
 
-def fork(asking: socket.socket, asked: dict[str, Any], out: int, err: int, told: int) -> None:
+def fork(asking: socket.socket, asked: dict[str, Any], out: int, err: int, report_end: int) -> None:
     """Twice: the one in between waits for the other and tells how it ended."""
     if os.fork():
-        for descriptor in (out, err, told):
+        for descriptor in (out, err, report_end):
             os.close(descriptor)
         return
     asking.close()
@@ -34,10 +34,10 @@ def fork(asking: socket.socket, asked: dict[str, Any], out: int, err: int, told:
     if child := os.fork():
         os.close(out)
         os.close(err)
-        os.write(told, number(child))
-        os.write(told, number(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        os.write(report_end, number(child))
+        os.write(report_end, number(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
         os._exit(0)
-    os.close(told)
+    os.close(report_end)
     for descriptor, standard in ((out, 1), (err, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)

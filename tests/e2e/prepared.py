@@ -31,12 +31,12 @@ from tests.importing import importing
 
 @define
 class Forked:
-    """A `StartedProcess`. told: the socket on which its id comes, and then its exit status."""
+    """A `StartedProcess`. events: the socket on which its id comes, and then its exit status."""
 
     args: Sequence[str]
     stdout: TextIOWrapper
     stderr: TextIOWrapper
-    _told: socket.socket
+    _events: socket.socket
     pid: int = field(init=False)
     returncode: int | None = None
 
@@ -44,7 +44,7 @@ class Forked:
         self.pid = self._number()
 
     def _number(self) -> int:
-        raw = self._told.recv(8)
+        raw = self._events.recv(8)
         assert len(raw) == 8, "the process that forks is gone"
         return int.from_bytes(raw, "little", signed=True)
 
@@ -56,10 +56,10 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         """timeout: in seconds. Raises TimeoutExpired."""
         if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
+            if not select.select([self._events], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
             self.returncode = self._number()
-            self._told.close()
+            self._events.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -90,16 +90,16 @@ def forking(root: Path) -> socket.socket:
 
 def forked(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> Forked:
     """`words` begin with `python -m` and the module's name."""
-    out, err, told = os.pipe(), os.pipe(), socket.socketpair()
+    out, err, events = os.pipe(), os.pipe(), socket.socketpair()
     asked = json.dumps({"module": words[2], "words": words[3:], "cwd": str(cwd), "env": {**env}}).encode()
     assert len(asked) < MESSAGE
     try:
-        socket.send_fds(forking(Path(__file__).parents[2]), [asked], [out[1], err[1], told[1].fileno()])
+        socket.send_fds(forking(Path(__file__).parents[2]), [asked], [out[1], err[1], events[1].fileno()])
     finally:
         os.close(out[1])
         os.close(err[1])
-        told[1].close()
-    return Forked(words, os.fdopen(out[0]), os.fdopen(err[0]), told[0])
+        events[1].close()
+    return Forked(words, os.fdopen(out[0]), os.fdopen(err[0]), events[0])
 
 
 @contextlib.contextmanager

@@ -39,9 +39,9 @@ def test_titles_between_two_turns_leave_a_conversation_on_the_device() -> None:
         for number in range(4):
             title(server, number)
         messages.append({"role": "user", "content": "And then?"})
-        told = turn(server, messages, tools=[TOOL])["rekindle"]
-        assert told["tier"] == "device"
-        assert told["restored_tokens"] > before - 64
+        reported = turn(server, messages, tools=[TOOL])["rekindle"]
+        assert reported["tier"] == "device"
+        assert reported["restored_tokens"] > before - 64
 
 
 GIT = """\
@@ -64,7 +64,7 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
 
     resumed: the turn from which a second process goes on, which finds another git status.
     """
-    draw, told = random.Random(5), list[tuple[int, int]]()
+    draw, reported = random.Random(5), list[tuple[int, int]]()
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which shapes are there? {PROSE}"}]
     counters = list[str]()
     for number in range(turns):
@@ -84,12 +84,12 @@ def prompts(server: Running, turns: int, resumed: int = 99, **fields: Any) -> li
         answer = server.client.post("/v1/messages", json=body).json()
         usage = answer["usage"]
         computed = usage["input_tokens"] + usage["cache_creation_input_tokens"]
-        told.append((computed + usage["cache_read_input_tokens"], computed))
+        reported.append((computed + usage["cache_read_input_tokens"], computed))
         messages += [
             {"role": "assistant", "content": answer["content"] or "."},
             {"role": "user", "content": f"And {number}? {PROSE}"},
         ]
-    return told
+    return reported
 
 
 @pytest.mark.timeout(300)
@@ -108,8 +108,8 @@ def test_a_prompt_whose_head_changes_at_every_turn_is_read_once(model: str) -> N
 @pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
 def test_a_session_that_is_resumed_with_another_status_is_read_on_and_not_again(model: str) -> None:
     with serving(model, "--max-ctx", "8192") as server:
-        told = prompts(server, 6, resumed=3, tool_choice={"type": "none"})
-    grown = [whole - before for (before, _), (whole, _) in pairwise(told)]
+        reported = prompts(server, 6, resumed=3, tool_choice={"type": "none"})
+    grown = [whole - before for (before, _), (whole, _) in pairwise(reported)]
     assert 100 < grown[2] < 300, "the new status is behind its message"
-    for more, (_, computed) in zip(grown, told[1:], strict=True):
+    for more, (_, computed) in zip(grown, reported[1:], strict=True):
         assert 0 < computed <= more + 24 + 64 + 40

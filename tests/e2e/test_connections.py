@@ -32,8 +32,8 @@ def test_without_file_descriptors_it_waits_says_so_once_and_goes_on() -> None:
             assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
         assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
         assert running.stop() == 0
-    told = [line for line in running.errors if "room for all connections" in line or "descriptor" in line]
-    assert 1 <= len(told) <= 2
+    warnings = [line for line in running.errors if "room for all connections" in line or "descriptor" in line]
+    assert 1 <= len(warnings) <= 2
     assert not [line for line in running.errors if "Traceback" in line]
 
 

@@ -93,14 +93,14 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     first, *_ = await jobs(target)
     job = evolve(first, sampling=Sampling(logprobs=2), max_tokens=90)
     async with run_engine(target.settings, target.executor) as running:
-        said, told = await heard(running, job)
+        said, logprobs = await heard(running, job)
         whole = (*job.prompt, *said)
         again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
         report = (await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))).report
         assert report is not None
         assert report.restored_tokens == 0
         assert len(report.prompt_logprobs) == len(whole) - 1
-        assert report.prompt_logprobs[-len(said) :] == told
+        assert report.prompt_logprobs[-len(said) :] == logprobs
         assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
         assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
     async with run_engine(target.settings, target.executor) as running:

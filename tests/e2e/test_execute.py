@@ -162,8 +162,8 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
     header, *records = golden.read_text().splitlines(keepends=True)
     file.write_text(json.dumps({**json.loads(header), "config": SHAPE}) + "\n" + "".join(records))
-    with ThreadPoolExecutor(1) as beside:  # this thread has the event loop of the module's fixture
-        assert beside.submit(main, ["replay", str(file), "--execute"]).result() == 2
+    with ThreadPoolExecutor(1) as thread:  # this thread has the event loop of the module's fixture
+        assert thread.submit(main, ["replay", str(file), "--execute"]).result() == 2
     assert "was recorded with model and numerics scripted" in capsys.readouterr().err
     assert not made
 

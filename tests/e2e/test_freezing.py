@@ -42,8 +42,8 @@ def turn(server: Running, messages: list[dict[str, str]], number: int, **fields:
     assert response.status_code == 200, response.text
     answer = response.json()
     messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "."})
-    told: dict[str, Any] = answer["rekindle"]
-    return {**told, "sent": answer["usage"]["prompt_tokens"]}
+    reported: dict[str, Any] = answer["rekindle"]
+    return {**reported, "sent": answer["usage"]["prompt_tokens"]}
 
 
 def test_a_cold_prompt_that_continues_nothing_is_compressed_as_a_whole(server: Running) -> None:
@@ -66,9 +66,9 @@ def test_a_conversation_goes_on_beyond_the_context_and_is_found_again(server: Ru
     frozen = [one for one in turns if one["compression"]["time_ms"]]
     assert 1 <= len(frozen) <= 4, "several messages at once, and not in every turn"
     for before, after in pairwise(turns):
-        told = after["compression"]
-        assert told["kept_tokens"] < CONTEXT
-        if not told["time_ms"]:
+        reported = after["compression"]
+        assert reported["kept_tokens"] < CONTEXT
+        if not reported["time_ms"]:
             grown = before["compression"]["kept_tokens"] - 64
             assert after["restored_tokens"] >= grown, "all that was computed before, in whole blocks"
     assert all(one["compression"]["spans"][0][0] == 0 for one in frozen), "the system prompt stays"

@@ -106,14 +106,14 @@ async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest
         async with served(options) as client:
             for _ in range(WARM):
                 await ask(client)
-            told = [left()]
+            listings = [left()]
             for _ in range(SPANS):
                 for _ in range(STEPS):
                     await ask(client)
-                told.append(left())
+                listings.append(left())
     finally:
         logging.disable(logging.NOTSET)
-    counts = [json.loads(one) for one in told]
+    counts = [json.loads(one) for one in listings]
     spans = [{kind: after[kind] - before.get(kind, 0) for kind in after} for before, after in pairwise(counts)]
     # Every time: asyncio's timers that were cancelled go by the hundred.
     grown = {kind: [span.get(kind, 0) for span in spans] for kind in spans[-1]}

@@ -44,9 +44,9 @@ def until(holds: Callable[[], bool], what: str) -> None:
 def trouble(server: Running) -> str:
     """Return what /health says of the shard; empty if there is no trouble."""
     answer = server.client.get("/health")
-    told: str = next(iter(answer.json().get("troubles", {}).values()), "")
-    assert (answer.status_code == 503) == bool(told)
-    return told
+    shown: str = next(iter(answer.json().get("troubles", {}).values()), "")
+    assert (answer.status_code == 503) == bool(shown)
+    return shown
 
 
 def refused(server: Running, port: int, why: str) -> None:

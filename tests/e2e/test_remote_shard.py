@@ -103,19 +103,19 @@ def test_a_drafters_process_scores_what_one_here_does_and_comes_again() -> None:
             found: dict[str, Any] = server.client.get("/props").json()["memory"]["drafter"]
             return found
 
-        def told(drafted: dict[str, Any]) -> dict[str, Any]:
+        def read_compression(drafted: dict[str, Any]) -> dict[str, Any]:
             found: dict[str, Any] = drafted["rekindle"]["compression"]
             return found
 
         first = shown()
         assert (first["device"], first["error"], first["process"] != server.process.pid) == ("ipc+cpu:0", "", True)
         once = server.chat(CODE, max_tokens=8, temperature=0).json()
-        assert told(once)["why"] is None
-        assert told(once)["kept_tokens"] < told(once)["original_tokens"]
+        assert read_compression(once)["why"] is None
+        assert read_compression(once)["kept_tokens"] < read_compression(once)["original_tokens"]
         os.kill(first["process"], signal.SIGKILL)
         answered = [server.chat(f"{CODE}#{at}", max_tokens=8, temperature=0).json() for at in range(2)]
-        assert told(answered[0])["why"] in {"drafter_io", None}, "its death is noticed by the next call"
-        assert told(answered[1])["why"] is None
+        assert read_compression(answered[0])["why"] in {"drafter_io", None}, "its death is noticed by the next call"
+        assert read_compression(answered[1])["why"] is None
         again = server.chat(CODE, max_tokens=8, temperature=0).json()
         assert again["choices"] == once["choices"]
         anew = shown()

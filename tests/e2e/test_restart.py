@@ -148,19 +148,19 @@ def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) ->
 
     with serving(*words) as server:
         assert missed(server, "Monday") == {"reason": "empty_store"}
-        told = missed(server, "Friday")
-        assert (told["message"], told["role"], told["kept_in"]) == (0, "system", "device")
-        assert "It is Friday. Rule 0" in told["sent"]
-        assert "It is Monday. Rule 0" in told["kept"]
-        assert server.client.get("/debug/misses").json()["data"][0]["sent"] == told["sent"]
+        explained = missed(server, "Friday")
+        assert (explained["message"], explained["role"], explained["kept_in"]) == (0, "system", "device")
+        assert "It is Friday. Rule 0" in explained["sent"]
+        assert "It is Monday. Rule 0" in explained["kept"]
+        assert server.client.get("/debug/misses").json()["data"][0]["sent"] == explained["sent"]
         assert missed(server, "Friday") is None
         written(server)
         kill(server)
     with serving(*words) as server:
-        told = missed(server, "Sunday")
-        assert (told["message"], told["role"], told["kept_in"]) == (0, "system", "disk")
-        assert "It is Sunday. Rule 0" in told["sent"]
-        assert "day. Rule 0" in told["kept"]
+        explained = missed(server, "Sunday")
+        assert (explained["message"], explained["role"], explained["kept_in"]) == (0, "system", "disk")
+        assert "It is Sunday. Rule 0" in explained["sent"]
+        assert "day. Rule 0" in explained["kept"]
 
 
 @pytest.mark.timeout(300)

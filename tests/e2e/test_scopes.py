@@ -24,7 +24,7 @@ def ask(server: Running, content: str, **fields: Any) -> tuple[str, dict[str, An
     return body["choices"][0]["message"]["content"], body["rekindle"]
 
 
-def told(server: Running) -> list[str]:
+def list_report_lines(server: Running) -> list[str]:
     """The log's lines about scopes."""
     return [line.partition(": auto:4 ")[2] for line in server.errors if ": auto:4 " in line]
 
@@ -54,7 +54,7 @@ def test_auto_keeps_what_sessions_of_one_agent_share(tmp_path: Path) -> None:
         assert decided["shared"] >= decided["selected"] > 300
         assert decided["kept"] == decided["selected"] // BLOCK_SIZE * BLOCK_SIZE
         now = written(server)
-        kept = [line for line in told(server) if f"kept={decided['kept']}" in line]
+        kept = [line for line in list_report_lines(server) if f"kept={decided['kept']}" in line]
         assert len(kept) == 1
         assert " window=4 recent=2; " in kept[0]
         _, how = ask(server, "Name three colours.", prefix_cache={"scope": "off"})

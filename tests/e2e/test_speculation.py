@@ -162,7 +162,7 @@ class Heard:
     closed: Closed | None = None
 
 
-async def told(running: Engine, job: Job) -> Heard:
+async def hear_answer(running: Engine, job: Job) -> Heard:
     heard = Heard()
     async for message in running.submissions.submit(job):
         match message:
@@ -191,7 +191,7 @@ async def answers(target: LoadedModel, jobs: Sequence[Job], *, at_once: int = 1,
     found = [Heard()] * len(jobs)
 
     async def one(running: Engine, number: int) -> None:
-        found[number] = await told(running, jobs[number])
+        found[number] = await hear_answer(running, jobs[number])
 
     how = {"transfer": target.transfer, "compression": CompressionParts(target.scorer), "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
@@ -318,7 +318,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
             return running.submissions.status().props["runtime"]["draft_residency"]
 
         async def asked() -> Heard:
-            heard = await told(running, jobs[0])
+            heard = await hear_answer(running, jobs[0])
             with anyio.fail_after(20):
                 await running.submissions.wait_until_empty()
             return heard
@@ -377,7 +377,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
 
 
 async def keep(found: list[Heard], running: Engine, job: Job) -> None:
-    found.append(await told(running, job))
+    found.append(await hear_answer(running, job))
 
 
 @pytest.mark.timeout(300)
@@ -419,14 +419,14 @@ def test_a_server_tells_of_its_draft_and_ends_answers_where_it_would_without():
         assert min(props["rates_ns"]["prefill"]) > 0
         body = {"max_tokens": 48, "temperature": 0, "logprobs": 1}
         answers = [server.complete(CODE, **body).json() for _ in range(4)]
-        tolds = [each["rekindle"]["speculation"] for each in answers]
-        for told in tolds:
-            assert told["proposed"] >= told["accepted"]
-            assert told["rounds"] + told["accepted"] >= 48, "every token was picked, or proposed and accepted"
-            paid = told["why"] is None  # else the times of this moment were against it, and it is said so
-            assert paid or told["why"] in {"never_pays", "does_not_pay", "loss_limit"}
-            assert not paid or told["proposed"] > 0, "where nothing was against it, the draft is used"
-        proposed, accepted = (sum(told[what] for told in tolds) for what in ("proposed", "accepted"))
+        reports = [each["rekindle"]["speculation"] for each in answers]
+        for report in reports:
+            assert report["proposed"] >= report["accepted"]
+            assert report["rounds"] + report["accepted"] >= 48, "every token was picked, or proposed and accepted"
+            paid = report["why"] is None  # else the times of this moment were against it, and it is said so
+            assert paid or report["why"] in {"never_pays", "does_not_pay", "loss_limit"}
+            assert not paid or report["proposed"] > 0, "where nothing was against it, the draft is used"
+        proposed, accepted = (sum(report[what] for report in reports) for what in ("proposed", "accepted"))
         assert proposed < 60 or accepted * 15 > proposed, "it is the draft of this very target"
         first = answers[0]
         text = first["choices"][0]["text"]

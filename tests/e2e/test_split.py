@@ -62,7 +62,7 @@ class Rounds:
         return self.words, self.rows
 
 
-async def told(target: LoadedModel, listening: Listening, jobs: Sequence[Job]) -> Rounds:
+async def answer_all(target: LoadedModel, listening: Listening, jobs: Sequence[Job]) -> Rounds:
     watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
     target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
     listening.attach()
@@ -106,15 +106,15 @@ async def compare(
         listening = Listening(target)
         for name in own if not plain else ():
             alone = [evolve(job, speculate=False, scope=Scope("off")) for job in own[name]]
-            plain[name] = await told(target, listening, alone)
+            plain[name] = await answer_all(target, listening, alone)
         for name in [name for name in cold if (name, plan) not in pairs]:
-            found = await told(target, listening, own[name])
+            found = await answer_all(target, listening, own[name])
             assert "disk" in found.tiers, "what a busy machine would rather compute is as right"
             assert found.said == plain[name].said, (name, plan)
             assert found.proposals == cold[name].proposals if steady else found.proposals, "the draft has its rows"
             pairs.add((name, plan))
         if plan not in cold:
-            cold[plan] = found = await told(target, listening, own[plan])
+            cold[plan] = found = await answer_all(target, listening, own[plan])
             assert found.tiers == {"none"}
             assert found.said == plain[plan].said, plan
             assert len(found.proposals) >= count // 2

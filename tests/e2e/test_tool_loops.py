@@ -47,8 +47,8 @@ class Chat:
 
     def turn(self, server: Running, number: int) -> tuple[int, int, int]:
         if calls := self.messages[-1].get("tool_calls"):
-            told = '{"sky": "clear", "degrees": 21}'
-            self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": told} for call in calls]
+            result = '{"sky": "clear", "degrees": 21}'
+            self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls]
         else:
             asked = f"What is the weather in {CITIES[number // 2]}? Use the function."
             self.messages.append({"role": "user", "content": asked})

@@ -97,9 +97,9 @@ def test_three_hundred_prompts_are_answered_alike_wherever_their_rows_come_from(
 ) -> None:
     folder, draft = tmp_path / "model", tmp_path / "draft"
     folder.mkdir()
-    told = MODELS[model_type] | OWN | {"num_hidden_layers": len(MODELS[model_type]["layer_types"])}
-    save_model(folder, model_type, **told)
-    save_draft(draft, DRAFT, random_tensors(DRAFT), num_target_layers=told["num_hidden_layers"], vocab_size=4096)
+    fields = MODELS[model_type] | OWN | {"num_hidden_layers": len(MODELS[model_type]["layer_types"])}
+    save_model(folder, model_type, **fields)
+    save_draft(draft, DRAFT, random_tensors(DRAFT), num_target_layers=fields["num_hidden_layers"], vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.FOLDER / name, folder)
     words = (str(folder), "--kv-cache-dir", str(tmp_path / "kv"), "--max-ctx", "1024", "--slots", "4", "--paranoid")

@@ -88,7 +88,7 @@ def ends(outcome: Event) -> bool:
 
 @define
 class Client:
-    """What one client has received, and what it may still receive."""
+    """A client: everything that it has received, and what it may still receive."""
 
     job: Job
     served: Tokens

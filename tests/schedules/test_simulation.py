@@ -66,8 +66,8 @@ def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> N
 
 @pytest.mark.parametrize("seed", [5615, 9968])
 def test_a_prompt_that_is_looked_for_again_goes_on_from_a_cache_position(seed: int) -> None:
-    """In these seeds the prompt's front was computed together with decode steps, up to the middle of a block. Then the
-    restore behind it failed, and after that the drafter did.
+    """A prompt is searched for again. Its front was computed together with decode steps, up to the middle of a block.
+    Then the restore behind it failed, and after that the drafter did.
     """
     assert not play(seed).world.requests
 

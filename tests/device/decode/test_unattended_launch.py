@@ -116,7 +116,7 @@ async def test_penalties_see_what_was_picked_alone(driver):
 
 
 async def test_a_grammar_hears_what_was_picked_alone(driver):
-    """What may follow depends on the sum of all picks before. So a pick that the grammar did not get would show."""
+    """The allowed tokens depend on the sum of all picks before. So a pick that the grammar did not get would show."""
     driver.executor = DeviceExecutor(
         evolve(
             driver.executor.parts,

@@ -336,7 +336,7 @@ ONLY = {
 
 @pytest.mark.parametrize("form", ONLY)
 def test_one_call_is_enough_where_they_may_not_be_parallel(form: str) -> None:
-    """What closes the call is part of the answer, because the conversation comes back with it."""
+    """The closing text of the call is part of the answer, because the conversation comes back with it."""
     one, closing, more = ONLY[form]
     parser = evolve(READER, calls=form.partition(",")[0], parallel=False).start_parser(lambda: "call0")
     said = list[AnswerPiece]()
