@@ -81,10 +81,10 @@ LATENT = {
 }
 LATENT_GROUPS = {**LATENT, "n_routed_experts": 12, "n_group": 4, "topk_group": 2}
 LATENT_YARN = rope("yarn", **YARN, mscale=0.7, mscale_all_dim=0.9)
-# Of an early row another expert may be chosen in half precision, and later rows depend on it. So the error beside that
-# of transformers is between 0.1 and 9 times, by the seed; over 16 seeds its geometric mean is 0.7 (mqa) and 1.2.
+# In half precision another expert may be chosen for an early row, and later rows depend on it. So our error is between
+# 0.1 and 9 times that of transformers, by the seed; over 16 seeds its geometric mean is 0.7 (mqa) and 1.2.
 MINIMAX = {"seed": 5, "num_local_experts": 9, "num_experts_per_tok": 3, "intermediate_size": 40}
-# What each family is tried with: its model_type, and what transformers is told of the model.
+# The model_type that each family is tried with, and the configuration that transformers gets.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3, mqa, tied": ("qwen3", {**GEOMETRIES["mqa"], "tie_word_embeddings": True}),
     "qwen3, gqa 2 to 1": ("qwen3", GEOMETRIES["gqa 2 to 1"]),

@@ -31,7 +31,9 @@ VOCAB = TARGET.vocab_size
 
 
 def dflash2(vocab: int = VOCAB, *, taps: int = 2, **more: Any) -> DraftParts:
-    """As published: two taps, groups of 16 columns, 16 candidates; of few columns."""
+    """Return the parts of a DFlash 2 draft as they are published, but of few columns: two taps, groups of 16 columns,
+    16 candidates.
+    """
     return DraftParts(ConvolutionShape(taps, 16), SelectorShape(vocab, 32, 16), **more)
 
 

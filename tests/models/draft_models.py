@@ -157,7 +157,7 @@ def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.
 
 
 def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
-    """What the target left for `count` rows: `[K, count, D]`."""
+    """Return random auxiliary hidden states of a target for `count` rows: `[K, count, D]`."""
     generator = make_generator(seed)
     return torch.randn(len(config.aux_layers), count, config.hidden_size, generator=generator).to(dtype)
 
@@ -226,7 +226,9 @@ def slow_logits(
 
 
 def entered(config: DFlashConfig, weights: dict[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What goes into attention or a feed-forward, and the factors of what comes out, where there is a convolution."""
+    """Return what goes into attention or a feed-forward, and the factors of its result; None where there is no
+    convolution.
+    """
     if config.parts.convolution is None:
         return x, None
     factors = (x @ weights[name + "kernel_projection.weight"].T).view(len(x), 2, config.parts.convolution.taps, -1)
@@ -294,8 +296,8 @@ def slow_hidden(
 
 
 def save_assistant(folder: Path, target: dict[str, object], *, hidden: int = 32, seed: int = 3) -> object:
-    """Write a random Gemma 4 assistant as transformers does, and return it. target: what transformers is told of its
-    target, whose sizes of heads it has.
+    """Write a random Gemma 4 assistant as transformers does, and return it. target: the configuration of its target,
+    whose sizes of heads it has.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - seconds, and most files need it once
 

@@ -69,7 +69,7 @@ def random_eagle3(config: Eagle3Config, seed: int = 0, vocab: int = TARGET.vocab
 
 
 def prove_kernels(config: Eagle3Config, dtype: torch.dtype = torch.float32) -> CpuKernels:
-    """Kernels for a draft beside `TARGET`."""
+    """Return kernels for a draft of `TARGET`."""
     listed = TARGET.products(BUCKETS, capacity=CAPACITY, dtype=dtype, threads=torch.get_num_threads())
     own = list_eagle3_products(config, listed, capacity=CAPACITY, vocab=TARGET.vocab_size)
     head = Weight(TARGET.vocab_size, TARGET.hidden_size, most=HEAD_ROWS)
@@ -90,7 +90,7 @@ def target_head(kernels: Any, dtype: torch.dtype = torch.float32, device: torch.
 
 
 def taps_of(config: Eagle3Config, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
-    """What the target left for `count` rows: `[K, count, width]`."""
+    """Return random hidden states that a target leaves for `count` rows: `[K, count, width]`."""
     generator = make_generator(seed)
     return torch.randn(len(config.aux_layers), count, config.target_hidden_size, generator=generator).to(dtype)
 

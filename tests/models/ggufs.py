@@ -65,9 +65,11 @@ def packed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
 
 
 def mixed(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
-    """As `Q4_K_M` is a mix: more bits for embedding and head, and for values and what leads down in every other layer.
+    """Pack a tensor in a mix such as `Q4_K_M`: embedding and head have more bits, and so have values and `ffn_down` of
+    every other layer.
 
-    The package makes no Q4_K and Q6_K, and rows that are no multiple of 256 have none: Q4_0 and Q8_0 in their place.
+    The package writes no Q4_K and Q6_K, and rows that are no multiple of 256 cannot have them. Q4_0 and Q8_0 take their
+    place.
     """
     layer = name.split(".")[1] if name.startswith("blk.") else ""
     more = not layer or (int(layer) % 2 == 0 and any(part in name for part in ("attn_v", "ffn_down")))
@@ -154,7 +156,9 @@ def write_gguf(
 
 
 def stacked(checkpoint: Checkpoint, name: str, config: Any, architecture: str) -> Tensor | None:
-    """As the converter writes it: of experts all in one tensor, in the place of the first one's."""
+    """Return a tensor as the converter writes it. The experts of a layer are one tensor, in the place of the first
+    one's.
+    """
 
     def one(published: str) -> Tensor:
         entry = checkpoint.tensors.get(published) or checkpoint.others[published]
@@ -172,7 +176,9 @@ def stacked(checkpoint: Checkpoint, name: str, config: Any, architecture: str) -
 
 
 def apart(name: str, tensor: Tensor, config: Any) -> list[tuple[str, Tensor]]:
-    """What Qwen3-Next projects, column by column as the converter does it: rows of a key head after the other's."""
+    """Return Qwen3-Next's projections, column by column as the converter does it, the rows of one key head after those
+    of another.
+    """
     delta, layer = config.linear, name.split(".")[2]
     values = delta.values // delta.key_heads
     columns = tensor.T.reshape(config.hidden_size, delta.key_heads, -1)
@@ -267,7 +273,9 @@ def sigmoid_settings(config: Any, shape: SigmoidExpertsShape) -> dict[str, Any]:
 
 
 def called(published: str, names: gguf.TensorNameMap, layers: int) -> str:
-    """By the package's own tables: those of the head are not in that of the architecture."""
+    """Return the name that a tensor gets, by the package's own tables. The names of the head are not in the
+    architecture's table.
+    """
     parts = {
         "fc": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
         "pre_fc_norm_embedding": gguf.MODEL_TENSOR.NEXTN_ENORM,

@@ -39,7 +39,7 @@ def sizes(attention: tuple[int, int, int], linear: tuple[int, int, int, int], la
     }
 
 
-# What transformers is told of each.
+# The configurations that transformers gets.
 HYBRIDS: dict[str, dict[str, object]] = {
     "three of four, key heads shared, tied": sizes((4, 2, 16), (2, 4, 16, 16), 4, tie_word_embeddings=True),
     "every key head its own": sizes((3, 3, 24), (3, 3, 24, 16), 3, layer_types=[LINEAR, FULL, LINEAR]),
@@ -50,7 +50,7 @@ HYBRIDS: dict[str, dict[str, object]] = {
 
 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
-# The same with experts: model_type, and what transformers is told.
+# The same with experts: the model_type, and the configuration that transformers gets.
 SPARSE: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**SHARED, **HYBRIDS["every key head its own"]}),
     "qwen3_next": (

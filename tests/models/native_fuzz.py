@@ -1,9 +1,9 @@
-"""Calls of the compiled library in whatever shapes its wrappers accept, at every level of instructions: for sanitizers.
+"""Calls of the compiled library in any shapes that its wrappers accept, at every level of instructions: for sanitizers.
 
 python -m tests.models.native_fuzz FOLDER SECONDS [SEED]     the library of FOLDER, and where to begin
 
-Sizes are next to every bound that the sources have, rows lie as they come, and numbers are as odd as numbers get. All
-levels must give the same bits. Ends with the number of cases; a sanitizer ends the process before.
+Sizes are next to every bound that the sources have, rows lie in any order, and numbers are as odd as numbers get. All
+levels must give the same bits. It ends with the number of cases. A sanitizer would end the process before.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def norms(chance: random.Random, native: NativeLibrary) -> Finds:
 
 
 def row_positions(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Of rows where they go, no two to the same place; some are padded."""
+    """Return the slot and position of each row. No two rows go to the same place, and some are padded."""
     every = chance.sample(range(slots * capacity), min(rows, slots * capacity))
     at = [(one // capacity, one % capacity) for one in every] + [(0, -1)] * (rows - len(every))
     at = [(0, -1) if chance.random() < 0.1 else one for one in at]
@@ -214,7 +214,7 @@ def draws(chance: random.Random, native: NativeLibrary) -> Finds:
     usual = [one and bool(row.isfinite().all()) for one, row in zip(usual, used, strict=True)]
 
     def found(level: int) -> list[Tensor]:
-        told = pick_rows(native, level, raw, used, wanted)  # of other rows nobody asks for more
+        told = pick_rows(native, level, raw, used, wanted)  # of other rows no more is needed
         return [torch.tensor([*first, *more]) for (first, more), one in zip(told, usual, strict=True) if one]
 
     return found
@@ -264,7 +264,9 @@ KINDS = (products, packed, norms, heads, attention, draws, recurrent)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """To the bit, and no number where there is none: which one that is nobody promises."""
+    """Return whether both are the same to the bit. Where there is no number in one, there must be none in the other;
+    which one it is does not matter.
+    """
     one, other = (tensor.contiguous().view(-1) for tensor in (found, expected))
     if one.is_floating_point() and one.element_size() > 1:
         nowhere = one.isnan()

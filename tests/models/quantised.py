@@ -22,7 +22,7 @@ from torch import Tensor
 Array = NDArray[Any]
 Parts = dict[str, Tensor]
 GROUP = 32
-# Of recurrent layers, and what chooses experts: nobody packs these
+# Matrices of recurrent layers, and those that choose experts: no format packs these
 SMALL = ("in_proj_a", "in_proj_b", "conv1d", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 SMALL += ("router", "router.proj", "_proj_bias")
 
@@ -86,7 +86,7 @@ def in_turn(columns: int, size: int = GROUP) -> Array:
 
 
 def shuffled(columns: int) -> Array:
-    """As `desc_act` has them: the columns of a group are anywhere."""
+    """Return the order of columns with `desc_act`: the columns of a group are anywhere."""
     return np.random.default_rng(columns).permutation(in_turn(columns))
 
 

@@ -1,8 +1,8 @@
 """A small hybrid target with real arithmetic: a gated delta rule behind a causal convolution, then attention.
 
-The first layer keeps positional state, of two element types, and no rows; the second one rows and no state. Every row
-is computed alone, in the same operations whatever runs beside it, so chunks, batches and proposals cannot change a bit:
-whatever differs from a cold computation is a state or a row that is not the one it should be.
+The first layer keeps positional state, of two element types, and no rows. The second one keeps rows and no state. Every
+row is computed alone, in the same operations whatever else the step has, so chunks, batches and proposals cannot change
+a bit. A difference from a cold computation is a state or a row that is not the right one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Moved:
 
 @frozen(eq=False)
 class State:
-    """Behind some position of a slot. conv: the last inputs of the convolution; memory: `[heads, keys, values]`."""
+    """The state behind some position of a slot. conv: the last inputs of the convolution; memory: `[heads, keys,
+    values]`.
+    """
 
     conv: Tensor
     memory: Tensor
@@ -42,7 +44,7 @@ class State:
 
 @define(eq=False)
 class Behind:
-    """What a slot goes on from: the state at the last multiple of the block, and what the rows after it move it by.
+    """All that a slot goes on from: the state at the last multiple of the block, and what the rows after it move it by.
 
     base: None where the state was imported: it stands where the next forward starts.
     """
@@ -54,7 +56,9 @@ class Behind:
 
 @define(eq=False)
 class Unsettled:
-    """A step that ran, and waits to be told what stays of it. before: what each slot would be without it."""
+    """A step that ran, and waits for the commit that says which rows stay. before: what each slot would be
+    without it.
+    """
 
     step: Step
     before: list[Behind]
@@ -92,7 +96,7 @@ class RecurrentRows:
 
 
 class RecurrentStates:
-    """What each slot goes on from, and checkpoints for more."""
+    """The states that slots go on from, and checkpoints for more."""
 
     specs = STATE_SPECS
     commits_per_segment = False
@@ -167,7 +171,7 @@ class RecurrentShard:
     # --- forwards ---
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        """Where it raises, no state has moved."""
+        """Compute a step. If it raises, no state has moved."""
         if step.branches:
             raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
         assert step.bucket in self.spec.buckets
@@ -216,14 +220,14 @@ class RecurrentShard:
         return found
 
     def _before(self, segment: Segment) -> Behind:
-        """What the segment goes on from; its rows from the start on are forgotten in it."""
+        """Return what the segment goes on from. Rows of the slot from the segment's start on are left out."""
         if not segment.start:
             nothing = State(torch.zeros(TAPS - 1, MIXED, dtype=torch.bfloat16), torch.zeros(HEADS, HEAD, HEAD))
             return Behind(0, nothing, [])
         return self._at(segment.slot, segment.start)
 
     def _at(self, slot: int, start: int) -> Behind:
-        """What the slot goes on from at `start`."""
+        """Return what the slot goes on from at `start`."""
         found = self.states.standing[slot]
         base = None if found is None else start if found.base is None else found.base
         if found is None or base is None or base % self.states.block or not base <= start <= base + len(found.moved):

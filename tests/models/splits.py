@@ -96,7 +96,7 @@ def story(shard) -> str:
 
 @cache
 def story_of(kind: str) -> str:
-    """Of all layers in one shard."""
+    """Return the story of a shard that has all layers."""
     return story(whole_of(kind))
 
 

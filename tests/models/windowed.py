@@ -1,4 +1,4 @@
-"""Small models whose layers have windows: what transformers is told of each."""
+"""Small models whose layers have windows, as the configurations that transformers gets."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ LAGUNA_YARN = {
     },
 }
 
-# model_type, and what transformers is told.
+# The model_type, and the configuration that transformers gets.
 WINDOWED: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3, mqa, an odd scale, capped": (
@@ -130,7 +130,7 @@ def read_config(name: str) -> LayeredConfig:
 
 
 def parse_config(model_type: str, told: dict[str, object]) -> LayeredConfig:
-    """The configuration of a model of which transformers is told this."""
+    """Return the configuration of a model with these fields in its config.json."""
     sizes = {"vocab_size": 160, "intermediate_size": 104, "num_hidden_layers": 3, "max_position_embeddings": 4096}
     raw = {**sizes, **GEOMETRIES["gqa 2 to 1"], "hidden_activation": "gelu_pytorch_tanh", **told}
     found = family_of({"model_type": model_type}).parse(raw)

@@ -34,14 +34,16 @@ def written_as(name: str, architecture: str) -> str:
 
 
 def find_scale_name(published: str) -> str | None:
-    """Of Gemma 4's scales, which the package's tables do not have."""
+    """Return the name of one of Gemma 4's scales, which the package's tables do not have; None for other tensors."""
     parts = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
     part = next((part for name, part in parts.items() if published.endswith(name)), None)
     return part and f"blk.{published.split('.')[2]}.{part}.scale"
 
 
 def join_halves(every: Tensor, name: str, read: Callable[[str], Tensor | None]) -> Tensor | None:
-    """What Gemma 4 has of gates and of what they let through: one tensor, in the gates' place."""
+    """Return gates and up-projection of Gemma 4's experts as one tensor, in the gates' place; None in the place of the
+    other.
+    """
     if "up_proj" in name:
         return None
     other = read(name.replace("gate_proj", "up_proj"))

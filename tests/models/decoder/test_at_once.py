@@ -101,7 +101,7 @@ def left_by(config, kernels, dtype, rows, *, layers=None, aux=(), weights=None):
 
 
 def same_at_once(config, dtype, rows=None, plan=None, **how):
-    """Whether all of it is the same either way; and how many layers ran at once in steps of every bucket."""
+    """Return whether everything is the same either way, and how many layers ran at once in steps of every bucket."""
     noting = Noting(dtype, plan)
     found = left_by(config, noting, dtype, rows, **how)
     expected = left_by(config, OneByOne(dtype, plan), dtype, rows, **how)

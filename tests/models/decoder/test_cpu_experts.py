@@ -185,7 +185,7 @@ def test_memory_is_that_of_the_host_and_is_given_back() -> None:
     assert found["host"] >= 2 * 12 * each
     assert plain["host"] == 0
     shard.close()
-    assert shard.memory()["host"] == found["host"], "what it had is told as before"
+    assert shard.memory()["host"] == found["host"], "its memory is reported as before"
 
 
 def test_a_step_that_stops_early_needs_no_experts_of_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_pieces_between_the_experts_of_the_host_are_launched_one_by_one() -> Non
     assert launched == [("layers", "to 1"), ("layers", "to 2"), ("layers", "")]
     launched.clear()
     shard_with(config_of("gemma4, experts"), Recording(), range(3)).forward(Step((Segment(0, 0, 1),), 4), tokens_of(1))
-    assert ("", "stopped") in launched, "experts beside an MLP run inside a body, which cannot be recorded then"
+    assert ("", "stopped") in launched, "experts next to an MLP run inside a body, which cannot be recorded then"
 
 
 # --- what is listed and proven ---

@@ -35,7 +35,7 @@ def scored(kernels: Kernels, device: str, dtype: torch.dtype, buckets: tuple[int
 
 @pytest.fixture(params=["all", "bands"])
 def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rows attend to: all before them, or, in bands of 512, the first and the latest."""
+    """Set which rows are attended to: all before a row, or, in bands of 512, the first and the latest."""
     for name, value in (("SINK", 128), ("WINDOW", 512), ("BAND", 512), ("ASKING", 200)):
         if request.param == "bands":
             monkeypatch.setattr(scorer_module, name, value)

@@ -171,7 +171,7 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
 
 
 def test_steps_whose_rows_go_to_experts_are_recorded():
-    """Nobody waits for the router's choice; a row that has no number stays alone with that."""
+    """The host does not wait for the router's choice. A row that has no number changes no other row."""
     shard, tokens = shard_of(EXPERTS, torch.bfloat16), tokens_of(EXPERTS)
     expected = rows_in_pieces(shard, tokens, [(512, 512), (4, 1)])
     assert ("layers", 4) in {(name, bucket) for name, _, bucket, _ in shard._kernels.graphs._graphs}  # noqa: SLF001

@@ -93,7 +93,7 @@ def test_packed_weights_stand_for_what_their_format_says(name: str, models: dict
 
 
 def of_all_experts(values: dict[str, Tensor], name: str, count: int) -> Tensor:
-    """As the oracle has them: one tensor for all, of both gates one after the other."""
+    """Return the weights of all experts as the oracle has them: one tensor for all, both gates one after the other."""
     module, _, part = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
     return torch.stack(
@@ -184,7 +184,7 @@ def test_parts_may_lie_in_different_files(models: dict[str, Any], tmp_path: Path
     tensors = load_file(tmp_path / "m" / "scales.safetensors")
     tensors[UP.replace("weight", "scales")][0, 0] *= 2
     save_file(tensors, tmp_path / "m" / "scales.safetensors")
-    assert Checkpoint.open(tmp_path / "m").digest() != other, "and so is what lies beside the main tensor"
+    assert Checkpoint.open(tmp_path / "m").digest() != other, "and so is what lies next to the main tensor"
 
 
 def test_the_same_bytes_read_otherwise_are_another_model(models: dict[str, Any], tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "names by number": ("fp8", {"modules_to_not_convert": [1]}, "null, or a list of up to 16384 names"),
     "another format": ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' is not supported; accepted: 'pack-quan"),
     "nvfp4": ("w4a16", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-    "an order that is not told": ("gptq", {"desc_act": 1}, "desc_act 1 is not supported; accepted: False, True"),
+    "an order that is not given": ("gptq", {"desc_act": 1}, "desc_act 1 is not supported; accepted: False, True"),
     "rows in 8 bits": ("w4a16", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme a JSON object is not supp"),
     "rotated": ("w4a16", {"transform_config": {"config_groups": {}}}, "transform_config a JSON object is not"),
     "sparse": ("w4a16", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format 'sparse-24' is not"),

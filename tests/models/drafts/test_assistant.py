@@ -108,7 +108,7 @@ def ask(tokens, position: int, slot: int = 0, count: int = COUNT) -> BlockReques
 def compute_oracle(model, assistant, tokens, position: int) -> torch.Tensor:
     """The loop of transformers' generator, with greedy picks; of a window it sees the rows that we keep."""
     window = model.config.sliding_window
-    if not model.config.num_kv_shared_layers:  # transformers 5.23 returns no rows then, unless layers are told to
+    if not model.config.num_kv_shared_layers:  # transformers 5.23 returns no rows then, unless its layers are asked to
         last = {layer.self_attn.layer_type: layer.self_attn for layer in model.model.layers}
         for attention in last.values():
             attention.store_full_length_kv = True
@@ -145,7 +145,9 @@ def test_it_says_what_transformers_says(pair, position):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [None, torch.int8], ids=["plain", "coded"])
 def test_proposals_do_not_depend_on_how_rows_came_about(pair, dtype, rows):
-    """In pieces, behind rejected rows, beside others, in another slot, and over two shards: the same bits."""
+    """Proposals have the same bits in pieces, behind rejected rows, with other requests, in another slot, and over two
+    shards.
+    """
     folder, beside, *_ = pair
     tokens = tokens_of(LENGTH)
     whole = Assisted(folder, beside, dtype=dtype, rows=rows)

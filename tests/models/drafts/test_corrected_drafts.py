@@ -1,4 +1,4 @@
-"""DFlash 2 and DSpark: proposals by the equations, and the same bits whoever asks beside."""
+"""Tests of DFlash 2 and DSpark: proposals follow the equations, and have the same bits whatever else is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The DFlash draft on CUDA: right by the reference, the same bits in any company, graphs and parking included."""
+"""Tests of the DFlash draft on CUDA: it agrees with the reference, and has the same bits with any other requests,
+graphs and parking included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model's own prediction head on CUDA: right by the reference, the same bits in any company, graphs included."""
+"""Tests of a model's own prediction head on CUDA: it agrees with the reference, and has the same bits with any other
+requests, graphs included.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
 
 
 def made(kernels, dtype: torch.dtype, *, away: bool = False) -> MtpDraft:
-    """The hybrid demo's head, beside what it shares with its target. away: the embedding is in host memory."""
+    """Return the hybrid demo's head, with what it shares with its target. away: the embedding is in host memory."""
     checkpoint = Checkpoint.open(demo.FOLDERS["demo-hybrid"])
     head = HeadCheckpoint.open(checkpoint)
     table = checkpoint.read("model.embed_tokens.weight").to(DEVICE, dtype)

@@ -1,4 +1,6 @@
-"""The DFlash draft: right by the formulas, and the same bits however its rows came about and whoever asks beside."""
+"""Tests of the DFlash draft: it follows the formulas, and has the same bits however its rows came about and whatever
+else is asked for.
+"""
 
 from __future__ import annotations
 
@@ -415,7 +417,7 @@ def test_memory_is_what_weights_caches_and_buffers_take(config):
 
 
 def test_weights_that_share_memory_share_it_in_the_copy_too():
-    """What parks on CUDA, on what any device has."""
+    """Make weights parkable on any device, as they are on CUDA."""
     whole = torch.randn(10, 8)
     tree = (whole, [whole[4:], torch.arange(5, dtype=torch.bfloat16)], None)
     size, host = copy_to_host(tree)

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 draft reads of its target is what the target's layers leave, in families of every structure."""
+"""Tests that an EAGLE-3 draft reads what its target's layers leave, in families of every structure."""
 
 from __future__ import annotations
 

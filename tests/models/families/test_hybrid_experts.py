@@ -79,7 +79,7 @@ def settings(folder) -> dict:
 
 
 def test_a_model_of_several_media_with_experts_in_one_tensor_is_read_as_its_text_alone(tmp_path):
-    """As Qwen3.5's are published."""
+    """Qwen3.5's checkpoints are published so."""
     folder, tokens = saved(tmp_path, "qwen3_5_moe"), tokens_of(70)
     expected, plain = advance(shard_of(folder), tokens, [64, 6]), Checkpoint.open(folder).config
     stack(folder)

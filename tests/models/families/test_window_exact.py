@@ -175,7 +175,7 @@ PAGED = ("gemma3, twelve layers", "gemma3, a long window", "gemma4", "gemma4, in
 
 @pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in PAGED)])
 def test_windows_in_pages_are_those_in_one_piece(name):
-    """As on a GPU: with fewer pages than a sequence has, and chunks whose layers use each other's pages."""
+    """It is so on a GPU: there are fewer pages than a sequence has, and layers of a chunk use each other's pages."""
     plain = whole_of(shard_of(name, ReferenceKernels()))
     paged = shard_of(name, PagedReference(), pages=SLOTS * 2)
     assert isinstance(paged.states.cache, WindowPages)

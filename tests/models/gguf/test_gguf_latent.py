@@ -1,4 +1,4 @@
-"""What is special about GGUF files of models with compressed rows, and of Laguna."""
+"""Tests of the special features of GGUF files of models with compressed rows, and of Laguna."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is special about GGUF files of Gemma and gpt-oss: what they leave out, joint tensors, spare ones, MXFP4."""
+"""Tests of the special features of GGUF files of Gemma and gpt-oss: what they leave out, joint tensors, spare ones,
+MXFP4.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 @define
 class NumberType:
-    """What a pointer points to."""
+    """The type of the numbers that a pointer points to."""
 
     dtype: torch.dtype
 

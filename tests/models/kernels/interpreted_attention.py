@@ -1,4 +1,6 @@
-"""Triton's attention in its interpreter, beside plain torch. Runs in a process of its own (`TRITON_INTERPRET=1`)."""
+"""Checks Triton's attention in its interpreter against plain torch. It runs in a process of its own
+(`TRITON_INTERPRET=1`).
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,7 @@ PACKED = ("int4", "int3.5", "k=int8,v=int4", "k=bf16,v=int3.5", "k=int4,v=fp8")
 
 
 def kept_rows(kernels, named: str, pieces: list[tuple[int, int]], *, paged: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is attended, and the bytes of the rows, in the order of their positions."""
+    """Return the result of attention, and the bytes of the rows in the order of their positions."""
     layout = RowLayout(read_row_types(named, torch.float32), HEAD)
     pages = torch.tensor([[2, 0, 1]], dtype=torch.int32) if paged else None
     shape = (len(layout.parts), 3 if paged else 1, KV, PAGE if paged else CAPACITY, layout.width)
@@ -212,7 +214,7 @@ def check_packed_rows() -> None:
     for named in PACKED:
         whole, rows = kept_rows(kernels, named, [(32, 20)], paged=False)
         theirs, _ = kept_rows(ReferenceKernels(), named, [(20, 20)], paged=False)
-        # Norms differ in the last bit, so some code may be the one beside it.
+        # Norms differ in the last bit, so some code may be the next one.
         torch.testing.assert_close(whole, theirs, rtol=1e-2, atol=2e-2)
         for paged in (False, True):
             found, again = kept_rows(kernels, named, [(8, 8), (4, 3), (16, 9)], paged=paged)

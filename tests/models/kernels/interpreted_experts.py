@@ -1,4 +1,6 @@
-"""Triton's experts in its interpreter, beside experts one by one. Runs by itself (`TRITON_INTERPRET=1`)."""
+"""Checks Triton's experts in its interpreter against experts one by one. It runs in a process of its own
+(`TRITON_INTERPRET=1`).
+"""
 
 from __future__ import annotations
 

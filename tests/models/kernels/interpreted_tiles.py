@@ -1,4 +1,4 @@
-"""The plans of attention in Triton's interpreter, beside plain Python. Runs in a process of its own."""
+"""Checks the plans of attention in Triton's interpreter against plain Python. It runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ QKV = random(LENGTH, (HEADS + 2 * KV) * HEAD, seed=3)
 
 
 def attended(kernels, rule, pieces, *, prep=PREP, dtype=torch.float32, slot=0):
-    """What attention returns for the whole sequence, cut into (bucket, rows) pieces, the last one repeated."""
+    """Return the attention of the whole sequence, cut into (bucket, rows) pieces, the last of which is repeated."""
     caches = [torch.zeros(2, KV, CAPACITY, HEAD, dtype=dtype) for _ in "kv"]
     found, at, index = [], 0, 0
     while at < LENGTH:

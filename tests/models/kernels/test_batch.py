@@ -1,4 +1,4 @@
-"""What a step tells the kernels is the same whichever way it is written."""
+"""Tests that a step gives the kernels the same values whichever way it is written."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Rows:
         self.gates = normal(length, 2 * heads, dtype=dtype, seed=seed + 5)
 
     def step(self, kernels, state: DeltaState, batch: StateBatch, rows: Tensor) -> Tensor:
-        """What the rows of a loaded batch read; its padded rows are given anything."""
+        """Return what the rows of a loaded batch read. Its padded rows get random numbers."""
         columns = self.shape.channels
         own = normal(batch.bucket, columns + 2 * self.shape.value_heads + 8, dtype=self.dtype, seed=batch.bucket)
         own[: len(rows), :columns] = self.mixed[rows]

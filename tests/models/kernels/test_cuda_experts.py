@@ -1,5 +1,5 @@
-"""A layer of experts on CUDA: right against the plain form, and a row's bits its own in any company, wherever the
-experts lie.
+"""Tests of a layer of experts on CUDA: it agrees with the plain form, and a row's bits depend neither on other rows nor
+on where the experts are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ ROWS = 700
 
 
 class ScaledShape(ExpertsShape):
-    """As Gemma 4 has experts: gated by GELU, with a factor for each expert, and a router that reads other rows."""
+    """The shape of Gemma 4's experts: gated by GELU, with a factor for each expert, and a router that reads
+    other rows.
+    """
 
 
 SHAPES = {
@@ -136,7 +138,7 @@ def test_rows_choose_as_they_do_on_a_cpu(count):
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
     found, shares = kernels.grouped_experts.choose_experts(logits.to(DEVICE), shape, batch.positions)
     assert torch.equal(found[:60].cpu().long(), chosen[:60])
-    assert (found[60:] == count).all(), "padded rows choose nobody"
+    assert (found[60:] == count).all(), "padded rows choose no expert"
     torch.testing.assert_close(shares[:60, :8].cpu(), weights[:60], equal_nan=True)
     torch.testing.assert_close(shares[:60, 8].cpu(), logits[:60, count].sigmoid(), equal_nan=True)
 

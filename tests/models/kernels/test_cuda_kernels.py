@@ -1,4 +1,6 @@
-"""The Triton kernels: right against plain torch in float64, and the same bits at every bucket, place and company."""
+"""Tests of the Triton kernels: they agree with plain torch in float64, and have the same bits at every bucket and
+place, with any other rows.
+"""
 
 from __future__ import annotations
 
@@ -297,7 +299,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         rows = sum(count for _, count in spans)
         bucket = next(one for one in BUCKETS if one >= rows)
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
-        for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
+        for slot, (start, count) in enumerate(spans):  # rows that were never written may hold anything
             number, row = divmod(start + count, PAGE)
             if start + count == capacity:
                 continue
@@ -375,7 +377,7 @@ def test_chains_of_keys_that_come_ahead_are_attended_as_those_that_do_not(geomet
         rows = sum(count for _, count in spans)
         bucket = next(one for one in (256, 512) if one >= rows)
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
-        for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
+        for slot, (start, count) in enumerate(spans):  # rows that were never written may hold anything
             number, row = divmod(start + count, PAGE)
             for cache in (k_cache, v_cache) if start + count < capacity else ():
                 (cache[table[slot, number], :, row:] if pages else cache[slot, :, start + count :])[:] = float("nan")

@@ -183,7 +183,9 @@ LENGTH = 400
 
 
 def mixed(config: ModelConfig) -> dict[str, StepLayout]:
-    """As files mix them: of some layers some matrices have more bits; the head is the embedding's."""
+    """Return the layouts of a mix as files have it: some matrices of some layers have more bits, and the head is the
+    embedding's.
+    """
     matrices = (name for name, shape in config.tensors().items() if len(shape) == 2)
     found = {name: Q4_K for name in matrices if name.split(".")[-2] not in DECIDING}
     found |= {name: Q6_K for name in found if "v_proj" in name and ".1." not in name}

@@ -258,7 +258,9 @@ def folder(tmp_path):
 
 
 def stack(folder) -> None:
-    """As `transformers` holds them, and as newer checkpoints are published."""
+    """Change a folder to the form in which `transformers` holds experts and newer checkpoints are published: one tensor
+    for all.
+    """
     tensors = load_file(folder / "model.safetensors")
     each: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name in [name for name in tensors if ".experts." in name]:
@@ -366,7 +368,7 @@ def test_sizes_of_the_30b_are_those_that_are_published():
 
 @pytest.mark.long
 def test_experts_in_one_launch_are_those_one_by_one_in_the_interpreter():
-    """Of every activation; with biases, scales, and a router that reads other rows."""
+    """The checks have every activation, biases, scales, and a router that reads other rows."""
     pytest.importorskip("triton")
     code = "from tests.models.kernels.interpreted_experts import check_experts; check_experts()"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -12,13 +12,15 @@ from adapters.models.kernels.cuda.compilation.launchers import Load, load_separa
 
 
 def shared() -> Load:
-    """As Python loads a single-phase module that it has loaded before: into one object, which others hold, too."""
+    """Return a loader that behaves as Python with a single-phase module that was loaded before: it fills one object,
+    which others hold too.
+    """
     module = SimpleNamespace()
 
     def load(name: str, path: str) -> SimpleNamespace:
         vars(module).clear()
         vars(module).update(__name__=name, launch=path)
-        time.sleep(0)  # whoever else loads goes on
+        time.sleep(0)  # another thread may load meanwhile
         return module
 
     return load

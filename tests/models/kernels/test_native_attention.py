@@ -1,4 +1,6 @@
-"""Attention in C: right, and of the same bits beside any rows, on any threads, in any instructions."""
+"""Tests of attention in C: it is right, and has the same bits with any other rows, on any threads, in any
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_bits_are_a_rows_own(own, dtype):
                 for row in range(0, ROWS, 3):
                     at = slice(row, row + 1)
                     alone = each.attend(q[at], SLOT[at], (LOW[at], HIGH[at]), *caches)
-                    assert same(alone, whole[at]), "whoever its neighbours are, and whoever takes which tile"
+                    assert same(alone, whole[at]), "with any neighbours, and whichever thread takes which tile"
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,6 @@
-"""Recurrent layers in C: right, and of the same bits in any pieces, beside any rows, in any instructions."""
+"""Tests of recurrent layers in C: they are right, and have the same bits in any pieces, with any other rows, in any
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def batch_of(bucket, segments, bases, *, settles):
 
 
 def step(kernels, weights, state, *, inputs, segments, bases, settles=False):
-    """What the segments' rows read; inputs: of each segment. Behind them come padded rows of anything."""
+    """Return what the rows of the segments read. inputs: of each segment. Behind them come padded rows with random
+    numbers.
+    """
     shape, dtype = weights.shape, inputs[0][0].dtype
     padding = random(PADDED, shape.channels, seed=9, dtype=dtype), random(PADDED, 2 * shape.value_heads, dtype=dtype)
     mixed, gates = (torch.cat(parts) for parts in zip(*inputs, padding, strict=True))
@@ -92,7 +96,7 @@ def step(kernels, weights, state, *, inputs, segments, bases, settles=False):
 
 
 def gone_over(kernels, shape, dtype, pieces, inputs=None):
-    """What rows of a slot read in such pieces, and what they leave at the last multiple of 64."""
+    """Return what rows of a slot read in such pieces, and the state that they leave at the last multiple of 64."""
     weights, (mixed, gates) = weights_of(shape), inputs or inputs_of(shape, dtype)
     state, found, at, base = kernels.make_state(shape, SLOTS, 0, dtype, CPU), [], 0, 0
     for tensor in astuple(state, recurse=False):
@@ -157,7 +161,7 @@ def test_slots_side_by_side_are_each_as_if_alone(own):
     some = [(mixed[start:stop], gates[start:stop]) for start, stop in spans]
     some[2] = tuple(torch.full_like(part, torch.nan) for part in some[2])
     found = step(own, weights, state, inputs=some, segments=segments, bases=(0, 0, 0))
-    assert same(found[:7], torch.cat([expected[5:8], expected[63:67]])), "beside what is no number, too"
+    assert same(found[:7], torch.cat([expected[5:8], expected[63:67]])), "also next to rows of NaN"
     assert found[7:].isnan().all()
 
 

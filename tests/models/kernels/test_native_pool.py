@@ -1,4 +1,6 @@
-"""The threads of the compiled library (pool.h): loops are done once, whoever calls, sleeps, or is a child of a fork."""
+"""Tests of the threads of the compiled library (pool.h): every loop is done once, whichever thread calls, sleeps, or is
+in a child of a fork.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Products of our own are the chains that they say they are: exactly, whatever is computed beside them and however."""
+"""Tests that our products are exactly the chains that they are documented to be, whatever is computed with them, and
+however.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def levels(own):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    """Of many magnitudes, so that roundings show."""
+    """Return random numbers of many magnitudes, so that roundings show."""
     generator = make_generator(seed)
     return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()).to(dtype)
 
@@ -47,7 +49,7 @@ def random(*shape, seed=1, dtype=FLOAT):
 @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 70])
 @pytest.mark.parametrize("terms", [1, 2, 31, 63, 64, 65, 66, 127, 129, 321])
 def test_packed_weights_are_panels_of_32_outputs(own, dtype, outputs, terms):
-    """As `rekindle_pack` says: zeros for outputs that are not there, and beside an odd last term of bfloat16."""
+    """`rekindle_pack` says so: zeros for outputs that are not there, and next to an odd last term of bfloat16."""
     weight, each = random(outputs, terms, dtype=dtype), 2 if dtype is BRAIN else 1
     panels = -(-outputs // 32)
     whole = torch.zeros(panels * 32, -(-terms // each) * each, dtype=dtype)
@@ -64,7 +66,7 @@ def nearest(exact: Fraction) -> np.float32:
 
 
 def chain(row, weights) -> np.float32:
-    """Of bfloat16 the second of each pair first."""
+    """Compute the chain of a row. In bfloat16 the second of each pair of terms comes first."""
     found, terms = np.float32(0), list(zip(row.tolist(), weights.tolist(), strict=True))
     if weights.dtype is BRAIN:
         terms = [term for at in range(0, len(terms), 2) for term in reversed(terms[at : at + 2])]
@@ -225,7 +227,7 @@ class OnlyOwn(CpuKernels):
 
 @pytest.fixture
 def installed(own, monkeypatch):
-    """As if it had been compiled at installation."""
+    """Let the library seem to have been compiled at installation."""
     monkeypatch.setattr(compiled, "load_library", lambda: (own.compiled, ""))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
 

@@ -1,4 +1,6 @@
-"""What happens to rows between products, in C: right, and of the same bits beside any rows, in any instructions."""
+"""Tests of the operations on rows between products, in C: they are right, and have the same bits with any other rows,
+in any instructions.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def own(native_code: Any) -> NativeProducts:
 
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As these sources make them, whatever this tree has."""
+    """Use the library that these sources make, whichever this tree has."""
     monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
 
 
@@ -228,7 +228,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def checkpoints(plain: Any, folder: Any) -> list[Checkpoint]:
-    """Of a mix, of K types, of a folder, and made at load."""
+    """Return checkpoints of a mix, of K types, of a folder, and packed at load."""
     found = [write_gguf(folder / "mix.gguf", plain, Kind.Q4_0, pack=mixed)]
     found.append(write_gguf(folder / "q4_k.gguf", plain, Kind.Q4_K, pack=random_blocks))
     quantise(plain, folder / "awq", "awq")
@@ -259,7 +259,9 @@ def test_a_shard_of_packed_weights_computes_what_they_stand_for_and_takes_their_
 
 
 def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, tmp_path: Any, installed: None) -> None:
-    """As they are packed; and where the plan has a part of a weight unpacked, that weight as what it stands for."""
+    """Weights count as they are packed. Where the plan has a part of a weight unpacked, that weight counts as the
+    numbers that it stands for.
+    """
     dtype, host = torch.bfloat16, torch.device("cpu")
     for checkpoint in checkpoints(plain, tmp_path):
         config, layouts = checkpoint.config, checkpoint.layouts

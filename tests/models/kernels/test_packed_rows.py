@@ -92,7 +92,7 @@ def test_the_rotation_spreads_what_stands_out(dtype):
 @pytest.mark.parametrize("kind", ["int4", "int3.5", "k=int8,v=int4", "k=int3.5,v=fp8", "k=bf16,v=int4"])
 @pytest.mark.parametrize("size", [16, 64, 80, 128])
 def test_every_instruction_set_writes_and_reads_the_same_packed_rows(native_code, kind, size):
-    """Those that torch makes, and attention to them is attention to the numbers that they stand for."""
+    """The rows are those that torch makes, and attention to them is attention to the numbers that they stand for."""
     types, numbers = types_of(kind), heads(size)
     numbers[2] = 1  # rotation by nothing turns some -0 into 0, in torch's rows alone
     numbers[3] /= 1e30

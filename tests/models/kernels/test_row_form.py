@@ -84,7 +84,7 @@ def test_coded_rows_take_about_half_the_room_of_bfloat16():
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("size", [64, 36, 6])
 def test_every_instruction_set_writes_and_reads_the_same_codes(native_code, dtype, size):
-    """Those that torch makes, and attention to them is attention to the numbers that they stand for."""
+    """The rows are those that torch makes, and attention to them is attention to the numbers that they stand for."""
     form, numbers = RowFormat(dtype), heads(size)
     numbers[2] = 1  # rotation by nothing turns some -0 into 0, in torch's rows alone
     count, seen = len(numbers), torch.arange(1, len(numbers) + 1)

@@ -1,4 +1,6 @@
-"""The library in C under sanitizers: no read or write beside what it was given, nothing that C leaves undefined."""
+"""Tests of the library in C under sanitizers: it reads and writes only what it was given, and does nothing that C
+leaves undefined.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SECONDS = 120
 
 
 def preloaded() -> str:
-    """What Python itself was not linked with: the sanitizers' own libraries."""
+    """Return the libraries of the sanitizers, with which Python itself was not linked."""
     found = [
         subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
@@ -53,7 +55,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
-    """By a Python that has the sanitizers' own libraries."""
+    """Run a Python that has the sanitizers' own libraries."""
     root = Path(hatch_build.__file__).parent
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""What trials of a product find out of row counts."""
+"""Tests of what trials of a product find out about row counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which form of a kernel a launch gets: the one that was chosen for launches that are alike in all it depends on."""
+"""Tests of which form of a kernel a launch gets: the one that was chosen for launches that agree in everything it
+depends on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from adapters.models.kernels.triton_launch import launch, withhold_launches
 
 @define(eq=False)
 class FakeJit:
-    """As Triton's own: asked for with a grid, it chooses a form and launches it; a form launches itself."""
+    """A kernel like Triton's own: with a grid it chooses a form and launches it, and a form launches itself."""
 
     arg_names = ("x", "count", "scale", "BLOCK")
     chosen: list[tuple[tuple[int, ...], tuple[Any, ...]]] = field(factory=list)

@@ -1,4 +1,4 @@
-"""Weights that come to a device ahead of whoever asks for them are those that reading one after the other gives."""
+"""Tests that weights which are sent to a device early are those that reading one after the other gives."""
 
 from __future__ import annotations
 

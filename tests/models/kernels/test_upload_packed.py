@@ -1,4 +1,4 @@
-"""Packed weights that come to a device ahead of whoever asks for them are those that are made on the host."""
+"""Tests that packed weights which are sent to a device early are those that are made on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kernels compiled by other processes: what is asked of them, what comes of it, and that whoever launches finds it."""
+"""Tests of kernels that other processes compile: what these are asked for, what they return, and that every launch
+finds it.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ def test_a_digest_knows_what_another_function_uses_whoever_asked_first() -> None
 
 @pytest.fixture
 def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Triton, with an empty cache and a GPU of compute capability 9.0 that nobody has."""
+    """Set up Triton with an empty cache and a GPU of compute capability 9.0 that does not exist."""
     triton = pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.runtime import driver  # noqa: PLC0415
@@ -181,7 +183,7 @@ def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) 
         steps()
         heard = [bool(pretended_gpu.knobs.runtime.jit_cache_hook)]
         heard.append(other.submit(lambda: bool(pretended_gpu.knobs.runtime.jit_cache_hook)).result())
-    assert heard == [True, False], "nobody else is heard, or has to write constants down"
+    assert heard == [True, False], "other threads are not heard, and do not have to write constants down"
     assert len(asked.lines) == 2
     longest, shortest = sorted(asked.lines.values(), reverse=True)
     assert longest > shortest

@@ -109,7 +109,7 @@ def test_nothing_is_recorded_or_replayed_where_layers_are_left_out(monkeypatch: 
 def test_graphs_that_a_start_records_have_all_layers(
     folder: Path, hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU would record, played on a processor: steps, names and keys are those of a start."""
+    """A processor plays what a GPU would record: steps, names and keys are those of a start."""
     run, own, graphs = list[int](), LayerRunner.run_layer, dict[Any, list[int]]()
 
     def counted(self: LayerRunner, number: int, *args: Any, **how: Any) -> Tensor | None:

@@ -1,4 +1,6 @@
-"""What a target's proof knows is not multiplied again for a draft, and nothing more is taken from it than it says."""
+"""Tests that what a target's proof knows is not multiplied again for a draft, and that nothing more is taken from the
+proof.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class FavoursItsFirstRow(Mutant):
 
 
 class LeaksWhatIsNoNumber(Mutant):
-    """As oneDNN issue 5717: a NaN in one row, a padded one say, reaches the others."""
+    """A product with the fault of oneDNN issue 5717: a NaN in one row, such as a padded one, reaches the other rows."""
 
     def multiply(self, x, weight):
         return super().multiply(x, weight) + x.sum() * 0
@@ -109,7 +109,7 @@ class ForgetsFarKeys(Mutant):
 
 
 class TwoKinds(Qwen3Config):
-    """As if its second layer were of another kind: it gets hidden states, and has the head behind it."""
+    """A model whose second layer seems to be of another kind: it gets hidden states, and has the head behind it."""
 
     def list_probed_layers(self):
         [(small, first)] = super().list_probed_layers()

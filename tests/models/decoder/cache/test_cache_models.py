@@ -1,7 +1,8 @@
-"""Every cache of a model against a plain dictionary, over random histories: rows, pages, positional states, experts.
+"""Tests of every cache of a model against a plain dictionary, over random histories: rows, pages, positional states,
+experts.
 
-The dictionary knows what was written where, and who may still believe it. Whatever is asked of a cache in whatever
-order, what somebody may believe is there.
+The dictionary knows what was written where, and which slot may still rely on it. Whatever the order of operations,
+everything that a slot may rely on is there.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from effects.ids import PAGE
 CPU = torch.device("cpu")
 SLOTS, MOST, POOL = 3, 3, 6  # pages of a slot, and of all
 ROWS = MOST * PAGE
-# Rows that are told apart: of every page the first, one in the middle, and the last.
+# Rows that are marked: of every page the first, one in the middle, and the last.
 MARKS = tuple(page * PAGE + at for page in range(MOST) for at in (0, 100, PAGE - 1))
 Pages: TypeAlias = list[int]
 
 
 @define
 class BelievedRows:
-    """What a slot holds: its pages, and what was written to each marked row that is within them."""
+    """The content of a slot: its pages, and what was written to each marked row within them."""
 
     pages: Pages = field(factory=list[int])
     whole: bool = True  # False once others have taken some of its pages: it has to be seated before it grows
@@ -47,7 +48,9 @@ class BelievedRows:
 
 
 class PoolAgainstADictionary(RuleBasedStateMachine):
-    """Pages are taken from whoever has them, as the core takes them from slots that nobody holds."""
+    """A pool against a dictionary. Pages are taken from any slot that has them, as the core takes them from
+    idle slots.
+    """
 
     kind: type[KvCache] = KvCache
     shares = False
@@ -61,7 +64,7 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
         self.value = 0
 
     def taken(self, slot: int, pages: Sequence[int]) -> None:
-        """Whoever else has one of these has no rows from there on."""
+        """Note that these pages have gone to a slot. Any other slot that had one of them has no rows from there on."""
         for number, other in enumerate(self.slots):
             if number == slot:
                 continue
@@ -107,7 +110,7 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1), start=st.integers(0, ROWS - 1))
     def write(self, slot: int, start: int) -> None:
-        """All rows from some row on, as a prefill does: only where nobody else reads the page."""
+        """Write all rows from some row on, as a prefill does: only where no other slot reads the page."""
         own = self.slots[slot]
         elsewhere = {page for number, other in enumerate(self.slots) if number != slot for page in other.pages}
         stop = len(own.pages) * PAGE
@@ -140,7 +143,9 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
 
 
 class PagesAgainstADictionary(PoolAgainstADictionary):
-    """Where kernels read a table, whole pages of what two sequences begin with are both's."""
+    """A pool whose pages slots may share. Where kernels read a table, two slots share the whole pages of their common
+    beginning.
+    """
 
     kind, shares = PagedKvCache, True
 
@@ -233,7 +238,7 @@ class StatesAgainstADictionary(RuleBasedStateMachine):
 
     @rule(source=st.integers(0, SLOTS - 1), heir=st.integers(0, SLOTS - 1))
     def bring_back(self, source: int, heir: int) -> None:
-        """As through the store."""
+        """Export rows and import them, as the store does."""
         self.cache.import_(heir, self.cache.export(source), self.slots[source][1])
         self.slots[heir] = self.slots[source]
 

@@ -1,4 +1,4 @@
-"""What the rows of layers with a window take, and that steps which are rolled back leave no trace in them."""
+"""Tests of the memory of layers with a window, and that steps which are rolled back leave no trace in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models.windowed import read_config
     ("slots", "chunk", "excess"), [(1, 256, 5.0), (1, 1024, 5.0), (1, 2048, 5.0), (1, 4096, 5.6), (16, 1024, 5.0)]
 )
 def test_rows_of_the_31b_layout_take_a_twentieth_more_than_the_arithmetic(slots, chunk, excess):
-    """What is allocated on a GPU, what is estimated, and the figures of docs/internals/cache-and-restore.md."""
+    """The bytes that a GPU allocates, the estimate, and the figures of docs/internals/cache-and-restore.md agree."""
     found = count_row_memory(slots, chunk)
     assert found.estimated + found.tables <= found.taken <= found.estimated + 1.01 * found.tables
     assert round(found.excess, 1) == excess

@@ -56,7 +56,7 @@ CHUNK = 32
 
 
 class AllTurns(ChosenExperts):
-    """What each turn finds at its places, in the order of the numbers."""
+    """All turns of a fetch, one after the other: the weights at their places, in the order of the numbers."""
 
     def __init__(self, each: ChosenExperts) -> None:
         self.each, self.slots = each, each.stacked
@@ -114,7 +114,7 @@ def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
     run(shard, 4, (0, 0, row))
     before = offloaded.build_figures()
     assert before["needed"] == LAYERS * ACTIVE
-    needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
+    needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are reported after 32 steps only
     assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
     offloaded.move_experts([(slot, expert) for slot, expert in enumerate(needed[:3]) if expert not in offloaded.where])
     run(shard, 4, (1, 0, row))
