@@ -42,7 +42,7 @@ class SchemaFitter:
         self.visited = set[Steps]()
 
     def fit(self) -> dict[str, Any]:
-        """Return the schema that compiles, and the paths of what was left out with reasons. Raises OverflowError."""
+        """Return `{"schema": schema that compiles, "left_out": [[path, reason], ...]}`. Raises OverflowError."""
         if self.find_complaint(()):
             self.repair_part(())
         return {"schema": self.root, "left_out": self.left_out}

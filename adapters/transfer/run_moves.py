@@ -125,7 +125,7 @@ class Restore:
         """Return the moves that the slot may count as its rows, and note a failure if some of the target's are missing.
 
         Of the target these are the moves before the first one that was not copied. Of the draft they are all that were
-        copied, since a draft may have gaps.
+        copied, since a draft may have gaps. A checkpoint is none of them: the restorer puts it into the slot by itself.
         """
         rows = [move for move in self.moves if move.kind == "rows"]
         gap = next((at for at, move in enumerate(rows) if move.missing_movers), len(rows))

@@ -34,7 +34,10 @@ class BackgroundLoad:
     cancelled: threading.Event = field(factory=threading.Event)
 
     async def wait_for_target(self) -> LoadedModel:
-        """Return the target when it is loaded. Raises UserError with one line if it cannot be served."""
+        """Return the target when it is loaded. From this call on, its measurements may run.
+
+        If the load fails, the lane is closed. Raises UserError with one line if the model cannot be served.
+        """
         self.measuring_allowed.set()
         try:
             return await anyio.to_thread.run_sync(self.result.result)

@@ -40,7 +40,11 @@ class StateCheckpoints:
         return rows - rows % self.shard.states.block
 
     def restore_state(self, origin: SlotState | None, effect: OpenSlot) -> None:
-        """Give the slot the state that it goes on from. Its rows are there already. Raises ValueError."""
+        """Give the slot the state that it goes on from (`OpenSlot.state`). Its rows are there already.
+
+        The state comes from a checkpoint on the device, or from the slot whose rows it takes over. Raises ValueError if
+        neither has the state behind these rows.
+        """
         source = effect.source
         at = effect.state
         device_checkpoint = effect.device_checkpoint

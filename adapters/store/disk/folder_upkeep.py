@@ -46,7 +46,7 @@ class FolderUpkeep:
             self.folder.remove(name)
 
     def read_small(self, name: str, most: int = -1) -> bytes:
-        """Return the content of a file; empty if reading fails. most: the limit in bytes."""
+        """Return the first `most` bytes of a file, or all of it; empty if reading fails, which is counted."""
         try:
             descriptor = self.folder.open_existing(name)
             with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
@@ -72,7 +72,10 @@ class FolderUpkeep:
         self._is_failing = error is not None
 
     def dispose_unreadable(self, name: str, error: Exception) -> None:
-        """Count a file that could not be read. An outdated one is removed, and a damaged one is quarantined."""
+        """Count a file that could not be read. An outdated one is removed, and a damaged one is quarantined.
+
+        A file of a newer format, or one that the system could not read, stays where it is.
+        """
         if isinstance(error, Outdated):
             self.counts["outdated"] += 1
             self.remove(name)
@@ -82,7 +85,7 @@ class FolderUpkeep:
             self.counts["newer" if isinstance(error, Newer) else "read_errors"] += 1
 
     def quarantine(self, name: str, why: str) -> None:
-        """Rename a damaged file, so that people can examine it. Only the last few are kept."""
+        """Rename a damaged file, so that people can examine it. Only the last `MOST_QUARANTINED` are kept."""
         self.counts["quarantined"] += 1
         self.damaged_files["run"] += 1
         log.warning("a damaged cache file was set aside: %s: %s", name, why)

@@ -49,7 +49,10 @@ class KeyFinder:
     _turn: anyio.Lock = field(factory=anyio.Lock, init=False)  # of prompts that are read later, one at a time
 
     async def find_keys(self, path: str, body: bytearray, owner: str, facts: ReplicaFacts) -> FoundKeys:
-        """Find the keys of a request's first prompt, or of the part that is known.
+        """Find the keys of a request's first prompt, or of the part of it that is known.
+
+        A prompt of a new conversation is read before this returns, on a thread. The route is None if the body is no
+        JSON object or has no prompt.
 
         owner: a name for the caller's key. facts: of any replica.
         """
