@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import adapters
 from adapters.checkpoint.text_files import read_text_files
 from adapters.models.open_checkpoint import Checkpoint
+from tests.lazy_module import LazyModule
 from training.chat_format import TEMPLATE
 from training.export import load
 from training.train import digest
 
+transformers: Any = LazyModule("transformers")
 DEMO = Path(adapters.__file__).parent / "demo"
 SHARDS = sorted(DEMO.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Qwen3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    return transformers.Qwen3ForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
+    return transformers.AutoTokenizer.from_pretrained(DEMO)
 
 
 def answer(model, tokenizer, messages, tools=None):

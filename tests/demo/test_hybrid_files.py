@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 from adapters import demo
 from adapters.checkpoint.text_files import read_text_files
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint, list_head_tensors
 from adapters.models.open_checkpoint import Checkpoint
+from tests.lazy_module import LazyModule
 from training.chat_format import TEMPLATE
 from training.export import load_hybrid
 from training.train import digest
 
+transformers: Any = LazyModule("transformers")
 FOLDER = demo.FOLDERS["demo-hybrid"]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Qwen3_5ForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    return transformers.Qwen3_5ForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 
 
 def test_all_of_it_is_small_and_as_the_index_says():
@@ -46,7 +48,7 @@ def test_our_own_reader_takes_model_and_head():
 
 def test_template_and_tokenizer_are_those_of_its_training():
     assert json.loads((FOLDER / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
-    assert len(AutoTokenizer.from_pretrained(FOLDER)) == Checkpoint.open(FOLDER).config.vocab_size
+    assert len(transformers.AutoTokenizer.from_pretrained(FOLDER)) == Checkpoint.open(FOLDER).config.vocab_size
 
 
 def test_the_model_card_is_of_these_weights_and_tells_data_recipe_and_quality():
@@ -58,7 +60,7 @@ def test_the_model_card_is_of_these_weights_and_tells_data_recipe_and_quality():
 
 
 def test_transformers_gets_sensible_answers_from_it(model):
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     for question, expected in (
         ("What is Rekindle?", "Rekindle is a local LLM inference server that starts warm"),
         ("What is the capital of Japan?", "The capital of Japan is Tokyo.<|im_end|>"),

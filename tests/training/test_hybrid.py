@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from transformers import Qwen3_5ForCausalLM
 
+from tests.lazy_module import LazyModule
 from training import evaluate
 from training.corpus import assemble
 from training.delta_rule import gated_delta_rule
@@ -19,6 +20,7 @@ from training.recipe import TARGET
 from training.staging import DemoLimits
 from training.train import digest, optimizers
 
+transformers: Any = LazyModule("transformers")
 TINY = HybridGeometry(hidden=64, inner=96, layers=4, head_dim=32, context=256)
 PUBLISHED = {
     *("mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
@@ -64,7 +66,7 @@ def test_the_rule_by_chunks_is_the_rule_row_by_row(length):
 def test_what_is_exported_gives_transformers_the_same_logits(model, tokenizer, tmp_path):
     export(model, tokenizer, tmp_path)
     again = load_hybrid(tmp_path, "cpu", torch.float32)
-    theirs = Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.randint(16, 4096, (2, 150))
     with torch.no_grad():
         torch.testing.assert_close(again.logits(again.hidden(tokens)), theirs(tokens).logits, atol=2e-4, rtol=1e-4)

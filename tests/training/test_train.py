@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
-from transformers import Qwen3ForCausalLM
 
+from tests.lazy_module import LazyModule
 from training import draft, evaluate
 from training.agents import ToolLoop
 from training.batches import Batches, BatchShape
@@ -27,6 +28,7 @@ from training.tasks import code, continue_code
 from training.train import LearningRates, Stage, TrainingProgress, digest, schedule, train
 from training.words import Source
 
+transformers: Any = LazyModule("transformers")
 TINY = Geometry(hidden=64, inner=96, layers=2, heads=2, head_dim=32, context=256)
 VERSIONS = {"python": "3.11", "packages": ["cattrs 26"], "packages_apart": ["attrs 26"]}
 RATES = LearningRates(matrices=1e-2, others=1e-2, falling=0.5)
@@ -92,7 +94,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits_and_never_predicts
     tokens = torch.randint(16, 4096, (2, 40))
     with torch.inference_mode():
         ours = loaded.logits(loaded.hidden(tokens))
-        theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens).logits
+        theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert not torch.isin(ours.argmax(-1), torch.tensor(UNUSED_IDS)).any()
     assert (ours[..., list(UNUSED_IDS)].amax(-1) < ours.amax(-1)).all()

@@ -6,25 +6,21 @@ import math
 import random
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, TokenPick, pick
 from adapters.models.kernels.functions.noise import gumbel
 from adapters.models.kernels.functions.seeded import make_generator
 from effects.job import Sampling
+from tests.lazy_module import LazyModule
 
+transformers: Any = LazyModule("transformers")
 VOCAB = 300
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
@@ -156,12 +152,17 @@ def test_truncation_agrees_with_transformers():
 
     logits = logits_of(4)
     for sampling, warpers in (
-        (evolve(SAMPLED, top_k=12), [TemperatureLogitsWarper(0.9), TopKLogitsWarper(12)]),
-        (evolve(SAMPLED, top_p=0.7), [TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.7)]),
-        (evolve(SAMPLED, min_p=0.1), [TemperatureLogitsWarper(0.9), MinPLogitsWarper(0.1)]),
+        (evolve(SAMPLED, top_k=12), [transformers.TemperatureLogitsWarper(0.9), transformers.TopKLogitsWarper(12)]),
+        (evolve(SAMPLED, top_p=0.7), [transformers.TemperatureLogitsWarper(0.9), transformers.TopPLogitsWarper(0.7)]),
+        (evolve(SAMPLED, min_p=0.1), [transformers.TemperatureLogitsWarper(0.9), transformers.MinPLogitsWarper(0.1)]),
         (
             evolve(SAMPLED, top_k=12, top_p=0.7, min_p=0.1),
-            [TemperatureLogitsWarper(0.9), TopKLogitsWarper(12), TopPLogitsWarper(0.7), MinPLogitsWarper(0.1)],
+            [
+                transformers.TemperatureLogitsWarper(0.9),
+                transformers.TopKLogitsWarper(12),
+                transformers.TopPLogitsWarper(0.7),
+                transformers.MinPLogitsWarper(0.1),
+            ],
         ),
     ):
         expected = processed(logits, *warpers)
@@ -174,7 +175,7 @@ def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_answer()
     ids = torch.tensor([[*PROMPT, *answer]])
     for penalty in (0.5, 1.1, 1.7):
         logits = logits_of(5)
-        expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())[0]
+        expected = transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())[0]
         sampler = sampler_of(Sampling(repetition_penalty=penalty), answer)
         torch.testing.assert_close(sampler.penalties.adjust(logits[0]), expected, rtol=1e-6, atol=0)
 
