@@ -175,7 +175,7 @@ def test_a_cancellation_straight_to_the_end_is_noticed(state: type) -> None:
 
 def test_a_forgotten_release_is_noticed() -> None:
     rows = changed(Draining, PrefixFound, lambda before, *_: Transition(Done(before.remainder)))
-    assert faults(rows) == {"Draining, PrefixFound: forgets a lease"}
+    assert noticed(rows, "Draining, PrefixFound: forgets a lease")
 
 
 def test_a_lease_released_twice_is_noticed() -> None:
@@ -189,7 +189,7 @@ def test_a_lease_released_twice_is_noticed() -> None:
 
 def test_a_draft_that_comes_too_late_and_is_forgotten_is_noticed() -> None:
     rows = changed(Draining, ModelLoaded, lambda before, *_: Transition(Done(before.remainder)))
-    assert faults(rows) == {"Draining, ModelLoaded: ends with the draft"}
+    assert noticed(rows, "Draining, ModelLoaded: ends with the draft")
 
 
 def test_a_second_chunk_while_one_runs_is_noticed() -> None:
