@@ -39,10 +39,10 @@ def small_run(source, tokenizer):
     def batches(stage, seed):
         return Batches(tokenizer, source, stage.mixture, stage.shape, seed)
 
-    def run():
+    def run(steps):
         torch.manual_seed(0)
         model = Qwen3(TINY)
-        stage = Stage("small", BatchShape(4, 127), {chat: 1.0}, steps=40, share=1.0, whole=0.3)
+        stage = Stage("small", BatchShape(4, 127), {chat: 1.0}, steps=steps, share=1.0, whole=0.3)
         before = model(*batches(stage, 1)[1000]).item()
         progress = train(model, batches, [stage], rates=RATES, seed=1)
         after = model(*batches(stage, 1)[1000]).item()
@@ -51,11 +51,15 @@ def small_run(source, tokenizer):
     return run
 
 
-def test_the_loss_falls_and_the_same_seed_gives_the_same_parameters(small_run):
-    model, progress, before, after = small_run()
-    assert progress.steps == {"small": 40}
-    assert after < before - 1
-    assert digest(model) == digest(small_run()[0])
+def test_the_loss_falls(small_run):
+    _, progress, before, after = small_run(24)
+    assert progress.steps == {"small": 24}
+    assert after < before - 0.5
+
+
+def test_the_same_seed_gives_the_same_parameters(small_run):
+    first, second = (small_run(5)[0] for _ in range(2))
+    assert digest(first) == digest(second)
 
 
 def test_ids_that_are_never_used_get_no_gradient_as_outputs():
