@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import engine  # noqa: F401 - before torch: how its threads wait
+from tests.compile_once import compile_modules
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.
@@ -31,6 +32,11 @@ settings.register_profile("any_machine", settings(deadline=None, suppress_health
 settings.load_profile("any_machine")
 
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
+
+
+def pytest_xdist_setupnodes() -> None:
+    """Called in the process that starts the workers, before it has other threads."""
+    compile_modules()
 
 
 @pytest.fixture(scope="session")

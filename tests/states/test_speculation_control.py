@@ -674,7 +674,7 @@ def test_no_answer_is_made_slower_by_the_batch_it_is_in(rates: Rates, chance: fl
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
     """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
-    length, runs, offer = 1000, 10, step_prices.estimate_prices(rates.decode, 0, 1, 64)
+    length, runs, offer = 1000, 5, step_prices.estimate_prices(rates.decode, 0, 1, 64)
     expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
     best = min(offer.price_of(1 + width) / tokens for width, tokens in expected.items()) * length
     cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
