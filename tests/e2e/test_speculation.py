@@ -350,7 +350,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 
 @only_demo
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("branches", [True, pytest.param(False, marks=pytest.mark.long)], ids=["trees", "chains"])
 async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target, jobs, guided, branches, tmp_path):
     guided.branches = branches
     trace = tmp_path / "trace.jsonl"
@@ -380,6 +380,9 @@ async def keep(found: list[Heard], running: Engine, job: Job) -> None:
     found.append(await hear_answer(running, job))
 
 
+@pytest.mark.parametrize(
+    "model", [pytest.param("demo", marks=pytest.mark.long), "demo-hybrid"], indirect=True, scope="module"
+)
 @pytest.mark.timeout(300)
 async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(drafted, jobs, plain, tmp_path):
     """Cold, from host memory, and from disk after a restart: rows of target and draft, and recurrent states."""
