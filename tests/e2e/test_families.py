@@ -57,10 +57,16 @@ FAMILIES = {
     },
     "qwen3_5_text": {**LINEAR_SIZES, "head_dim": 32, "rope_parameters": ROPE, "eos_token_id": [1, 2]},
 }
+# One of each structure is tried by default: dense, experts, recurrent layers with experts, and windows. The others are
+# long: qwen2 is dense as well, gemma3 has windows, and the hybrid demo of other tests is a qwen3_5.
+USUAL = ("llama", "qwen3_moe", "qwen3_next", "gemma4_text")
 DRAFT = DFlashConfig(HIDDEN, 128, 2, 4, 2, 24, Rotary(24, 1e4), (ALL_ROWS,) * 2, (0, 2), 8, 5)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES],
+)
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     own = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // 4}
