@@ -180,7 +180,7 @@ def test_pages_that_are_given_while_there_are_any_lock_requests_out(monkeypatch:
         run_all(short_of_pages(seed) for seed in range(200))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 40))])
 def test_an_answer_in_a_crowd_is_the_answer_alone(seed: int) -> None:
     """The same job, alone in a house with other settings and another schedule."""
     crowd = play(seed, replay=False)

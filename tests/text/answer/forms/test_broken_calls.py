@@ -488,7 +488,7 @@ def test_a_call_that_is_written_well_is_read_as_it_is(form: str, seed: int) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_answer_that_is_cut_off_anywhere_has_the_calls_that_are_there(form: str, seed: int) -> None:
     """A text in them is a beginning of what it would have become."""
     text, expected = answer(random.Random(f"{form} {seed} cut"), form, wrong=False)
@@ -506,8 +506,9 @@ def test_an_answer_that_is_cut_off_anywhere_has_the_calls_that_are_there(form: s
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_wrong_with_a_call_it_has_valid_arguments_and_nothing_is_lost(form: str, seed: int) -> None:
+    """Many more are tried by `test_whatever_is_wrong_with_a_call_for_long`."""
     chance = random.Random(f"{form} {seed} broken")
     for _ in range(80):
         check_broken(chance, form)
@@ -577,7 +578,7 @@ def test_text_made_of_tags_takes_no_quadratic_time(form: str, before: str, unit:
 # --- JSON
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_valid_json_is_passed_on_as_it_was_written(seed: int) -> None:
     chance = random.Random(seed)
     texts = ['"', "\\", "a", "\n", "{", "}", "]", ",", ":", " ", "</tool_call>", '": "', "é", "\x1f", "😀", "'", '"}']
