@@ -94,7 +94,7 @@ LOSING = (
         one
         for one in BLOCKS
         if one.block_size == one.keep_decoded
-        and (one.store, one.max_proposals, one.scorer_max_tokens) in {(True, 0, 9), (True, 0, 0), (False, 1, 0)}
+        and (one.store, one.max_proposals, one.scorer_max_tokens) in {(True, 0, 9), (False, 1, 0)}
     ),
     STATEFUL[0],
 )
