@@ -172,7 +172,7 @@ def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, se
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
-        expected = wide._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+        expected = wide._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
     assert torch.equal(out, expected.to(BF16))
 
 
@@ -189,7 +189,7 @@ def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated):
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
-        expected = few._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+        expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
     assert torch.equal(out, expected.to(BF16))
 
 
