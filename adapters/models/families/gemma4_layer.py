@@ -120,13 +120,13 @@ class Gemma4Ending:
     def end(self, kernels: Kernels, frame: Frame, residual: Tensor, fed: FedRows, batch: Batch) -> None:
         assert frame.after_feed is not None, "all layers of the family norm what their feed-forward returns"
         own = self.own
-        beside = None
+        parallel = None
         if self.parallel is not None:
             deciding, x = fed.parallel
             sparse = run_chosen_experts(kernels, self.parallel.experts, x, batch, deciding)
-            beside = (sparse, self.parallel.after, self.parallel.after_mlp)
+            parallel = (sparse, self.parallel.after, self.parallel.after_mlp)
         factor = self.factor if own is None or fed.inputs is None else 1.0
-        kernels.add_normed(residual, NormedRows(fed.found, frame.after_feed, beside, factor), self.eps)
+        kernels.add_normed(residual, NormedRows(fed.found, frame.after_feed, parallel, factor), self.eps)
         if own is not None and fed.inputs is not None:
             gate = apply_activation(self.activation, kernels.linear(residual, own.gate)).mul_(fed.inputs)
             made = NormedRows(kernels.linear(gate, own.out), own.norm, factor=self.factor)

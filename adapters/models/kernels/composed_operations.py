@@ -49,9 +49,9 @@ def add_normed(
 ) -> list[Tensor]:
     """Do what `RowKernels.add_normed` says. add_norm: that of the kernels."""
     rows = delta.rows
-    if delta.beside is not None:
-        beside, weight, own = delta.beside
-        rows = add_norm(rows, None, own, eps).add_(add_norm(beside, None, weight, eps))
+    if delta.parallel is not None:
+        parallel, weight, own = delta.parallel
+        rows = add_norm(rows, None, own, eps).add_(add_norm(parallel, None, weight, eps))
     residual.add_(add_norm(rows, None, delta.weight, eps))
     if delta.factor != 1:
         residual.mul_(delta.factor)

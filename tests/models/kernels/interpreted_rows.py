@@ -20,11 +20,11 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def check_norms() -> None:
-    """Rows beside others, factors, up to three norms of the sum; norms in two dtypes are computed one by one."""
+    """Sums of two, factors, up to three norms of the sum; norms in two dtypes are computed one by one."""
     kernels = TritonKernels(CPU, pdl=False)
-    weight, beside_weight, own, *outer = (random(WIDTH, seed=seed) for seed in range(1, 7))
-    rows, beside, residual = (random(ROWS, WIDTH, seed=seed).half() for seed in (7, 8, 9))
-    other = (beside, beside_weight, own)
+    weight, parallel_weight, own, *outer = (random(WIDTH, seed=seed) for seed in range(1, 7))
+    rows, parallel, residual = (random(ROWS, WIDTH, seed=seed).half() for seed in (7, 8, 9))
+    other = (parallel, parallel_weight, own)
     for delta, norms in (
         (NormedRows(rows, weight), outer),
         (NormedRows(rows, weight, factor=0.37), outer[:1]),

@@ -260,23 +260,23 @@ def test_attention_does_not_see_its_neighbours(kernels, bucket):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_rows_are_normed_and_added_as_by_operations_one_by_one(kernels, dtype):
-    """With other rows beside them, factors, and as many norms of the sum as a layer needs; at every row count."""
+    """Sums of two, factors, and as many norms of the sum as a layer needs; at every row count."""
     for width in (320, 2816, 5376):
         wide = (normal(width, dtype=torch.float32, seed=seed) + 1 for seed in range(1, 7))
         weight, other, own, *outer = wide
-        rows, beside, residual = (normal(300, width, dtype=dtype, seed=seed, scale=3.0) for seed in (7, 8, 9))
+        rows, parallel, residual = (normal(300, width, dtype=dtype, seed=seed, scale=3.0) for seed in (7, 8, 9))
         for delta, norms in (
             (NormedRows(rows, weight), outer),
             (NormedRows(rows, weight), outer[:1]),
-            (NormedRows(rows, weight, (beside, other, own), 0.37), []),
+            (NormedRows(rows, weight, (parallel, other, own), 0.37), []),
         ):
             expected = residual.clone()
             given = evolve(delta, rows=delta.rows.clone())
             sums = add_normed(kernels.add_norm, expected, given, 1e-6, norms)
             for count in (300, 1, 4):
                 part = residual[:count].clone()
-                cut = None if delta.beside is None else (beside[:count], other, own)
-                found = kernels.add_normed(part, evolve(delta, rows=rows[:count], beside=cut), 1e-6, norms)
+                cut = None if delta.parallel is None else (parallel[:count], other, own)
+                found = kernels.add_normed(part, evolve(delta, rows=rows[:count], parallel=cut), 1e-6, norms)
                 assert same_bits(part, expected[:count])
                 assert len(found) == len(norms)
                 assert all(same_bits(one, two[:count]) for one, two in zip(found, sums, strict=True))

@@ -106,7 +106,7 @@ class LayerEnding(Protocol):
 
 @frozen(eq=False)
 class FedRows:
-    """What is known of a layer's rows behind its feed-forward.
+    """The rows of a layer behind its feed-forward.
 
     found: what the feed-forward returned. parallel: the residual stream as it entered the feed-forward, by
     `LayerEnding.parallel_norms`. inputs: `[R, P]`, the layer's own; None: it has none.

@@ -46,8 +46,8 @@ def add_norm(
 def add_normed(
     residual: Tensor, delta: NormedRows, eps: float, outer: Sequence[Tensor], pdl: bool | None
 ) -> list[Tensor]:
-    beside = delta.beside or (delta.rows, delta.weight, delta.weight)  # where there are none, never read
-    if len({one.dtype for one in (delta.weight, *beside[1:], *outer)}) > 1 or len(outer) > _MOST_NORMS:
+    parallel = delta.parallel or (delta.rows, delta.weight, delta.weight)  # where there are none, never read
+    if len({one.dtype for one in (delta.weight, *parallel[1:], *outer)}) > 1 or len(outer) > _MOST_NORMS:
         return composed_operations.add_normed(partial(add_norm, pdl=pdl), residual, delta, eps, outer)
     count, width = residual.shape
     out = residual.new_empty(len(outer), count, width)
@@ -58,14 +58,14 @@ def add_normed(
         residual,
         delta.rows,
         delta.weight,
-        *beside,
+        *parallel,
         *(*outer, *[delta.weight] * _MOST_NORMS)[:_MOST_NORMS],
         out if outer else residual,
         width,
         eps,
         delta.factor,
         OUTER=len(outer),
-        BESIDE=delta.beside is not None,
+        PARALLEL=delta.parallel is not None,
         SCALED=delta.factor != 1,
         WIDE=delta.weight.dtype != residual.dtype,
         BLOCK=block,

@@ -13,13 +13,13 @@ from torch import Tensor
 class NormedRows:
     """Rows `[R, D]` whose RMSNorm, times `weight` `[D]`, is added to the residual stream.
 
-    beside: other rows, the weight of their norm, and the weight of a first norm of `rows`. The sum of both norms then
+    parallel: other rows, the weight of their norm, and the weight of a first norm of `rows`. The sum of both norms then
     takes the place of `rows`. factor: what the residual stream is multiplied with at last. Every step is rounded.
     """
 
     rows: Tensor
     weight: Tensor
-    beside: tuple[Tensor, Tensor, Tensor] | None = None
+    parallel: tuple[Tensor, Tensor, Tensor] | None = None
     factor: float = 1.0
 
 

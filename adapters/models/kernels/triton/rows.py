@@ -85,8 +85,8 @@ def add_normed(
     residual_ptr,
     delta_ptr,
     weight_ptr,
-    beside_ptr,
-    beside_weight_ptr,
+    parallel_ptr,
+    parallel_weight_ptr,
     own_weight_ptr,
     first_ptr,
     second_ptr,
@@ -96,7 +96,7 @@ def add_normed(
     eps,
     factor,
     OUTER: tl.constexpr,
-    BESIDE: tl.constexpr,
+    PARALLEL: tl.constexpr,
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -104,7 +104,7 @@ def add_normed(
 ):
     """Do what `Kernels.add_normed` says for one row, with the roundings of the operations one by one.
 
-    OUTER: how many norms of the sum are returned, `[OUTER, R, width]`; first, second, third: their weights. BESIDE:
+    OUTER: how many norms of the sum are returned, `[OUTER, R, width]`; first, second, third: their weights. PARALLEL:
     there are other rows. SCALED: the sum is multiplied with `factor`.
     """
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
@@ -117,12 +117,12 @@ def add_normed(
         gdc_wait()
     delta = tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)
     x = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
-    if BESIDE:
-        beside = tl.load(beside_ptr + at, inside, 0.0).to(tl.float32)
-        beside_weight = tl.load(beside_weight_ptr + i, inside, 0.0).to(tl.float32)
+    if PARALLEL:
+        parallel = tl.load(parallel_ptr + at, inside, 0.0).to(tl.float32)
+        parallel_weight = tl.load(parallel_weight_ptr + i, inside, 0.0).to(tl.float32)
         own_weight = tl.load(own_weight_ptr + i, inside, 0.0).to(tl.float32)
         delta = _norm_row(delta, own_weight, width, eps, dtype, WIDE).to(tl.float32)
-        delta += _norm_row(beside, beside_weight, width, eps, dtype, WIDE).to(tl.float32)
+        delta += _norm_row(parallel, parallel_weight, width, eps, dtype, WIDE).to(tl.float32)
         delta = delta.to(dtype).to(tl.float32)
     x = (x + _norm_row(delta, weight, width, eps, dtype, WIDE).to(tl.float32)).to(dtype)
     if SCALED:
