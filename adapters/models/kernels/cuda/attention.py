@@ -57,12 +57,6 @@ AHEAD = {
 }
 
 
-def count_splits(capacity: int, window: int, rows: int) -> int:
-    """Return how many splits a tile of up to `rows` rows has at most. window: see `AttentionRule`."""
-    every = count_parts(capacity, SPLIT)
-    return min(every, (window + rows - 2) // SPLIT + 2) if window else every
-
-
 @define(eq=False)
 class CudaAttention:
     """Attention of one shard. Scratch memory is kept for good, because recorded graphs hold its address.
@@ -108,8 +102,7 @@ class CudaAttention:
         share = count_shares(heads // kv, query_tile)
         kv *= share
         padded = round_up_to_power(heads // kv)
-        of_tile = query_tile // padded
-        splits = count_splits(capacity, rule.window, of_tile)
+        splits = count_parts(capacity, SPLIT)
         out = q.new_empty(bucket, heads, size)
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
@@ -117,8 +110,9 @@ class CudaAttention:
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
         ahead = not chained and share == 1 and not (rule.cap or rule.latent) and self._can_run_ahead(q, k_cache, AHEAD)
+        of_tile = query_tile // padded
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
-        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, 0 if chained else rule.window), slots)
+        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, rule.window if ahead else 0), slots)
         limit = len(tiles)
         shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT}
         shape["PAGE"] = page_size(k_cache, batch)
