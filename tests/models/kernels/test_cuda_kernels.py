@@ -8,7 +8,7 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.cache.window_pages import WindowPages
-from adapters.models.kernels.activations import CLAMPED, GELU, apply_activation, gate_halves
+from adapters.models.kernels.activations import CLAMPED, GELU, gate_halves
 from adapters.models.kernels.composed_operations import add_normed
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.functions.seeded import make_generator
@@ -299,14 +299,14 @@ def test_a_gate_lets_through_what_torch_says_for_every_number(kernels, activatio
     gate = gate[gate.isfinite()]
     both = torch.stack((gate, normal(len(gate), dtype=torch.bfloat16)), 1)
     found = kernels.apply_gate(activation, both.clone(), None)
-    exact = gate_halves(activation, both.double().float(), None).bfloat16() if activation == CLAMPED else None
-    if exact is None:
-        exact = apply_activation(GELU, both[:, :1]).mul_(both[:, 1:])
+    exact = gate_halves(CLAMPED, both.float(), None).bfloat16()
+    if activation == GELU:
+        exact = torch.nn.functional.gelu(both[:, :1].double(), approximate="tanh").bfloat16() * both[:, 1:]
     bits = [one.view(torch.int16).int() for one in (found, exact)]
     apart = torch.where(bits[0] < 0, -(bits[0] & 32767), bits[0]) - torch.where(
         bits[1] < 0, -(bits[1] & 32767), bits[1]
     )
-    near = exact.float().abs() > 1e-30  # tanh alone loses the least of them
+    near = exact.float().abs() > 1e-9  # the sum of 1 and tanh has no digits left below
     assert found.isfinite().equal(exact.isfinite())
     assert (apart.abs() <= 2)[near].all(), (activation, gate[(apart.abs() > 2)[:, 0]][:10])
     bias = normal(2, dtype=torch.bfloat16, seed=5)
@@ -349,15 +349,11 @@ AHEAD = [  # type, numbers of a head, heads of a key head, rows of a page, rule
         for group in (1, 3, 4, 8)
         for page in (0, PAGE)
     ),
-    *((torch.bfloat16, 256, group, page, PLAIN) for group in (2, 6) for page in (0, PAGE)),
     (torch.bfloat16, 64, 8, PAGE, SINKS),
     (torch.bfloat16, 64, 8, 0, evolve(SINKS, window=128)),
     (torch.bfloat16, 64, 8, OF_WINDOW, evolve(SINKS, window=128)),
-    (torch.bfloat16, 128, 3, 0, AttentionRule(300)),
-    (torch.bfloat16, 128, 4, OF_WINDOW, AttentionRule(1024)),
-    (torch.bfloat16, 256, 1, OF_WINDOW, AttentionRule(300)),
-    (torch.bfloat16, 256, 2, OF_WINDOW, AttentionRule(1024)),
-    (torch.float16, 256, 2, OF_WINDOW, AttentionRule(1024)),
+    (torch.bfloat16, 64, 3, OF_WINDOW, AttentionRule(300)),
+    (torch.float16, 64, 8, OF_WINDOW, AttentionRule(1024)),
 ]
 
 

@@ -48,13 +48,16 @@ CHAIN_AHEAD = {
     128: {"CONSUMERS": 2, "REGISTERS": 240, "K_STAGES": 4, "V_STAGES": 4},
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
-# For each size of heads the tiles that a split's program loads ahead. Two programs share a processor's memory; those of
-# heads of 256 take all of it, and have eight warps.
-AHEAD = {
-    64: {"K_STAGES": 4, "V_STAGES": 3},
-    128: {"K_STAGES": 4, "V_STAGES": 3},
-    256: {"K_STAGES": 3, "V_STAGES": 3},
-}
+AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
+PLAIN_AHEAD = (64, 128)  # sizes of heads for which splits are loaded ahead
+RULED_AHEAD = (64,)  # likewise with windows and sinks; decision 047 says why no others
+
+
+def list_sizes_ahead(rule: AttentionRule) -> Collection[int]:
+    """Return the sizes of heads for which splits are loaded ahead under a rule."""
+    if rule.is_plain:
+        return PLAIN_AHEAD
+    return () if rule.cap or rule.latent else RULED_AHEAD
 
 
 @define(eq=False)
@@ -109,7 +112,7 @@ class CudaAttention:
         if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
-        ahead = not chained and share == 1 and not (rule.cap or rule.latent) and self._can_run_ahead(q, k_cache, AHEAD)
+        ahead = not chained and share == 1 and self._can_run_ahead(q, k_cache, list_sizes_ahead(rule))
         of_tile = query_tile // padded
         shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
         tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, rule.window if ahead else 0), slots)
@@ -127,8 +130,7 @@ class CudaAttention:
             launch(attention.attend_chain, grid, q, *rows_of, *given, **shape, **bounds, **joins, **options)
             return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
         acc, sums = self._scratch(heads, splits, size)
-        # While one program of a processor computes, the rows of the other one come.
-        programs = min(limit * splits * kv, self.processors if ahead and head > 128 else 2 * self.processors)
+        programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
@@ -136,9 +138,9 @@ class CudaAttention:
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            options = AHEAD[head] | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
+            options = AHEAD | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
             options["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
-            options |= self._options(8 if head > 128 else 4)
+            options |= self._options(4)
             last = (self._partial_counts(kv), out, sinks)
             launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
