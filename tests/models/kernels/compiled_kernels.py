@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
 from adapters.models.kernels.activations import CLAMPED, GELU
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
@@ -259,6 +259,9 @@ def norm_and_gate(kernels: TritonKernels) -> None:
     packed = kernels.pack_gated(make(512, 256), GELU)
     for count in (4, 64, 1024):
         kernels.gated_linear(make(count, 256), packed)
+    matrix = random_matrix((64, 512), MXFP4, "w")
+    behind = kernels.pack_gated(StackedWeight((matrix, matrix), torch.bfloat16, CPU), GELU)
+    assert kernels.gated_linear(make(4, 512), behind).shape == (4, 64)
 
 
 def pick_tokens(kernels: TritonKernels) -> None:
