@@ -78,6 +78,7 @@ def choose_settings(
     block = count_most_proposals(draft, shard)
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
+    mixed_rows = choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
     timed = list_timed_copies(options, max_copied)
     widths = choose_proposal_widths(block, tree)
@@ -95,7 +96,8 @@ def choose_settings(
         block_size=numerics.block_size,
         keep_decoded=has_buckets,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
+        mixed_rows=mixed_rows,
+        mixed_launches=bool(mixed_rows) and takes_prompts_along(shard) and not (block or max_copied),
         commits_per_segment=stateful and shard.states.commits_per_segment,
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,
@@ -114,6 +116,14 @@ def choose_settings(
         shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
     return with_expert_counts(found, parts.experts)
+
+
+def takes_prompts_along(shard: Pipeline) -> bool:
+    """Can rows of a prompt go along with steps that are launched before the ones before them have been read?
+
+    The device must run ahead of the host, and kernels must settle the rows of a prompt beside those that decode.
+    """
+    return shard.spec.runs_ahead and bool(shard.states.specs) and shard.states.commits_per_segment
 
 
 def list_timed_copies(options: Options, max_copied: int) -> tuple[int, ...]:
