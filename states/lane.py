@@ -197,12 +197,13 @@ def can_join(lane: Lane, settings: Settings) -> bool:
 
     Decode steps can, and only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
-    `Settings.mixed_launches` a prompt can join as well, unless another one goes along already.
+    `Settings.mixed_launches` a prompt can join as well, unless another one goes along already or text may be copied.
     """
     if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):
         return False
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
-    if others and not (settings.mixed_launches and all(may_go_along(one.effect) for one in others)):
+    prompts_join = settings.mixed_launches and not settings.max_copied
+    if others and not (prompts_join and all(may_go_along(one.effect) for one in others)):
         return False
     along = find_prompt_along(lane)
     joining_steps = len(lane.waiting) - len(others)

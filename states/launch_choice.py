@@ -47,7 +47,7 @@ from states.lane import (
     start_launch,
     with_decode_plan,
 )
-from states.mixed_launch import choose_mixed_chunk, join_mixed_launch, start_mixed_launch
+from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunk, join_mixed_launch, start_mixed_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
@@ -62,7 +62,6 @@ LaneChoice: TypeAlias = Launch | EffectOutcome | None
 # Decode steps with proposals between two plain ones, so that the time of a plain step stays known. It is also the most
 # steps that a launch with a draft takes unattended.
 PLAIN_STEP_INTERVAL = 64
-UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
 
 
@@ -233,7 +232,7 @@ def join_launch(
     """
     members = (*lane.running, *lane.waiting)
     controls = [find_control(requests, one) for one in members]
-    if settings.mixed_launches:
+    if settings.mixed_launches and not settings.max_copied:
         return join_mixed_launch(lane, requests, settings)
     if not settings.max_copied or not any(control and control.copy_widths for control in controls):
         return join_waiting(lane, lane.waiting, lane.plan), lane.waiting

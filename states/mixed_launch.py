@@ -13,6 +13,8 @@ Idea. There are two forms of a mixed launch:
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
 prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
+Where earlier text may be copied, nothing is copied beside a prompt. There the launch ends with the prompt's rows, so
+that the next one is planned with copies, and no prompt joins.
 
 Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
 It joins the launch. The next steps take 510 and 490 of its rows along; then its first decode step joins the launch.
@@ -40,6 +42,7 @@ MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows 
 # fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
 # came 8 % sooner.
 SEVERAL_PROMPTS_FACTOR = 2
+UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
 
 
 def choose_mixed_chunk(
@@ -85,14 +88,22 @@ def start_mixed_launch(
 
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
-    step_count = 1
+    most = 1
     if settings.mixed_launches:
-        batch = (*decode_steps, prompt_chunk)
-        step_count = max(one.effect.steps for one in decode_steps if isinstance(one.effect, RunDecode))
-    else:
-        batch = (*(with_decode_plan(one, propose=0, steps=1) for one in decode_steps), prompt_chunk)
-    plan = Plan((0,) * len(decode_steps))
-    return evolve(start_launch(lane, batch, plan, step_count), proposing_steps=lane.proposing_steps), batch
+        most = count_forwards(prompt_chunk, len(decode_steps)) if settings.max_copied else UNLIMITED_STEPS
+    effects = [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
+    counts = [min(most, effect.steps) for effect in effects]
+    steps = [with_decode_plan(one, 0, count) for one, count in zip(decode_steps, counts, strict=True)]
+    batch = (*steps, prompt_chunk)
+    after = start_launch(lane, batch, Plan((0,) * len(steps)), max(counts))
+    return evolve(after, proposing_steps=lane.proposing_steps), batch
+
+
+def count_forwards(prompt_chunk: EffectRequest, step_count: int) -> int:
+    """Count the forwards that these rows of a prompt take beside decode steps."""
+    effect = prompt_chunk.effect
+    assert isinstance(effect, RunPrefill), "nothing else goes along"
+    return -(-(effect.stop - effect.start) // (effect.forward_rows - step_count))
 
 
 def join_mixed_launch(

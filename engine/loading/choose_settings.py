@@ -97,7 +97,7 @@ def choose_settings(
         keep_decoded=has_buckets,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=mixed_rows,
-        mixed_launches=bool(mixed_rows) and takes_prompts_along(shard) and not (block or max_copied),
+        mixed_launches=bool(mixed_rows) and takes_prompts_along(shard) and not block,
         commits_per_segment=stateful and shard.states.commits_per_segment,
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,

@@ -185,8 +185,7 @@ def take_prompts_along(settings: Settings, rng: random.Random) -> Settings:
     """The same, and prompts may go along with several steps. It has a generator of its own, so that nothing else of a
     schedule changes.
     """
-    usual = not settings.mixed_rows or settings.max_proposals or settings.max_copied
-    if usual or rng.random() < 0.3:
+    if not settings.mixed_rows or settings.max_proposals or rng.random() < 0.3:
         return settings
     return evolve(settings, mixed_launches=True, commits_per_segment=settings.stateful and rng.random() < 0.5)
 

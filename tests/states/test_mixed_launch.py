@@ -66,6 +66,16 @@ def test_where_no_step_may_go_on_the_launch_has_one_forward() -> None:
     assert not after_.runs_unattended
 
 
+def test_where_text_may_be_copied_the_launch_ends_with_the_rows_and_no_prompt_joins() -> None:
+    copying = evolve(ALONG, max_copied=4)
+    before = Lane((a_prompt(1, 4, 68), a_step(2), a_step(3, steps=1)))
+    after, _, chosen = launch_choice.choose_launch(before, {}, copying, {}, Rates())
+    along = a_prompt(1, 4, 32, forward_rows=16)
+    assert chosen == Launch((a_step(2, steps=2), a_step(3, steps=1), along))
+    assert after.runs_unattended
+    assert not lane.can_join(evolve(running(a_step(2)), waiting=(a_prompt(4, 0, 8),)), copying)
+
+
 def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
     busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=(a_prompt(3, 0, 8),))
     assert not lane.can_join(busy, ALONG)
@@ -143,7 +153,7 @@ def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is
     assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
 
 
-@pytest.mark.parametrize("changes", [{"mixed_rows": 0}, {"max_proposals": 4}, {"max_copied": 4}])
+@pytest.mark.parametrize("changes", [{"mixed_rows": 0}, {"max_proposals": 4}])
 def test_settings_in_which_nothing_could_go_along_are_refused(changes: Any) -> None:
     with pytest.raises(ValueError, match="goes along"):
         evolve(ALONG, **changes)

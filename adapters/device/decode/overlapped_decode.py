@@ -26,7 +26,7 @@ Invariants:
   slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
-* A prompt's rows may go along with a step (`prompt_along.py`). Steps go on without it behind its last rows.
+* A prompt's rows may go along with a step (`prompt_along.py`). Its last rows are reported when they are launched.
 * If members have ended or joined by then, the rules for copies do not hold any more. Then the step in flight is the
   last one for all members, and the core decides how they go on.
 
@@ -219,7 +219,7 @@ class OverlappedDecode:
     def _launch_first(self, members: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
         """Launch the first step. Return None if no request is there, or no memory, which is reported."""
         try:
-            return self._launch(members, last_tokens(members)) if members else None
+            return self._note_rows(self._launch(members, last_tokens(members)), batch) if members else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -250,6 +250,8 @@ class OverlappedDecode:
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
             following = self._launch([*staying, *joining], tokens, len(staying)) if staying or joining else None
+            if following is not None:
+                self._note_rows(following, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -259,6 +261,12 @@ class OverlappedDecode:
         for member in staying:
             member.steps_left -= 1
         return following
+
+    def _note_rows(self, step: InFlightStep, batch: RunningBatch) -> InFlightStep:
+        """Report the last rows of a prompt that go with a step which was just launched. Returns the step."""
+        if step.rows is not None:
+            report_some(batch, self.along.note_launched(step.rows))
+        return step
 
     def _report_no_memory(self, members: Sequence[BatchMember], error: Exception, batch: RunningBatch) -> None:
         """Report to these members, and to a prompt that goes along, that a step could not be launched for them."""
@@ -295,8 +303,6 @@ class OverlappedDecode:
         picking = None
         if all(member.state.sampler.picks_independently for member in members[:unread_count]):
             picking = self._start_picking(logits, members, offsets)
-        if rows is not None:
-            self.along.note_launched(rows)
         return InFlightStep(members, whole, forward, logits, picking, rows)
 
     def _start_picking(

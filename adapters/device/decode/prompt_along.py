@@ -3,14 +3,18 @@
 Overlapped decode (`overlapped_decode.py`) launches each step before it has read the one before. The rows of a prompt
 need nothing of the step before but that it was launched. So they can go along with such steps:
 
-    device:   16 decode rows, prompt rows 0..496 | 16 decode rows, prompt rows 496..992 | 16 decode rows
-    host:     launch the second step | read the first one's picks, report rows 0..496 | launch the third step | ...
+    device:   16 decode rows, prompt rows 0..496 | 16 decode rows, prompt rows 496..992 | 17 decode rows
+    host:     launch the second step, report rows 496..992 | read the first one's picks | launch the third step | ...
+
+The last rows are reported as soon as they are launched. Whatever the lane launches behind them finds them in place, and
+copies on other streams wait for all that it has launched. So the prompt's first decode step, or its next rows, can go
+with the next step already.
 
 Invariants:
 
 * One prompt goes along at a time. The decode rows come first in a forward, so their logits have the bits that they have
   alone.
-* Rows count as valid only when the step that computes them has been read (`SlotState.mark_computed`).
+* All rows but the last ones count as valid when the step that computes them has been read.
 * A prompt has outcomes with `more`, then one without. That one comes with its last rows, or sooner: where it is given
   up, or where the launch ends.
 * Without memory for a step with its rows the prompt fails. Its positional state may have moved by then, so such a slot
@@ -37,13 +41,16 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 
 @define(eq=False)
 class PromptAlong:
-    """A prompt that goes along. next_row: rows of the slot before it are there, or were launched."""
+    """A prompt that goes along.
+
+    next_row: rows of the slot before it are there, or were launched. has_ended: its last outcome was reported.
+    """
 
     effect_request: EffectRequest
     effect: RunPrefill
     state: SlotState
     next_row: int
-    has_failed: bool = False
+    has_ended: bool = False
 
 
 @frozen(eq=False)
@@ -64,12 +71,15 @@ class PromptRows:
         return torch.cat((tokens, own.to(tokens.device, non_blocking=True)))
 
     def report(self, following: PromptRows | None) -> list[tuple[RequestId, Outcome]]:
-        """Count the rows as computed, and return their outcome. following: what the next step takes along."""
-        if self.prompt.has_failed:
+        """Count the rows as computed, and return their outcome, unless the prompt has ended.
+
+        following: what the next step takes along.
+        """
+        if self.prompt.has_ended:
             return []
         self.piece.state.mark_computed(self.piece.stop)
-        goes_on = following is not None and following.prompt is self.prompt
-        return [(self.prompt.effect_request.request, PrefillAdvanced(self.piece.stop, more=goes_on))]
+        self.prompt.has_ended = following is None or following.prompt is not self.prompt
+        return [(self.prompt.effect_request.request, PrefillAdvanced(self.piece.stop, more=not self.prompt.has_ended))]
 
 
 @define(eq=False)
@@ -119,10 +129,13 @@ class PlaceAlong:
         stop = min(prompt.next_row + max(1, effect.forward_rows - decode_rows), effect.stop)
         return PromptRows(prompt, PromptPiece(effect.slot, prompt.next_row, stop, prompt.state))
 
-    def note_launched(self, rows: PromptRows) -> None:
-        """Note that a step with these rows was launched."""
+    def note_launched(self, rows: PromptRows) -> list[tuple[RequestId, Outcome]]:
+        """Note that a step with these rows was launched. Return their outcome if they are the last ones."""
         rows.prompt.next_row = rows.piece.stop
-        self._prompt = None if rows.are_last else rows.prompt
+        if not rows.are_last:
+            return []
+        self._prompt = None
+        return rows.report(None)
 
     def fail(self, error: Exception) -> list[tuple[RequestId, Outcome]]:
         """Let the prompt fail, because there was no memory for a step with its rows. Return the failure."""
@@ -130,7 +143,7 @@ class PlaceAlong:
         if prompt is None:
             return []
         self._prompt = None
-        prompt.has_failed = True
+        prompt.has_ended = True
         failure = out_of_memory_failure(error)
         if self.shard.states.specs:
             failure = DeviceFailed("broken", f"slot {prompt.effect.slot} was being settled: {error}")

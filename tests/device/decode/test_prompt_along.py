@@ -10,6 +10,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.lane.running_batch import has_more_to_come
+from adapters.device.sampling.sampler import LaunchedPicks
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
@@ -135,6 +136,27 @@ async def test_the_rows_of_a_prompt_fill_forwards_that_are_launched_one_after_th
     mixed, plain = outcomes.found[clients[0].request][0], outcomes.found[clients[0].request][-1]
     assert plain.ns >= 0
     assert mixed.ns == 0, "the time of a forward with rows of a prompt is not that of a decode step"
+
+
+async def test_the_last_rows_are_reported_before_their_step_has_been_read(fake_ahead, monkeypatch):
+    """So that the prompt's first decode step can go with the next one."""
+    clients = await open_decoding(fake_ahead)
+    prompt = await fake_ahead.open(prompt_of(80, 9), SAMPLED, 2)
+    outcomes, heard, read = Outcomes(fake_ahead), threading.Event(), LaunchedPicks.read
+
+    def wait_and_read(self):
+        assert heard.wait(60)
+        return read(self)
+
+    monkeypatch.setattr(LaunchedPicks, "read", wait_and_read)
+    outcomes.submit(*map(decode_step, clients), along(prompt), callers=(*clients, prompt))
+    await outcomes.wait_for(prompt)
+    assert outcomes.found[prompt.request] == [PrefillAdvanced(8)]
+    outcomes.submit(decode_step(prompt, 4), callers=(prompt,), joins=True)
+    heard.set()
+    await outcomes.wait_for(prompt, *clients)
+    monkeypatch.undo()
+    assert prompt.answer == await fake_ahead.answer(prompt_of(80, 9), SAMPLED, 4, 3)
 
 
 async def test_a_prompt_that_is_given_up_before_its_rows_are_launched_fails_and_others_go_on(fake_ahead):
