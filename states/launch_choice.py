@@ -96,7 +96,10 @@ def choose_launch(
         lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
         return start_launch(lane_after_prompts, batch), models, Launch(batch)
     launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if decode_steps else other
-    chunk_count = count_chunks(launched, settings) if settings.prompt_lane_min_rows else 1
+    if settings.mixed_launches and len(others) > 1:
+        launched = shorten_prefill(launched, settings.chunk)
+    can_stop = settings.prompt_lane_min_rows or settings.mixed_launches
+    chunk_count = count_chunks(launched, settings) if can_stop else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
 

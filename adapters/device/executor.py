@@ -110,7 +110,7 @@ class DeviceExecutor:
             slots=parts.slots,
             checkpoints=self._checkpoints,
             is_abandoned=self.is_abandoned,
-            is_lane_wanted=lambda: self._lanes.has_prompt_lane_waiting_work,
+            is_lane_wanted=lambda: self._lanes.is_prefill_lane_wanted(parts.shard.launches_ahead),
             decoding=self.decoding,
         )
         self._in_flight = InFlightRequests()

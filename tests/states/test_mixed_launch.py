@@ -153,6 +153,37 @@ def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is
     assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
 
 
+def test_a_prompt_that_nothing_waits_for_gets_several_chunks_behind_the_first_one() -> None:
+    """While the first chunk is computed, followers say which rows they wait for."""
+    settings = evolve(ALONG, stateful=True, commits_per_segment=True, state_checkpoints=2, chunks_per_prefill=3)
+    settings = evolve(settings, chunk=8, max_context=200)
+    world, outs = advance(make_world(settings), submitted(ONE, tuple(range(80))))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    [first] = [one.effect for one in launch.effect_requests]
+    assert isinstance(first, RunPrefill)
+    assert (first.start, first.stop) == (0, 8)
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    [second] = [one.effect for one in launch.effect_requests]
+    assert isinstance(second, RunPrefill)
+    assert (second.start, second.stop) == (8, 32)
+    world, outs = advance(world, submitted(TWO, (7,)))
+    assert EffectRequest(ONE, StopLaunch()) in outs, "a decode step waits"
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    assert [type(one.effect) for one in launch.effect_requests] == [RunDecode, RunPrefill]
+
+
+def test_where_several_prompts_wait_each_gets_a_chunk() -> None:
+    before = Lane((a_prompt(1, 0, 192), a_prompt(2, 0, 150)))
+    after, _, chosen = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    assert chosen == Launch((a_prompt(1, 0, 64),))
+    assert not after.runs_unattended
+    alone, _, chosen = launch_choice.choose_launch(Lane((a_prompt(1, 0, 192),)), {}, ALONG, {}, Rates())
+    assert chosen == Launch((a_prompt(1, 0, 192),))
+    assert alone.runs_unattended
+
+
 @pytest.mark.parametrize("changes", [{"mixed_rows": 0}, {"max_proposals": 4}])
 def test_settings_in_which_nothing_could_go_along_are_refused(changes: Any) -> None:
     with pytest.raises(ValueError, match="goes along"):
