@@ -185,7 +185,7 @@ def find_prompt_along(lane: Lane) -> EffectRequest | None:
 
 
 def may_go_along(effect: Effect) -> bool:
-    """May the rows of this effect go through forwards with decode steps? Their logprobs could not be told there.
+    """May the rows of this effect go through forwards with decode steps? Their logprobs would be lost there.
 
     The positional state that the slot has must not have to be kept before it moves.
     """

@@ -13,7 +13,7 @@ Idea. There are two forms of a mixed launch:
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
 prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
-Where earlier text may be copied, nothing is copied beside a prompt. There the launch ends with the prompt's rows, so
+Where earlier text may be copied, nothing is copied while a prompt goes along. There the launch ends with the prompt's rows, so
 that the next one is planned with copies, and no prompt joins.
 
 Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
@@ -100,7 +100,7 @@ def start_mixed_launch(
 
 
 def count_forwards(prompt_chunk: EffectRequest, step_count: int) -> int:
-    """Count the forwards that these rows of a prompt take beside decode steps."""
+    """Count the forwards that these rows of a prompt take together with decode steps."""
     effect = prompt_chunk.effect
     assert isinstance(effect, RunPrefill), "nothing else goes along"
     return -(-(effect.stop - effect.start) // (effect.forward_rows - step_count))

@@ -18,8 +18,8 @@ from engine.loading.calibration.calibrate_compute import (
     choose_mixed_rows,
     choose_prefill_span,
     load_or_measure_rates,
-    takes_prompts_along,
 )
+from engine.loading.calibration.prompts_along import with_prompts_along
 from engine.loading.drafts.attach_draft import count_most_branch, count_most_copied
 from engine.loading.drafts.load_draft import (
     BATCH_ROWS,
@@ -79,8 +79,6 @@ def choose_settings(
     block = count_most_proposals(draft, shard)
     has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
-    mixed_rows = choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0
-    mixed_launches = bool(mixed_rows) and takes_prompts_along(shard) and not has_draft
     max_copied = count_most_copied(parts.text_proposer, shard, numerics.batch_rows)
     timed = list_timed_copies(options, max_copied)
     widths = choose_proposal_widths(block, tree)
@@ -94,12 +92,11 @@ def choose_settings(
         shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
         max_queue=options.http.max_queue,
         chunk=numerics.chunk,
-        chunks_per_prefill=choose_prefill_span(shard, concurrent=bool(concurrent_rows), alone=mixed_launches),
+        chunks_per_prefill=choose_prefill_span(shard, concurrent=bool(concurrent_rows)),
         block_size=numerics.block_size,
         keep_decoded=has_buckets,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=mixed_rows,
-        mixed_launches=mixed_launches,
+        mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}, shard) if has_buckets else 0,
         commits_per_segment=stateful and shard.states.commits_per_segment,
         prompt_lane_min_rows=concurrent_rows,
         latency_target_ns=options.runtime.latency_target * 1_000_000,
@@ -117,7 +114,7 @@ def choose_settings(
         checkpoint_interval=options.checkpoints.kv_cache_interval,
         shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
-    return with_expert_counts(found, parts.experts)
+    return with_prompts_along(with_expert_counts(found, parts.experts), shard)
 
 
 def list_timed_copies(options: Options, max_copied: int) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ class PromptAlong:
 
 @frozen(eq=False)
 class PromptRows:
-    """The rows of a prompt that a step computes beside its decode rows."""
+    """The rows of a prompt that a step computes together with decode rows."""
 
     prompt: PromptAlong
     piece: PromptPiece

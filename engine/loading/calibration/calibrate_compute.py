@@ -55,9 +55,6 @@ MIXED_ROWS = 64
 # A decode step of a large model reads all weights. So do 512 rows of a prompt, which take 50 ms for 27B on an H200:
 # decode rows in the same forward cost nearly nothing, and wait no longer than that.
 MIXED_ROWS_GPU = 512
-# A chunk of 1,024 rows of a 27B hybrid takes 90 to 130 ms on an H200, and 2 to 3 ms more if the host hears of each one.
-# What comes meanwhile waits for two chunks at most.
-CHUNKS_ALONE = 4
 
 
 @frozen
@@ -114,24 +111,13 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
     return NARROW if here and shard.spec.runs_ahead and not drafted and not shard.states.specs else 0
 
 
-def choose_prefill_span(shard: Pipeline, *, concurrent: bool, alone: bool = False) -> int:
+def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
     """Return the number of chunks that one prefill effect may span.
 
-    On devices that are only launched ahead, a span is used if prefills run concurrently with decode steps. Otherwise
-    nothing could interrupt such a launch on their lane. alone: with `Settings.mixed_launches` it can be, so a prompt
-    that nothing waits for gets a few chunks at a time.
+    On devices that are only launched ahead, a span is used only if prefills run concurrently with decode steps: nothing
+    could interrupt such a launch on their lane.
     """
-    if concurrent or not shard.launches_ahead:
-        return shard.span
-    return min(shard.span, CHUNKS_ALONE) if alone else 1
-
-
-def takes_prompts_along(shard: Pipeline) -> bool:
-    """Can rows of a prompt go along with steps that are launched before the ones before them have been read?
-
-    The device must run ahead of the host, and kernels must settle the rows of a prompt beside those that decode.
-    """
-    return shard.spec.runs_ahead and bool(shard.states.specs) and shard.states.commits_per_segment
+    return shard.span if concurrent or not shard.launches_ahead else 1
 
 
 def load_or_measure_rates(
