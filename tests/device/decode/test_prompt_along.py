@@ -9,15 +9,23 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
+from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.running_batch import has_more_to_come
 from adapters.device.sampling.sampler import LaunchedPicks
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.stream import StopLaunch
-from tests.device.driver import GREEDY, PENALISED, SAMPLED, Caller, Driver, drive, let_run_ahead, prompt_of
+from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, let_run_ahead, prompt_of
 from tests.device.fake_shard import FakeShard
+from tests.models.checkpoints import proven
+from tests.models.hybrids import config
 
 ROWS = 16  # of a mixed forward
 LONG = 70  # tokens of a prompt that goes along
@@ -245,3 +253,54 @@ async def test_a_step_with_rows_that_finds_no_memory_is_the_prompts_failure(fake
     while len(client.answer) < STEPS:
         await fake_ahead.decode(client)
     assert client.answer == alone
+
+
+BLOCK_ROWS = 64  # rows of a prompt that a step takes along where a shard does not commit per segment
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    """A small model with recurrent layers, whose states move every 64 rows."""
+    own = config((2, 4, 32, 32), VOCAB, 96, 160, 3, 3, 1, 32, 512, 1e6, rotated=8)
+    buckets = (4, 8, 16, 32, 64)
+    kernels = proven(own, torch.float32, 512, buckets).copy_for_shard()
+    shape = ShardPlacement(slots=4, capacity=512, buckets=buckets, state_checkpoints=2)
+    shard = DenseShard(own, RandomWeights(own, scale=own.hidden_size**-0.5), kernels, shape)
+    driver = Driver(DeviceExecutor(ExecutorParts(shard, buckets, lane=DeviceLane(shard.spec.device))))
+    yield driver
+    assert driver.executor.close()
+
+
+@pytest.mark.timeout(120)
+async def test_positional_states_move_with_rows_that_go_along_as_with_those_that_come_alone(hybrid):
+    """Prompts come one after the other, each joins, and decodes behind its last rows in the same launch."""
+    samplings, lengths = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (9, 150, 190)
+    prompts = [prompt_of(30 + slot, length) for slot, length in enumerate(lengths)]
+    chunks = (BLOCK_ROWS,)
+    counts = (140, 60, 30)
+    alone = [
+        await hybrid.answer(prompt, sampling, count, chunks=chunks)
+        for prompt, sampling, count in zip(prompts, samplings, counts, strict=True)
+    ]
+    let_run_ahead(hybrid)
+    callers = [await hybrid.open(prompts[slot], samplings[slot], slot) for slot in range(3)]
+    await callers[0].prefill(chunks)
+    outcomes = Outcomes(hybrid)
+    outcomes.submit(decode_step(callers[0], counts[0]), callers=(callers[0],))
+    went_along = 0
+    for number in (1, 2):
+        caller = callers[number]
+        while caller.valid < caller.prompt - 1:
+            stop = min(caller.valid + BLOCK_ROWS, caller.prompt - 1)
+            rows = RunPrefill(caller.slot, caller.valid, stop, forward_rows=24)
+            outcomes.submit(EffectRequest(caller.request, rows), callers=(caller,), joins=True)
+            await outcomes.wait_for(caller)
+            assert isinstance(outcomes.found[caller.request][-1], PrefillAdvanced)
+            went_along += len(outcomes.found[caller.request]) > 1
+        outcomes.submit(decode_step(caller, counts[number]), callers=(caller,), joins=True)
+    await outcomes.wait_for(*callers)
+    for caller, count in zip(callers, counts, strict=True):
+        while len(caller.answer) < count:
+            await hybrid.decode(caller)
+    assert [caller.answer for caller in callers] == alone
+    assert went_along, "in several forwards"
