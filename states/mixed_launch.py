@@ -13,8 +13,8 @@ Idea. There are two forms of a mixed launch:
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
 prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
-Where earlier text may be copied, nothing is copied while a prompt goes along. There the launch ends with the prompt's rows, so
-that the next one is planned with copies, and no prompt joins.
+Where earlier text may be copied, nothing is copied while a prompt goes along. There the launch ends with the prompt's
+rows, so that the next one is planned with copies, and no prompt joins.
 
 Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
 It joins the launch. The next steps take 510 and 490 of its rows along; then its first decode step joins the launch.

@@ -222,14 +222,13 @@ def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Pr
 
     * at the last token of the answer;
     * at each token that the client has already received from an earlier slot, because the two are compared;
-    * at the end of each block, if the model has positional state, because that state may have to be kept.
+    * at a row at which positional state is kept (`scope.find_row_to_keep`).
     """
     if prompt.heard_tokens and len(answer.tokens) < len(prompt.heard_tokens):
         return 1
     left = answer.count_proposable(prompt.job) + 1
-    if not settings.stateful:
-        return left
-    return min(left, settings.block_size - slot_lease.valid_rows % settings.block_size)
+    at = scope.find_row_to_keep(settings, prompt, slot_lease.valid_rows)
+    return left if at is None else min(left, at - slot_lease.valid_rows)
 
 
 # --- after the stream is closed ---
