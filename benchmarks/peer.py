@@ -15,8 +15,9 @@ llama.cpp's server comes from the sdist of `llama-cpp-python` (`cmake --build BU
 vendor/, with `-DGGML_CUDA=ON` for a GPU). The weights are written as a GGUF file of bf16 for it, or both serve the file
 of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in folders that --vllm-path names; it loads
 the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
-means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. Our server has as many slots as a
-part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its
+means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
+Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Our
+server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its
 processes have in memory in the end, each with its share of common pages. "ready again" is the same command once more,
 when our server finds what the first one kept. Another checkout needs its products compiled (`python hatch_build.py`).
 Figures are medians of rounds. All of them need the machine for themselves.
@@ -41,8 +42,17 @@ import torch
 from benchmarks.agents_load import Workload, ask_in_turn, run_agents
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget
-from benchmarks.first_requests import SHAPES, checkpoint
-from benchmarks.peer_servers import ROOT, Contender, listen, measure_memory, serve_llama, serve_ours, serve_vllm
+from benchmarks.first_requests import SHAPES, checkpoint, checkpoint_texts
+from benchmarks.peer_servers import (
+    DRAWN_MODULE,
+    ROOT,
+    Contender,
+    listen,
+    measure_memory,
+    serve_llama,
+    serve_ours,
+    serve_vllm,
+)
 from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import median, print_table
 from engine.tools.bench.bench_options import parse_lengths
@@ -51,6 +61,7 @@ from tests.models.ggufs import Kind, packed, write_gguf
 
 DEMO, MARGIN = ROOT / "adapters" / "demo", 256  # rows that what is sent may take besides
 PARTS = ("streams", "cold", "agents", "restart")
+HYBRID, HYBRID_LAYERS = "hybrid-27b", 64  # the shape whose weights are drawn, and the layers that it has
 
 
 def asked(url: str, *words: str) -> list[Mapping[str, Any]]:
@@ -136,6 +147,8 @@ def bf16(name: str, data: np.ndarray, kind: Kind) -> tuple[np.ndarray, Kind]:
 
 def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     model = given.file or (DEMO if given.shape == "demo" else folder / "model")
+    if given.shape == HYBRID:
+        return make_drawn_servers(given, folder)
     if not model.exists():
         checkpoint(model, argparse.Namespace(shape=given.shape, layers=given.layers))
     sized = given.shape != "demo" and not given.defaults
@@ -158,6 +171,22 @@ def make_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender
         if given.vllm_exact:
             found["vLLM exact"] = serve_vllm(*how, exact=True)
     return found
+
+
+def make_drawn_servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
+    """Our server and that of another checkout, each of a hybrid whose weights are drawn when it starts."""
+    from benchmarks.hybrid import VOCABULARY, config_of, holes, settings  # noqa: PLC0415 - it needs Triton
+
+    model, layers = folder / HYBRID, given.layers or HYBRID_LAYERS
+    if not model.exists():
+        holes(model, settings(layers), config_of(layers).tensors())
+        checkpoint_texts(model, VOCABULARY)
+    flags = ("--draft", "none", *shlex.split(given.flags))
+    trees = {"ours": ROOT} if given.before is None else {"ours": ROOT, "before": given.before}
+    return {
+        name: serve_ours(model, tree, flags, sized=not given.defaults, module=DRAWN_MODULE)
+        for name, tree in trees.items()
+    }
 
 
 LATE = 1.5  # times the median: the goal of the latest one percent of tokens
@@ -241,7 +270,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--flags", default="", help="further options of our server")
     parser.add_argument("--defaults", action="store_true", help="our server chooses its slots and their length")
-    parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
+    parser.add_argument("--shape", choices=["demo", HYBRID, *SHAPES], default="demo")
     parser.add_argument("--file", type=Path, help="a GGUF file in the place of the demo, which both serve")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
@@ -261,6 +290,8 @@ def parse_options() -> argparse.Namespace:
     given = parser.parse_args()
     if unknown := set(given.parts.split(",")) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
+    if given.shape == HYBRID and (given.llama or given.vllm or given.file):
+        parser.error(f"--shape {HYBRID}: only our server draws its weights; without --llama, --vllm and --file")
     if given.vllm and given.file:
         parser.error("--file: vLLM serves a folder of safetensors, not a GGUF file")
     return given

@@ -34,6 +34,9 @@ VLLM_ENVIRONMENT = {
 VLLM_EXACT = {"VLLM_BATCH_INVARIANT": "1"}  # its nearest to equal answers
 VLLM_EXACT_FLAGS = ("--attention-backend", "FLASH_ATTN")
 
+MODULE = ("engine", "serve")
+DRAWN_MODULE = ("benchmarks.hybrid", "serve", "bf16", "0")  # its weights are drawn as it starts
+
 
 @frozen
 class Contender:
@@ -58,12 +61,17 @@ class Contender:
         return next(iter((done.stdout + done.stderr).strip().splitlines()), "unknown")
 
 
-def serve_ours(model: Path, tree: Path, flags: Sequence[str], *, sized: bool) -> Contender:
-    """Our server from a checkout. sized: it gets as many slots as asked, of the length asked; else its defaults."""
+def serve_ours(
+    model: Path, tree: Path, flags: Sequence[str], *, sized: bool, module: Sequence[str] = MODULE
+) -> Contender:
+    """Our server from a checkout. sized: it gets as many slots as asked, of the length asked; else its defaults.
+
+    module: that is run, and the words before those of `rekindle serve`.
+    """
 
     def command(sequences: int, rows: int) -> list[str]:
         size = ("--slots", str(sequences), "--max-ctx", str(rows)) if sized else ()
-        return [sys.executable, "-m", "engine", "serve", str(model), *size, *flags]
+        return [sys.executable, "-m", *module, str(model), *size, *flags]
 
     return Contender(command, tree)
 

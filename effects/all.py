@@ -71,13 +71,14 @@ class EffectRequest:
 class Launch:
     """Effects that a lane of a device carries out together, in this order.
 
-    They are a batch of decode steps, or a single effect of another kind. Or they are decode steps of one token each,
-    followed by the next rows of one prompt, which go through the same forward. Or they are the next rows of several
-    prompts, a chunk of each at most: `prefill.group_prefills` says which of them go through the same forward.
+    They are a batch of decode steps, or a single effect of another kind. Or they are decode steps followed by the next
+    rows of one prompt. With steps of one token each, these rows go through the same forward. With
+    `RunPrefill.forward_rows` they go along step after step. Or they are the next rows of several prompts, a chunk of
+    each at most: `prefill.group_prefills` says which of them go through the same forward.
     """
 
     effect_requests: tuple[EffectRequest, ...]
     lane: LaneId = MAIN
-    # These decode steps join the launch that the lane runs now, from its next step on. If that launch has ended, they
-    # run by themselves.
+    # These decode steps, and rows of a prompt that go along, join the launch that the lane runs now, from its next step
+    # on. If that launch has ended, they run by themselves.
     joins: bool = False

@@ -65,6 +65,9 @@ class RunPrefill:
     device_checkpoint: CheckpointId | None = None  # where the device keeps that state
     logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
     keeps_state_first: bool = False  # before the first row is computed, save the state after rows [0, start)
+    # Beside decode steps: the rows of each forward, decode rows included, and the rows go along step after step. 0: all
+    # of them go with one step.
+    forward_rows: int = 0
 
 
 def group_prefills(effects: Sequence[RunPrefill], chunk: int) -> list[list[RunPrefill]]:

@@ -9,7 +9,8 @@ folder is flat, because its modules are one machine. By subject:
   `lookup.py`, `restore.py`, `compress.py`, `generate.py`, `request_end.py`, `recover.py`.
 * Which request gets which slot and memory: `slots.py`, `slot_admission.py`, `followers.py`, `pages.py`,
   `page_growth.py`.
-* What runs next, and together with what: `lane.py`, `launch_choice.py`, `prompt_choice.py`, `pacing.py`.
+* What runs next, and together with what: `lane.py`, `launch_choice.py`, `mixed_launch.py`, `prompt_choice.py`,
+  `pacing.py`.
 * Which rows are kept, found, loaded or computed: `policy.py` (the planner is there), `kept_rows.py`, `sequences.py`,
   `scope.py`, `checkpoints.py`.
 * How much is proposed: `speculation_plan.py`, `speculation_control.py`, `suffix_control.py`,

@@ -33,7 +33,7 @@ from __future__ import annotations
 from attrs import evolve, frozen
 
 from effects.all import Effect, EffectRequest, Outcome
-from effects.decode import Decoded, RunDecode
+from effects.decode import Copying, Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.prompt_compression import CompressPrompt
@@ -168,26 +168,55 @@ def can_launch(lane: Lane) -> bool:
 
 
 def is_blocking(lane: Lane) -> bool:
-    """Does something wait for a launch that runs unattended?"""
-    return lane.runs_unattended and bool(lane.waiting and lane.running)
+    """Does something wait for the end of a launch that runs unattended?
+
+    Prompts that may go along with decode steps do not, while another prompt goes along: their turn comes when that
+    one's rows are there, and the launch need not end for it.
+    """
+    if not (lane.runs_unattended and lane.waiting and lane.running):
+        return False
+    return find_prompt_along(lane) is None or not all(may_go_along(one.effect) for one in lane.waiting)
+
+
+def find_prompt_along(lane: Lane) -> EffectRequest | None:
+    """Return the prompt whose rows go along with the decode steps of the running launch; None: there is none."""
+    running = (one for one in lane.running if isinstance(one.effect, RunPrefill) and one.effect.forward_rows)
+    return next(running, None)
+
+
+def may_go_along(effect: Effect) -> bool:
+    """May the rows of this effect go through forwards with decode steps? Their logprobs would be lost there.
+
+    The positional state that the slot has must not have to be kept before it moves.
+    """
+    return isinstance(effect, RunPrefill) and effect.logprobs < 0 and not effect.keeps_state_first
 
 
 def can_join(lane: Lane, settings: Settings) -> bool:
-    """May all waiting effects join the running launch?
+    """May all waiting effects join the running launch, or go along with it later?
 
-    Only decode steps can, and only where there is no draft: what each member proposes was chosen for the members of
-    this launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on.
+    Decode steps can, and only where there is no draft: what each member proposes was chosen for the members of this
+    launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
+    `Settings.mixed_launches` a prompt can join as well, unless another one goes along already or text may be copied.
     """
-    if settings.max_proposals or not (is_blocking(lane) and lane.last_was_decode):
+    if settings.max_proposals or not (lane.runs_unattended and lane.waiting and lane.running and lane.last_was_decode):
         return False
-    free_rows = settings.batch_rows - len(lane.running)
-    return len(lane.waiting) <= free_rows and all(isinstance(one.effect, RunDecode) for one in lane.waiting)
+    others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
+    prompts_join = settings.mixed_launches and not settings.max_copied
+    if others and not (prompts_join and all(may_go_along(one.effect) for one in others)):
+        return False
+    along = find_prompt_along(lane)
+    joining_steps = len(lane.waiting) - len(others)
+    free_rows = settings.batch_rows - len(lane.running) + (along is not None)
+    return joining_steps <= free_rows and (joining_steps > 0 or along is None)
 
 
 def join_waiting(lane: Lane, joining: tuple[EffectRequest, ...], plan: Plan) -> Lane:
-    """Make all waiting effects members of the running launch. joining: the same, as they are launched."""
+    """Make waiting effects members of the running launch. joining: those that join, as they are launched."""
     running = (*lane.running, *joining)
-    return evolve(with_effect_requests(lane, (), running), member_count=len(running), plan=plan)
+    requests = {one.request for one in joining}  # a request has one waiting effect at most
+    waiting = tuple(one for one in lane.waiting if one.request not in requests)
+    return evolve(with_effect_requests(lane, waiting, running), member_count=len(running), plan=plan)
 
 
 def start_launch(
@@ -211,6 +240,20 @@ def start_launch(
         runs_unattended=step_count > 1,
         overtakes=lane.overtakes,
     )
+
+
+def with_decode_plan(
+    effect_request: EffectRequest, propose: int, steps: int, copying: Copying | None = None
+) -> EffectRequest:
+    """Return a decode step with the proposals, the steps and the rule for copies that were chosen for it."""
+    effect = effect_request.effect
+    assert isinstance(effect, RunDecode), effect_request
+    if (effect.propose, effect.steps, effect.copying) == (propose, steps, copying):
+        return effect_request
+    chosen = RunDecode(
+        effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages, copying
+    )
+    return EffectRequest(effect_request.request, chosen)
 
 
 def remove_answered(lane: Lane, effect_request: EffectRequest) -> Lane:

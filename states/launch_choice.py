@@ -9,7 +9,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows by
    `lane.join_waiting` where `lane.can_join` allows it, so a rule about the batch belongs there, too.
 3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
-   (`choose_mixed_chunk`).
+   (`states/mixed_launch.py`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
@@ -33,12 +33,21 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.all import EffectRequest, Launch
-from effects.decode import Copying, RunDecode
+from effects.decode import RunDecode
 from effects.ids import PROMPTS, RequestId
 from effects.prefill import RunPrefill
 from states import copy_branches, residency, speculation_control, step_prices, suffix_control
 from states.events import EffectOutcome
-from states.lane import Lane, can_launch, choose_lane, join_waiting, remove_answered, start_launch
+from states.lane import (
+    Lane,
+    can_launch,
+    choose_lane,
+    join_waiting,
+    remove_answered,
+    start_launch,
+    with_decode_plan,
+)
+from states.mixed_launch import UNLIMITED_STEPS, choose_mixed_chunk, join_mixed_launch, start_mixed_launch
 from states.prompt_choice import choose_other_effect, choose_prompts, count_chunks, shorten_prefill
 from states.rates import Rates, estimate_prefill_time, find_span
 from states.request_states import MayPropose, Speculating, State
@@ -53,12 +62,6 @@ LaneChoice: TypeAlias = Launch | EffectOutcome | None
 # Decode steps with proposals between two plain ones, so that the time of a plain step stays known. It is also the most
 # steps that a launch with a draft takes unattended.
 PLAIN_STEP_INTERVAL = 64
-UNLIMITED_STEPS = 1 << 31  # of a launch that nothing is to be decided in
-MIXED_ROWS_PER_STEP = 8  # a mixed forward has room for at least this many rows per decode step (capped by the chunk)
-# Where several prompts wait, a mixed forward has this many times the rows. A stream's next token comes later then, but
-# fewer steps delay the first tokens. For eight sessions with a head of 4,000 tokens on two cores, the last first token
-# came 8 % sooner.
-SEVERAL_PROMPTS_FACTOR = 2
 TURN_PARTS = 4  # a prefill that takes turns with decode steps has at least one part in this many of a chunk
 
 
@@ -78,11 +81,10 @@ def choose_launch(
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
         prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
-        prompt_chunk = choose_mixed_chunk(decode_steps, other, prompt_count, settings)
+        prompt_chunk = choose_mixed_chunk(len(decode_steps), other, prompt_count, settings)
         if prompt_chunk is not None:
-            single_steps = (with_decode_plan(one, propose=0, steps=1) for one in decode_steps)
-            batch = (*single_steps, prompt_chunk)
-            return start_mixed_launch(lane_after_other, batch), models, Launch(batch)
+            after, batch = start_mixed_launch(lane_after_other, decode_steps, prompt_chunk, settings)
+            return after, models, Launch(batch)
     if decode_steps and (other is None or not lane.last_was_decode):
         draft_is_lost = models["draft"].location == "lost"
         batch, plan, step_count = plan_decode_launch(
@@ -94,7 +96,10 @@ def choose_launch(
         lane_after_prompts, batch = choose_prompts(lane, others, requests, settings)
         return start_launch(lane_after_prompts, batch), models, Launch(batch)
     launched = shorten_prefill(other, choose_turn_rows(decode_steps, other, settings, rates)) if decode_steps else other
-    chunk_count = count_chunks(launched, settings) if settings.prompt_lane_min_rows else 1
+    if settings.mixed_launches and len(others) > 1:
+        launched = shorten_prefill(launched, settings.chunk)
+    can_stop = settings.prompt_lane_min_rows or settings.mixed_launches
+    chunk_count = count_chunks(launched, settings) if can_stop else 1
     after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
     return after, models, Launch((launched,))
 
@@ -124,36 +129,6 @@ def plan_decode_launch(
     return batch, plan, max(step_counts)
 
 
-def choose_mixed_chunk(
-    decode_steps: Sequence[EffectRequest], other: EffectRequest, prompt_count: int, settings: Settings
-) -> EffectRequest | None:
-    """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
-
-    The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
-    wider if several prompts wait (prompt_count). With positional state the rows are at most a block, unless the kernels
-    update a prompt's state separately from decode rows (CUDA); there, several prompts do not widen the forward.
-
-    The two take turns where any of the following is true:
-
-    * Mixing is off (`mixed_rows` is 0), for instance because the bits of a row would depend on the other rows of its
-      forward.
-    * The other effect is no prefill.
-    * The state that the slot has must be kept before it moves (`keeps_state_first`).
-    * Logprobs of the prompt are asked for.
-    * The decode steps leave no room in the forward.
-    """
-    effect = other.effect
-    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.keeps_state_first or effect.logprobs >= 0:
-        return None
-    least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
-    is_wider = prompt_count > 1 and not settings.commits_per_segment
-    forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
-    prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
-    if settings.stateful and not settings.commits_per_segment:
-        prompt_rows = min(prompt_rows, settings.block_size)
-    return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
-
-
 def choose_turn_rows(
     decode_steps: Sequence[EffectRequest], other: EffectRequest, settings: Settings, rates: Rates
 ) -> int:
@@ -177,15 +152,6 @@ def choose_turn_rows(
     return round_down_to_block(settings, rows)
 
 
-def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
-    """Start a launch of decode steps whose last member is a prompt's chunk.
-
-    Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
-    """
-    plan = Plan((0,) * (len(batch) - 1))
-    return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
-
-
 def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
     """Choose how many steps each member may take without asking the core, or tokens if something may be copied.
 
@@ -201,20 +167,6 @@ def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings
     if settings.max_proposals:
         return [min(plan.steps, PLAIN_STEP_INTERVAL, *limits)] * len(limits)
     return [min(plan.steps, limit) for limit in limits]
-
-
-def with_decode_plan(
-    effect_request: EffectRequest, propose: int, steps: int, copying: Copying | None = None
-) -> EffectRequest:
-    """Return a decode step with the proposals, the steps and the rule for copies that were chosen for it."""
-    effect = effect_request.effect
-    assert isinstance(effect, RunDecode), effect_request
-    if (effect.propose, effect.steps, effect.copying) == (propose, steps, copying):
-        return effect_request
-    chosen = RunDecode(
-        effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages, copying
-    )
-    return EffectRequest(effect_request.request, chosen)
 
 
 def plan_proposals(
@@ -283,6 +235,8 @@ def join_launch(
     """
     members = (*lane.running, *lane.waiting)
     controls = [find_control(requests, one) for one in members]
+    if settings.mixed_launches and not settings.max_copied:
+        return join_mixed_launch(lane, requests, settings)
     if not settings.max_copied or not any(control and control.copy_widths for control in controls):
         return join_waiting(lane, lane.waiting, lane.plan), lane.waiting
     shape = get_step_shape(members)

@@ -172,15 +172,17 @@ def start_prefill(
 def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """Return the effect that computes the next rows of `[valid_rows, target)`.
 
-    It is one chunk, or several at once where the settings allow it. If positional state is to be kept at some row on
-    the way (`scope.CheckpointMark`), the effect ends there, or so soon behind it that the slot still has that state.
-    A last chunk that would be too narrow for the prompt lane is left to the next effect.
+    It is one chunk, or several at once where the settings allow it. With positional state the first effect of a prefill
+    is one chunk: until it is done, requests that come together with this one say which rows they wait for. If the state
+    is to be kept at some row on the way (`scope.CheckpointMark`), the effect ends there, or so soon behind it that the
+    slot still has that state. A last chunk that would be too narrow for the prompt lane is left to the next effect.
 
     target: the row before which prefill ends.
     """
     start = slot_lease.valid_rows
     logprobs = prompt.job.prompt_logprobs
-    row_limit = settings.chunk * (settings.chunks_per_prefill if logprobs < 0 else 1)
+    is_single = logprobs >= 0 or (settings.stateful and start == slot_lease.reused_rows)
+    row_limit = settings.chunk * (1 if is_single else settings.chunks_per_prefill)
     stop = min(start + row_limit, target)
     mark = scope.find_next_mark(settings, slot_lease, prompt)
     if mark is not None and mark.at <= stop and scope.find_state_row(settings, stop) != mark.at:
@@ -220,14 +222,13 @@ def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Pr
 
     * at the last token of the answer;
     * at each token that the client has already received from an earlier slot, because the two are compared;
-    * at the end of each block, if the model has positional state, because that state may have to be kept.
+    * at a row at which positional state is kept (`scope.find_row_to_keep`).
     """
     if prompt.heard_tokens and len(answer.tokens) < len(prompt.heard_tokens):
         return 1
     left = answer.count_proposable(prompt.job) + 1
-    if not settings.stateful:
-        return left
-    return min(left, settings.block_size - slot_lease.valid_rows % settings.block_size)
+    at = scope.find_row_to_keep(settings, prompt, slot_lease.valid_rows)
+    return left if at is None else min(left, at - slot_lease.valid_rows)
 
 
 # --- after the stream is closed ---

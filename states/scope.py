@@ -146,13 +146,24 @@ def has_passed_mark(settings: Settings, prompt: Prompt, before: int, valid_rows:
 
     The slot still has that state: it is the one behind its last whole block. before: valid rows before the step.
     """
+    at = find_row_to_keep(settings, prompt, before)
+    return at is not None and at == round_down_to_block(settings, valid_rows)
+
+
+def find_row_to_keep(settings: Settings, prompt: Prompt, valid_rows: int) -> int | None:
+    """Return the next row, behind the valid ones, at which an answer's positional state is kept; None: there is none.
+
+    Scope `full` keeps it in every block that a multiple of `checkpoint_interval` lies in, from `min_tokens` on.
+    """
     if not (settings.stateful and settings.store and settings.checkpoint_interval and settings.keep_decoded):
-        return False
-    at = round_down_to_block(settings, valid_rows)
-    is_marked = (
-        round_down_to_block(settings, round_up(settings.checkpoint_interval, at)) == at
-    )  # a mark lies in this block
-    return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and is_marked
+        return None
+    if prompt.job.scope.kind != "full":
+        return None
+    interval = settings.checkpoint_interval
+    mark = round_up(interval, max(valid_rows + 1, settings.min_tokens))
+    while not valid_rows < (at := round_down_to_block(settings, mark)) >= settings.min_tokens:
+        mark += interval
+    return at
 
 
 def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Iterator[int]:

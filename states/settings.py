@@ -27,6 +27,9 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (buckets are proven equal), so they are kept
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
+    # A prompt's rows go along with several decode steps of one launch, and prompts may join a launch. It needs mixed
+    # forwards, and no draft.
+    mixed_launches: bool = False
     prompt_lane_min_rows: int = (
         0  # prefills of more rows run on the prompt lane, while decode steps run; 0: there is no such lane
     )
@@ -97,6 +100,8 @@ class Settings:
             raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
         if self.prompt_lane_min_rows and (self.stateful or self.max_proposals):
             raise ValueError("the prompt lane cannot be used with positional state or with a draft")
+        if self.mixed_launches and (not self.mixed_rows or self.max_proposals):
+            raise ValueError("a prompt goes along with several steps only in mixed forwards, and without a draft")
         if self.chunks_per_prefill > 1 and self.chunk <= self.prompt_lane_min_rows:
             raise ValueError(
                 f"a prefill of several chunks needs chunks that go to the prompt lane; {self.chunk} rows are too few"

@@ -30,6 +30,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from states import pages, scope
 from states.checkpoints import EMPTY, StateCheckpoint, choose_checkpoint, drop_beyond, replace_checkpoint
 from states.kept_rows import NO_ROWS, ResidentRows, find_own_state, get_kept_rows, get_kept_sequence
+from states.lane import Lane
 from states.pages import Pages
 from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, get_remainder
 from states.settings import Settings
@@ -228,6 +229,24 @@ def assign_checkpoint(
         return slots, effect_request
     emptied = replace_checkpoint(slots.checkpoints, number, EMPTY)
     return evolve(slots, checkpoints=emptied), evolve(effect_request, effect=evolve(effect, device_checkpoint=number))
+
+
+def assign_checkpoints(
+    slots: Slots,
+    lane: Lane,
+    launched: tuple[EffectRequest, ...],
+    requests: Mapping[RequestId, State],
+    settings: Settings,
+) -> tuple[Slots, Lane, tuple[EffectRequest, ...]]:
+    """Choose where the state after a prompt's rows is kept, if such rows are the last effect that is launched.
+
+    Returns the lane and what is launched with it. lane: these effects are in its launch already.
+    """
+    if not (settings.state_checkpoints and launched and isinstance(launched[-1].effect, RunPrefill)):
+        return slots, lane, launched
+    slots, prefill = assign_checkpoint(slots, launched[-1], requests, settings)
+    running = tuple(prefill if one is launched[-1] else one for one in lane.running)
+    return slots, evolve(lane, running=running), (*launched[:-1], prefill)
 
 
 def record_checkpoint(

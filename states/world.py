@@ -9,9 +9,8 @@ Idea. `World` is an immutable value. `advance(world, event)` returns the next wo
 out, in order. Inside, a `Fold` lets one event play out to its end:
 
 1. An outcome is first taken off its lane, and times are learned from it (`acknowledge`).
-2. The request's transition is looked up in `states/table.py` and made (`react`). The effects that it asks for go to the
-   queue of a lane, or directly to the output (`route_effect`). The outcomes that a launch reported at once are one
-   event (`ForLaunch`), and go through these two steps one after the other (`take_outcomes`).
+2. The request's transition is looked up in `states/table.py` and made (`react`). Its effects go to the queue of a lane,
+   or to the output (`route_effect`). Outcomes that come at once go through 1 and 2 in turn (`take_outcomes`).
 3. When no derived event is pending, free lanes launch what waits for them (`launch_lanes`). This may answer an effect
    at once, which is one more pending event.
 4. When still nothing is pending, the next waiting request is admitted to a free slot (`admit_waiting`). That is an
@@ -307,10 +306,8 @@ class Fold:
         lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
             case Launch(launched):
-                if self.settings.state_checkpoints and isinstance(launched[-1].effect, RunPrefill):
-                    given = self.slots, launched[-1], self.requests, self.settings
-                    self.slots, prefill = slots.assign_checkpoint(*given)
-                    lane = evolve(lane, running=(launched := (*launched[:-1], prefill)))
+                given = lane, launched, self.requests, self.settings
+                self.slots, lane, launched = slots.assign_checkpoints(self.slots, *given)
                 if (self.settings.max_proposals or self.settings.max_copied) and lane.last_was_decode:
                     self.rates = copy_records.record_launch_begin(self.rates, lane.plan)
                     self.requests |= with_launch_plan(lane, self.requests)
@@ -325,14 +322,17 @@ class Fold:
         return True
 
     def join_launch(self, number: LaneId) -> None:
-        """Let waiting decode steps join the running launch. None joins while one of them waits for pages."""
+        """Let waiting effects join the running launch. None joins while a decode step waits for pages."""
         self.slots, ready, held = grow_waiting_steps(self.slots, self.lanes[number], self.requests, self.settings)
         if held:
             self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number], joining = join_launch(ready, self.requests, self.settings, self.rates)
+        lane, joining = join_launch(ready, self.requests, self.settings, self.rates)
+        self.slots, lane, joining = slots.assign_checkpoints(self.slots, lane, joining, self.requests, self.settings)
+        self.lanes[number] = lane
         self.requests |= with_launch_plan(self.lanes[number], self.requests) if self.settings.max_copied else {}
-        self.outputs.append(Launch(joining, number, joins=True))
+        if joining:
+            self.outputs.append(Launch(joining, number, joins=True))
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""

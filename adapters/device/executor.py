@@ -40,6 +40,7 @@ from itertools import takewhile
 from adapters.device.decode.decode_step import DecodeRunner
 from adapters.device.decode.prefill import PromptPiece, find_prompt_piece
 from adapters.device.decode.prefill_runner import PrefillRunner
+from adapters.device.decode.prompt_along import limit_to_forward
 from adapters.device.device_events import DeviceEventPort, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
@@ -50,6 +51,7 @@ from adapters.device.lane.running_batch import InFlightRequests, OutcomeQueue, p
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
+from adapters.device.slots.slot_table import add_pages
 from adapters.device.slots.slots import (
     SlotState,
     abandoned_failure,
@@ -108,7 +110,7 @@ class DeviceExecutor:
             slots=parts.slots,
             checkpoints=self._checkpoints,
             is_abandoned=self.is_abandoned,
-            is_lane_wanted=lambda: self._lanes.has_prompt_lane_waiting_work,
+            is_lane_wanted=lambda: self._lanes.is_prefill_lane_wanted(parts.shard.launches_ahead),
             decoding=self.decoding,
         )
         self._in_flight = InFlightRequests()
@@ -271,7 +273,8 @@ class DeviceExecutor:
     def _dispatch(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
         """Carry out decode steps and behind them one other effect, or the next rows of several prompts.
 
-        A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
+        A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them. Where
+        steps can be overlapped, its rows may go along with several of them.
         """
         decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
         rest = effect_requests[len(decode_steps) :]
@@ -282,13 +285,16 @@ class DeviceExecutor:
         for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
-        self.decoding.add_pages(decode_steps)
+        add_pages(self._shard, self._slots, decode_steps)
         # Behind that: pages that one slot is given may be what another one has lost.
         self.row_watch.check_launch(self._slots, effect_requests)
+        if (decode_steps and not rest) or self.decoding.can_take_along(effect_requests):
+            for one in self.decoding.run(effect_requests, steps):
+                steps.put([(one.request, self._carry_out_one(one, steps))])
+            return
         if decode_steps:
-            if not rest:
-                self.decoding.run(decode_steps, steps)
-                return
+            effect_requests = (*decode_steps, limit_to_forward(rest[0], len(decode_steps)))
+            rest = effect_requests[-1:]
             [(request, effect)] = [(one.request, one.effect) for one in rest]
             piece = self._find_piece(rest[0])
             outcomes = self.decoding.step(decode_steps, piece)

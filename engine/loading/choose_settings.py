@@ -19,6 +19,7 @@ from engine.loading.calibration.calibrate_compute import (
     choose_prefill_span,
     load_or_measure_rates,
 )
+from engine.loading.calibration.prompts_along import with_prompts_along
 from engine.loading.drafts.attach_draft import count_most_branch, count_most_copied
 from engine.loading.drafts.load_draft import (
     BATCH_ROWS,
@@ -113,7 +114,7 @@ def choose_settings(
         checkpoint_interval=options.checkpoints.kv_cache_interval,
         shared_checkpoint_limit=options.checkpoints.kv_cache_cold_max,
     )
-    return with_expert_counts(found, parts.experts)
+    return with_prompts_along(with_expert_counts(found, parts.experts), shard)
 
 
 def list_timed_copies(options: Options, max_copied: int) -> tuple[int, ...]:

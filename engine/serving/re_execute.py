@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from cyclopts import CycloptsError
 from torch import Tensor
 
+from adapters.device.decode.prompt_along import goes_along
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
@@ -141,15 +142,21 @@ class TraceExecution:
     proposer: RecordedProposer
     lookahead: LineLookahead
     outcomes: dict[RequestId, Outcome] = field(factory=dict[RequestId, Outcome])
-    pending_steps: dict[RequestId, RunDecode] = field(
-        factory=dict[RequestId, RunDecode]
-    )  # the next step of who goes on alone
+    # the next step of who goes on alone
+    pending_steps: dict[RequestId, RunDecode] = field(factory=dict[RequestId, RunDecode])
+    # of prompts that go along with several steps
+    pending_rows: dict[RequestId, RunPrefill] = field(factory=dict[RequestId, RunPrefill])
     restores: dict[RequestId, RestoreBlocks] = field(factory=dict[RequestId, RestoreBlocks])
     computed_rows: dict[RequestId, int] = field(factory=dict[RequestId, int])  # rows that are computed
     waiting_rows: dict[RequestId, Span] = field(factory=dict[RequestId, Span])  # rows that wait for those before them
     tokens: int = 0
 
     async def carry_out(self, number: int, out: Output) -> None:
+        if isinstance(out, Launch):
+            for one in filter(goes_along, out.effect_requests):
+                assert isinstance(one.effect, RunPrefill), one
+                self.pending_rows[one.request] = one.effect
+            out = evolve(out, effect_requests=tuple(one for one in out.effect_requests if not goes_along(one)))
         match out:
             case Launch(effect_requests) if any(
                 isinstance(effect_request.effect, RunDecode) and effect_request.effect.steps > 1
@@ -160,7 +167,7 @@ class TraceExecution:
                     for effect_request in effect_requests
                     if isinstance(effect_request.effect, RunDecode)
                 }
-            case Launch(effect_requests) if isinstance(effect_requests[0].effect, EXECUTED):
+            case Launch(effect_requests) if effect_requests and isinstance(effect_requests[0].effect, EXECUTED):
                 if isinstance(effect_requests[0].effect, RunDecode):
                     self.proposer.recorded = self.lookahead.collect_recorded_tokens(out)
                 for effect_request, outcome in zip(effect_requests, await self.executor.perform(out), strict=True):
@@ -195,6 +202,8 @@ class TraceExecution:
             case PrefillAdvanced(more=True):
                 pass  # the last word of that prefill says all of it
             case PrefillAdvanced(stop):
+                if (along := self.pending_rows.pop(request, None)) is not None:
+                    await self.compute_along(number, request, along, stop)
                 actual = self.outcomes.pop(request, None)
                 if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:
                     raise build_difference(number, envelope, actual)
@@ -204,6 +213,7 @@ class TraceExecution:
             case DeviceFailed():
                 self.outcomes.pop(request, None)
                 self.pending_steps.pop(request, None)
+                self.pending_rows.pop(request, None)
             case _:
                 pass  # what is on the lane for it answers yet
 
@@ -218,6 +228,15 @@ class TraceExecution:
         self.proposer.recorded = {request: recorded.tokens}
         one = Launch((EffectRequest(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
         return (await self.executor.perform(one))[0]
+
+    async def compute_along(self, number: int, request: RequestId, effect: RunPrefill, stop: int) -> None:
+        """Compute the rows of a prompt that went along with decode steps as far as `stop`, by themselves."""
+        own = evolve(effect, stop=stop, forward_rows=0)
+        if stop < effect.stop:
+            own = evolve(own, checkpoint=False, device_checkpoint=None)
+        (self.outcomes[request],) = await self.executor.perform(Launch((EffectRequest(request, own),)))
+        self.computed_rows[request] = stop
+        await self.compute_loaded(number, request)
 
     async def compute_loaded(self, number: int, request: RequestId) -> None:
         """Compute recorded restored rows as prefill, since their blocks may be gone. The rows are equal bit for bit.
@@ -241,7 +260,8 @@ class TraceExecution:
 
     def forget_ended(self, living: Set[RequestId]) -> None:
         """Forget all requests that have left the world."""
-        for kept in (self.outcomes, self.pending_steps, self.restores, self.computed_rows, self.waiting_rows):
+        held = (self.outcomes, self.pending_steps, self.pending_rows, self.restores)
+        for kept in (*held, self.computed_rows, self.waiting_rows):
             for request in kept.keys() - living:
                 del kept[request]
 

@@ -18,6 +18,7 @@ from adapters.device.decode.next_steps import (
     count_steps_left,
     limit_proposals,
 )
+from adapters.device.decode.prompt_along import limit_to_forward
 from effects.all import EffectRequest, Launch
 from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
@@ -225,9 +226,12 @@ class Device:
         is_forward = is_decode or self.mixes(effect_requests) or self.share_forward(effect_requests)
         assert len(effect_requests) == 1 or is_forward, "that is no batch"
         assert len({effect_request.request for effect_request in effect_requests}) == len(effect_requests)
-        outcomes = [self.perform(effect_request) for effect_request in effect_requests]
+        decoding = len(decode_steps)
+        outcomes = [self.perform(limit_to_forward(one, decoding) if decoding else one) for one in effect_requests]
         outcomes = count_rows(outcomes)
         onward = tuple(count_proposing_step(list(map(self.onward, effect_requests, outcomes)), outcomes))
+        if decoding and not any(one is not None and isinstance(one.effect, RunDecode) for one in onward):
+            onward = (None,) * len(effect_requests)  # a prompt goes along with decode steps only
         if (self.settings.max_proposals and not all(onward)) or self.rng.random() < 0.2:
             onward = (None,) * len(effect_requests)
         staying = tuple(effect_request for effect_request in onward if effect_request is not None)
@@ -254,11 +258,14 @@ class Device:
         return queue.popleft().effect_requests
 
     def mixes(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
-        """Decode steps of one token, and then rows of a prompt, in a forward that there is."""
-        *decode_steps, last = (effect_request.effect for effect_request in effect_requests)
-        plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
-        prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
-        return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
+        """Decode steps, and rows of a prompt, in a forward that there is. Steps of one token, or the rows go along."""
+        steps = [one.effect for one in effect_requests if isinstance(one.effect, RunDecode)]
+        others = [limit_to_forward(one, len(steps)).effect for one in effect_requests if one.effect not in steps]
+        if len(others) != 1 or not isinstance(prompt := others[0], RunPrefill) or not self.settings.mixed_rows:
+            return False
+        unattended = self.settings.mixed_launches and prompt.forward_rows > 0
+        plain = all(not one.propose and one.copying is None and (one.steps == 1 or unattended) for one in steps)
+        return plain and prompt.logprobs < 0 and len(steps) + prompt.stop - prompt.start <= self.settings.chunk
 
     def share_forward(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
         """Rows of several prompts, in a forward that there is."""

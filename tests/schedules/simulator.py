@@ -183,6 +183,15 @@ def thawed(job: Job) -> Tokens:
     return make_prompt(evolve(job, compression=evolve(job.compression, parts=parts))).tokens
 
 
+def take_prompts_along(settings: Settings, rng: random.Random) -> Settings:
+    """The same, and prompts may go along with several steps. It has a generator of its own, so that nothing else of a
+    schedule changes.
+    """
+    if not settings.mixed_rows or settings.max_proposals or rng.random() < 0.3:
+        return settings
+    return evolve(settings, mixed_launches=True, commits_per_segment=settings.stateful and rng.random() < 0.5)
+
+
 class Simulator:
     """Some requests, one house. `run` plays them to the end; a wrong step raises AssertionError."""
 
@@ -194,7 +203,7 @@ class Simulator:
         self.cancels = 0.0 if calm else self.rng.choice((0.0, 0.01, 0.04))
         self.losses = 0.0 if calm else self.rng.choice((0.0, 0.0, 0.01, 0.05))
         self.arrivals = self.rng.choice((0.01, 0.05, 0.2))
-        self.settings = settings or self.some_settings()
+        self.settings = settings or take_prompts_along(self.some_settings(), random.Random(seed))
         self.store = CheckedStore(self.settings, self.rng, self.failures)
         self.device = Device(self.settings, self.rng, self.store, self.failures)
         self.jobs = self.some_jobs() if jobs is None else jobs

@@ -20,6 +20,7 @@ from states.request_states import ProposesNothing
 from states.scope import (
     CheckpointMark,
     find_next_mark,
+    find_row_to_keep,
     find_state_row,
     has_passed_mark,
     select_rows_to_keep,
@@ -250,6 +251,12 @@ def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], exp
         assert [
             after // 4 * 4 for before, after in steps if has_passed_mark(settings, prompt, before, after)
         ] == expected
+    # An answer runs unattended from one of these rows to the next.
+    rows, at = list[int](), find_row_to_keep(settings, prompt, 20)
+    while at is not None and at < 110:
+        rows.append(at)
+        at = find_row_to_keep(settings, prompt, at)
+    assert rows == expected
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ Invariants:
 * A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
 * With a draft, all requests of a launch take another step or none does: they share its cost.
 * Text is copied only while a launch has the members that it began with. Later a match to copy from ends it.
-
-Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft, the other one takes
-its four steps. Else the launch ends after two, and the core composes the next one.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ from adapters.device.decode.native_decode import NativeDecodeStep, make_native_d
 from adapters.device.decode.next_steps import count_proposing_step, find_next_steps, has_copying
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
+from adapters.device.decode.prompt_along import PlaceAlong, goes_along
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
@@ -82,9 +80,9 @@ NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
 class DecodeRunner:
     """Carries out decode steps. Every method is called on the lane.
 
-    buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
-    before outcomes are reported. row_watch: with `--paranoid`, checks that rows have not changed. proposer: the draft,
-    if there is one. text_proposer: what copies earlier text, if there is one.
+    buckets: row counts of forwards, ascending. is_abandoned: is a request given up? before_report: called before
+    outcomes are reported. row_watch: with `--paranoid`, checks that rows have not changed. proposer: the draft, if any.
+    text_proposer: what copies earlier text, if anything does.
     """
 
     shard: Pipeline
@@ -113,6 +111,7 @@ class DecodeRunner:
             self.is_abandoned,
             self.follow,
             self.copies,
+            PlaceAlong(self.shard, max(self.buckets), self.slots, self.is_abandoned),
         )
 
     def close(self) -> None:
@@ -120,23 +119,33 @@ class DecodeRunner:
         self.native = None
         self.shard.close()
 
-    def run(self, effect_requests: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
+    def can_take_along(self, effect_requests: Sequence[EffectRequest]) -> bool:
+        """Can the rows of a prompt among these go along with steps of their launch, or of the one that they join?"""
+        goes_on = self._batch is not None or self.overlapped.can_run(effect_requests, None)
+        return goes_on and any(map(goes_along, effect_requests))
+
+    def run(self, effect_requests: Sequence[EffectRequest], steps: OutcomeQueue) -> list[EffectRequest]:
         """Take step after step, until each member has its last outcome or other work needs the lane.
 
-        Where it is called between two steps of a running launch, the requests join that launch instead.
+        Between two steps of a running launch the requests join that one. Returns prompts that could not go along.
         """
         if self._batch is not None:
             self._batch.join(effect_requests)
-            return
+            return []
         batch = RunningBatch(steps, self.lane, self.before_report)
         self._batch = batch
+        not_along = list[EffectRequest]()
         try:
             while effect_requests:
                 is_overlapped = self.overlapped.can_run(effect_requests, batch)
+                if not is_overlapped:
+                    not_along += filter(goes_along, effect_requests)
+                    effect_requests = [one for one in effect_requests if not goes_along(one)]
                 take_steps = self.overlapped.run if is_overlapped else self._run_step
-                effect_requests = take_steps(effect_requests, batch)
+                effect_requests = take_steps(effect_requests, batch) if effect_requests else []
         finally:
             self._batch = None
+        return not_along
 
     def _run_step(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the effect requests of the next one, with those that join."""
@@ -154,15 +163,6 @@ class DecodeRunner:
             reported.append((effect_request.request, as_last_outcome(outcome) if next_request is None else outcome))
         batch.report_outcomes(reported)
         return [one for one in (*following, *batch.take_joining()) if one is not None]
-
-    def add_pages(self, effect_requests: Sequence[EffectRequest]) -> None:
-        """Give slots the pages for the rows of these steps, before anything is launched."""
-        for effect_request in effect_requests:
-            effect = effect_request.effect
-            if not isinstance(effect, RunDecode) or not effect.pages:
-                continue
-            if isinstance(self.slots.find(effect.slot, effect_request.request), SlotState):
-                self.shard.rows.grow(effect.slot, effect.pages)
 
     # --- one step ---
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.device.sampling.sampler import LaunchedPicks
+from adapters.device.decode.prompt_along import PromptRows
+from adapters.device.sampling.sampler import LaunchedPicks, PickResult, TokenPick
 from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.acceptance import describe_failed_pick
+from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.kernels.step import Forward, Step
-from effects.decode import RunDecode
+from effects.all import Outcome
+from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId
 
 
@@ -36,7 +40,7 @@ class InFlightStep:
     """A step that the device runs now or will run next.
 
     picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
-    first, because a grammar or penalties of a request ask for it.
+    first, because a grammar or penalties of a request ask for it. rows: of a prompt that goes along.
     """
 
     members: Sequence[BatchMember]
@@ -44,8 +48,44 @@ class InFlightStep:
     forward: Forward
     logits: Tensor
     picking: LaunchedPicks | None
+    rows: PromptRows | None = None
 
 
 def last_tokens(members: Sequence[BatchMember]) -> Tensor:
     """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
     return torch.tensor([member.state.tokens[-1] for member in members], dtype=torch.int64)
+
+
+def append_picks(
+    running: InFlightStep,
+    picked: Sequence[PickResult],
+    continuing: Set[BatchMember],
+    took_ns: int,
+    copies: StepCopies,
+) -> list[tuple[RequestId, Outcome]]:
+    """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.
+
+    continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
+    the wait for the device; 0: not measured. copies: asked what matches then.
+    """
+    answering = list[tuple[BatchMember, PickResult]]()
+    for member, one in zip(running.members, picked, strict=True):
+        if member.has_ended:
+            continue
+        answering.append((member, one))
+        if isinstance(one, TokenPick):
+            member.state.commit((one.token,))
+            member.has_ended = member not in continuing or one.token in member.state.stops
+        else:
+            member.has_ended = True
+    matches = copies.find_matches([(member.slot, member.state) for member, _ in answering])
+    outcomes = list[tuple[RequestId, Outcome]]()
+    for (member, one), matched in zip(answering, matches, strict=True):
+        if not isinstance(one, TokenPick):
+            outcomes.append((member.request, describe_failed_pick(member.slot, one)))
+            continue
+        logprobs = () if one.logprob is None else (one.logprob,)
+        more = not member.has_ended
+        done = Decoded((one.token,), 0, logprobs, took_ns, accepted=0, more=more, matched=matched)
+        outcomes.append((member.request, done))
+    return outcomes

@@ -26,6 +26,7 @@ Invariants:
   slot's capacity.
 * Only plain steps come here: nothing is proposed, so each request has one row per step. Where a step that was read
   makes a match to copy from, no further step is launched, and the requests go on elsewhere (`run`).
+* A prompt's rows may go along with a step (`prompt_along.py`). Its last rows are reported when they are launched.
 * If members have ended or joined by then, the rules for copies do not hold any more. Then the step in flight is the
   last one for all members, and the core decides how they go on.
 
@@ -38,22 +39,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, last_tokens
+from adapters.device.decode.in_flight_step import BatchMember, InFlightStep, append_picks, last_tokens
 from adapters.device.decode.last_row import forward_unless_kept
 from adapters.device.decode.next_steps import make_next_step
+from adapters.device.decode.prompt_along import PlaceAlong, goes_along
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
 from adapters.device.lane.running_batch import RunningBatch
-from adapters.device.sampling.sampler import Draw, LaunchedPicks, PickResult, Sampler, TokenPick, start_picking
+from adapters.device.sampling.sampler import Draw, LaunchedPicks, Sampler, start_picking
 from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.acceptance import describe_failed_pick
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
@@ -61,7 +62,7 @@ from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.interfaces.step_pacer import StepPacer
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
-from effects.decode import Decoded, RunDecode
+from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 
@@ -74,6 +75,7 @@ class OverlappedDecode:
 
     follow: called with each step after its rows are committed, so that a draft keeps up. find_ready_slot: returns the
     state of a request's slot, or why it cannot decode. copies: asked what matches when a step's picks are appended.
+    along: the place of a prompt that goes along.
     """
 
     shard: Pipeline
@@ -83,6 +85,7 @@ class OverlappedDecode:
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
     copies: StepCopies
+    along: PlaceAlong
     _pace_ns: int | None = field(init=False, default=None)  # as in `StepPacer.beat`; None: steps keep no pace
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
@@ -99,15 +102,18 @@ class OverlappedDecode:
         """
         self._pace_ns = interval_ns if evenly else None
 
-    def can_run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch) -> bool:
-        """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied."""
+    def can_run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch | None) -> bool:
+        """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied.
+
+        batch: the launch, if it has begun.
+        """
         if not self.shard.spec.runs_ahead:
             return False
         effects = [one.effect for one in effect_requests if isinstance(one.effect, RunDecode)]
         return (
             not any(one.propose for one in effects)
             and any(one.steps > 1 for one in effects)
-            and (batch.has_changed or not any(self.copies_next(one) for one in effect_requests))
+            and ((batch is not None and batch.has_changed) or not any(self.copies_next(one) for one in effect_requests))
         )
 
     def copies_next(self, effect_request: EffectRequest) -> bool:
@@ -136,10 +142,11 @@ class OverlappedDecode:
             staying = self._run(self._launch_first(members, batch), batch)
         finally:
             self._in_flight = None
+            not_along = self.along.end()
         following = [
             make_next_step(EffectRequest(one.request, one.effect), one.state, one.steps_left) for one in staying
         ]
-        return [*following, *batch.take_joining()]
+        return [*following, *not_along, *batch.take_joining()]
 
     def is_known_unused(self, slot: int) -> bool:
         """Is it known that no step which the device still runs has a row of the slot? Called between two steps.
@@ -147,7 +154,7 @@ class OverlappedDecode:
         False also where nothing is known, because no step has been read yet. All steps before the one in flight have
         been read, so only that one counts. Copies that openings launched are not covered.
         """
-        return self._in_flight is not None and all(member.slot != slot for member in self._in_flight.members)
+        return self._in_flight is not None and all(segment.slot != slot for segment in self._in_flight.step.segments)
 
     def _run(self, running: InFlightStep | None, batch: RunningBatch) -> Sequence[BatchMember]:
         """Take steps from this one on. Return the members that go on elsewhere, because they would copy text now."""
@@ -170,7 +177,11 @@ class OverlappedDecode:
             picked = running.picking.read()
             read_ns = time.perf_counter_ns()
             continuing = set() if following is None and not has_match else set(staying)
-            outcomes = self._append_picks(running, picked, continuing, read_ns - started_ns)
+            # With rows of a prompt it is not known how much of the time was the decode rows' share.
+            took_ns = read_ns - started_ns if running.rows is None else 0
+            outcomes = append_picks(running, picked, continuing, took_ns, self.copies)
+            if running.rows is not None:
+                outcomes += running.rows.report(None if following is None else following.rows)
             started_ns = read_ns
             if following is not None and following.picking is None:
                 following.picking = self._start_picking(following.logits, following.members)
@@ -188,7 +199,10 @@ class OverlappedDecode:
         """Return the requests that can begin; report to the others why they cannot."""
         members = list[BatchMember]()
         for effect_request in effect_requests:
-            effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all of them are
+            if goes_along(effect_request):
+                report_some(batch, self.along.begin(effect_request))
+                continue
+            effect: RunDecode = effect_request.effect  # type: ignore[assignment] # all others are
             state = self.find_ready_slot(effect_request.request, effect)
             if isinstance(state, DeviceFailed):
                 batch.report_outcomes([(effect_request.request, state)])
@@ -205,11 +219,11 @@ class OverlappedDecode:
     def _launch_first(self, members: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
         """Launch the first step. Return None if no request is there, or no memory, which is reported."""
         try:
-            return self._launch(members, last_tokens(members)) if members else None
+            return self._note_rows(self._launch(members, last_tokens(members)), batch) if members else None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            batch.report_outcomes([(member.request, out_of_memory_failure(error)) for member in members])
+            self._report_no_memory(members, error, batch)
             return None
 
     def _launch_next(
@@ -227,6 +241,7 @@ class OverlappedDecode:
         """
         assert running.picking is not None
         tokens = running.picking.tokens
+        report_some(batch, self.along.drop_abandoned())
         try:
             if len(staying) < len(running.members):
                 staying_members = set(staying)
@@ -235,15 +250,28 @@ class OverlappedDecode:
             if joining:
                 tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
             following = self._launch([*staying, *joining], tokens, len(staying)) if staying or joining else None
+            if following is not None:
+                self._note_rows(following, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             log.warning("a decode step could not be prepared ahead: %s", error)
-            batch.report_outcomes([(member.request, out_of_memory_failure(error)) for member in joining])
+            self._report_no_memory(joining, error, batch)
             return None
         for member in staying:
             member.steps_left -= 1
         return following
+
+    def _note_rows(self, step: InFlightStep, batch: RunningBatch) -> InFlightStep:
+        """Report the last rows of a prompt that go with a step which was just launched. Returns the step."""
+        if step.rows is not None:
+            report_some(batch, self.along.note_launched(step.rows))
+        return step
+
+    def _report_no_memory(self, members: Sequence[BatchMember], error: Exception, batch: RunningBatch) -> None:
+        """Report to these members, and to a prompt that goes along, that a step could not be launched for them."""
+        failures = [(member.request, out_of_memory_failure(error)) for member in members]
+        report_some(batch, [*failures, *self.along.fail(error)])
 
     def _launch(self, members: Sequence[BatchMember], tokens: Tensor, unread_count: int = 0) -> InFlightStep:
         """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
@@ -259,10 +287,14 @@ class OverlappedDecode:
             Segment(member.slot, member.state.valid + offset, 1)
             for member, offset in zip(members, offsets, strict=True)
         ]
-        step = Step(tuple(segments), bucket_of(self.buckets, len(members)))
+        step = whole = Step(tuple(segments), bucket_of(self.buckets, len(members)))
         state = members[0].state if len(members) == 1 and not unread_count else None
-        forward = forward_unless_kept(self.shard, step, tokens, state)
-        logits = self.shard.logits(step, forward.hidden)
+        if (rows := self.along.find_rows(len(members))) is not None:
+            whole = rows.piece.append_to(step, self.buckets)
+            tokens = rows.append_tokens(tokens)
+        forward = forward_unless_kept(self.shard, whole, tokens, state)
+        hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
+        logits = self.shard.logits(step, hidden)
         pace_ns = self._pace_ns
         if unread_count and pace_ns is not None:
             self._pacer.beat(pace_ns)
@@ -271,7 +303,7 @@ class OverlappedDecode:
         picking = None
         if all(member.state.sampler.picks_independently for member in members[:unread_count]):
             picking = self._start_picking(logits, members, offsets)
-        return InFlightStep(members, step, forward, logits, picking)
+        return InFlightStep(members, whole, forward, logits, picking, rows)
 
     def _start_picking(
         self, logits: Tensor, members: Sequence[BatchMember], offsets: Sequence[int] = ()
@@ -295,36 +327,19 @@ class OverlappedDecode:
 
     def _commit_rows(self, running: InFlightStep) -> None:
         """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
-        kept = [int(not member.has_ended) for member in running.members]
+        kept: list[Kept] = [int(not member.has_ended) for member in running.members]
+        states = [member.state for member in running.members]
+        if (rows := running.rows) is not None:
+            kept.append(rows.piece.rows)
+            states.append(rows.piece.state)
         self.shard.commit(running.step, kept)
-        self.follow(running.step, running.forward, kept, [member.state for member in running.members])
+        self.follow(running.step, running.forward, kept, states)
+        if rows is not None and rows.are_last:
+            request = rows.prompt.effect_request.request
+            self.checkpoints.keep_after_chunk(request, rows.prompt.effect, rows.prompt.state)
 
-    def _append_picks(
-        self, running: InFlightStep, picked: Sequence[PickResult], continuing: Set[BatchMember], took_ns: int
-    ) -> list[tuple[RequestId, Outcome]]:
-        """Append what was picked to the answers that had not ended, note which ones end now, and return the outcomes.
 
-        continuing: those that have a row in the next step. took_ns: since the step before was read, so it includes
-        the wait for the device.
-        """
-        answering = list[tuple[BatchMember, PickResult]]()
-        for member, one in zip(running.members, picked, strict=True):
-            if member.has_ended:
-                continue
-            answering.append((member, one))
-            if isinstance(one, TokenPick):
-                member.state.commit((one.token,))
-                member.has_ended = member not in continuing or one.token in member.state.stops
-            else:
-                member.has_ended = True
-        matches = self.copies.find_matches([(member.slot, member.state) for member, _ in answering])
-        outcomes = list[tuple[RequestId, Outcome]]()
-        for (member, one), matched in zip(answering, matches, strict=True):
-            if not isinstance(one, TokenPick):
-                outcomes.append((member.request, describe_failed_pick(member.slot, one)))
-                continue
-            logprobs = () if one.logprob is None else (one.logprob,)
-            more = not member.has_ended
-            done = Decoded((one.token,), 0, logprobs, took_ns, accepted=0, more=more, matched=matched)
-            outcomes.append((member.request, done))
-        return outcomes
+def report_some(batch: RunningBatch, outcomes: Sequence[tuple[RequestId, Outcome]]) -> None:
+    """Report outcomes of a launch, if there are any."""
+    if outcomes:
+        batch.report_outcomes(outcomes)

@@ -47,10 +47,14 @@ class ExecutorLanes:
     def lane_of(self, launch: Launch) -> DeviceLane:
         return self.main if launch.lane != PROMPTS or self.prompts is None else self.prompts
 
-    @property
-    def has_prompt_lane_waiting_work(self) -> bool:
-        """Should the launch on the prompt lane end, because other work waits there? Asked by any thread."""
-        return self.prompts is not None and self.prompts.has_waiting_work
+    def is_prefill_lane_wanted(self, launches_ahead: bool) -> bool:
+        """Should a launch of several chunks end, because other work waits for its lane? Asked by any thread.
+
+        launches_ahead: of the shard. Otherwise several chunks without a prompt lane are for shards that work side by
+        side, and they go on.
+        """
+        lane = self.prompts if self.prompts is not None else self.main if launches_ahead else None
+        return lane is not None and lane.has_waiting_work
 
     def open(self, slot: SlotId, opening: Callable[[], bool], done: OpeningDone) -> None:
         """Open a slot on the first lane; `done` is called on the event loop.

@@ -196,11 +196,11 @@ def has_proposals(outcome: Outcome) -> bool:
 
 
 def add_decode_steps(earlier: Decoded, later: Decoded) -> Decoded:
-    """Return two outcomes of a request as one. Its time is the mean of a step."""
+    """Return two outcomes of a request as one. Its time is the mean of a step, if that of both was measured."""
     steps = earlier.steps + later.steps
     proposed = earlier.proposed + later.proposed
     accepted = earlier.accepted + later.accepted
-    ns = (earlier.ns * earlier.steps + later.ns * later.steps) // steps
+    ns = (earlier.ns * earlier.steps + later.ns * later.steps) // steps if earlier.ns and later.ns else 0
     logprobs = earlier.logprobs + later.logprobs
     return Decoded(
         *(earlier.tokens + later.tokens, proposed, logprobs, ns, accepted, steps, later.more, later.matched),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.shard import Shard
+from effects.all import EffectRequest
+from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId
 
 
@@ -50,3 +53,13 @@ class SlotTable:
         for slot, state in self._entries.items():
             if isinstance(state, SlotState) and state.request in requests:
                 self._entries[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
+
+
+def add_pages(shard: Shard, slots: SlotTable, effect_requests: Sequence[EffectRequest]) -> None:
+    """Give slots the pages for the rows of these decode steps, before anything is launched."""
+    for effect_request in effect_requests:
+        effect = effect_request.effect
+        if not isinstance(effect, RunDecode) or not effect.pages:
+            continue
+        if isinstance(slots.find(effect.slot, effect_request.request), SlotState):
+            shard.rows.grow(effect.slot, effect.pages)

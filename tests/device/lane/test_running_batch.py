@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attrs import evolve, fields
 
-from adapters.device.lane.running_batch import as_last_outcome, has_more_to_come
+from adapters.device.lane.running_batch import as_last_outcome, has_more_to_come, merge_steps
 from effects.decode import Decoded
-from effects.ids import DeviceFailed
+from effects.ids import DeviceFailed, RequestId
 
 # No field but `steps` has its default: one that is forgotten shows.
 DECODED = Decoded(
@@ -36,3 +36,11 @@ def test_the_last_outcome_differs_in_nothing_else() -> None:
 def test_a_failure_is_the_last_outcome_as_it_is() -> None:
     failure = DeviceFailed("broken", "why")
     assert as_last_outcome(failure) is failure
+
+
+def test_the_time_of_merged_steps_is_their_mean_and_unknown_where_one_was_not_measured() -> None:
+    timed, longer, unknown = ([(RequestId(1), Decoded((7,), ns=ns, accepted=0, more=True))] for ns in (30, 50, 0))
+    [(_, mean)] = merge_steps([timed, longer])
+    assert (mean.tokens, mean.steps, mean.ns) == ((7, 7), 2, 40)
+    [(_, mixed)] = merge_steps([timed, unknown, longer])
+    assert (mixed.steps, mixed.ns) == (3, 0)

@@ -21,7 +21,7 @@ from attrs import define, field
 
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.virtual_clock import Clock
-from states.launch_choice import MIXED_ROWS_PER_STEP
+from states.mixed_launch import MIXED_ROWS_PER_STEP
 from states.prompt_choice import MAX_OVERTAKES
 from states.settings import Settings
 from states.step_prices import round_up_to_bucket

@@ -1,0 +1,39 @@
+"""Prompts go along with decode steps where the device, the kernels and the settings allow it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from engine.loading.calibration.prompts_along import with_prompts_along
+from states.settings import Settings
+
+HYBRID = Settings(chunk=1024, mixed_rows=512, stateful=True, commits_per_segment=True)
+
+
+def make_shard(*, runs_ahead: bool = True, span: int = 8) -> Any:
+    return SimpleNamespace(spec=SimpleNamespace(runs_ahead=runs_ahead), span=span)
+
+
+def test_a_hybrid_on_a_gpu_takes_prompts_along_and_a_lone_prompt_gets_a_few_chunks() -> None:
+    found = with_prompts_along(HYBRID, make_shard())
+    assert found == evolve(HYBRID, mixed_launches=True, chunks_per_prefill=4)
+    assert with_prompts_along(HYBRID, make_shard(span=1)).chunks_per_prefill == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs_ahead"),
+    [
+        ({}, False),
+        ({"mixed_rows": 0}, True),
+        ({"stateful": False}, True),
+        ({"commits_per_segment": False}, True),
+        ({"max_proposals": 4}, True),
+    ],
+)
+def test_nothing_changes_where_one_condition_is_missing(changes: dict[str, Any], runs_ahead: bool) -> None:
+    settings = evolve(HYBRID, **changes)
+    assert with_prompts_along(settings, make_shard(runs_ahead=runs_ahead)) == settings

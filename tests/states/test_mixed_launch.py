@@ -1,0 +1,190 @@
+"""Mixed launches of several forwards: who goes along, who joins, who waits, and what ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from effects.all import EffectRequest, Launch
+from effects.decode import Decoded, RunDecode
+from effects.ids import RequestId, SlotId
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel
+from effects.stream import StopLaunch
+from states import lane, launch_choice
+from states.events import EffectOutcome, ForRequest, Submitted
+from states.invariants import check_world
+from states.lane import Lane
+from states.mixed_launch import join_mixed_launch
+from states.rates import Rates
+from states.speculation_plan import Plan
+from states.world import Output, World, make_world
+from states.world import advance as advance_world
+from tests.states.builders import ONE, PLAIN, TWO, a_job
+
+ALONG = evolve(PLAIN, chunk=64, block_size=4, mixed_rows=16, mixed_launches=True, slots=4, max_context=200)
+THREE = RequestId(3)
+
+
+def a_step(request: int, steps: int = 9) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunDecode(SlotId(request), 20, 7, steps=steps))
+
+
+def a_prompt(request: int, start: int, stop: int, **changes: Any) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
+
+
+def submitted(request: int, prompt: tuple[int, ...]) -> ForRequest:
+    return ForRequest(RequestId(request), Submitted(a_job(prompt=prompt, max_tokens=30)))
+
+
+def advance(world: World, happened: ForRequest) -> tuple[World, tuple[Output, ...]]:
+    world, outs = advance_world(world, happened)
+    check_world(world)
+    return world, outs
+
+
+def running(*members: EffectRequest, waiting: tuple[EffectRequest, ...] = ()) -> Lane:
+    plan = Plan((0,) * sum(isinstance(one.effect, RunDecode) for one in members))
+    return Lane(waiting, members, last_was_decode=True, member_count=len(members), plan=plan, runs_unattended=True)
+
+
+def test_a_prompt_goes_along_with_steps_that_run_unattended() -> None:
+    before = Lane((a_prompt(1, 4, 68, checkpoint=True), a_step(2), a_step(3, steps=1)))
+    after_, _, chosen = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    along = a_prompt(1, 4, 4 + 2 * 14, forward_rows=16)
+    assert chosen == Launch((a_step(2), a_step(3, steps=1), along)), "two forwards of 14 rows beside two decode rows"
+    assert after_.runs_unattended
+    assert lane.find_prompt_along(after_) == along
+
+
+def test_where_no_step_may_go_on_the_launch_has_one_forward() -> None:
+    before = Lane((a_prompt(1, 4, 68), a_step(2, steps=1)))
+    after_, _, _ = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    assert not after_.runs_unattended
+
+
+def test_where_text_may_be_copied_the_launch_ends_with_the_rows_and_no_prompt_joins() -> None:
+    copying = evolve(ALONG, max_copied=4)
+    before = Lane((a_prompt(1, 4, 68), a_step(2), a_step(3, steps=1)))
+    after, _, chosen = launch_choice.choose_launch(before, {}, copying, {}, Rates())
+    along = a_prompt(1, 4, 32, forward_rows=16)
+    assert chosen == Launch((a_step(2, steps=2), a_step(3, steps=1), along))
+    assert after.runs_unattended
+    assert not lane.can_join(evolve(running(a_step(2)), waiting=(a_prompt(4, 0, 8),)), copying)
+
+
+def test_prompts_wait_for_the_one_that_goes_along_and_nothing_stops() -> None:
+    busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=(a_prompt(3, 0, 8),))
+    assert not lane.can_join(busy, ALONG)
+    assert not lane.is_blocking(busy)
+    done = lane.record_outcome(busy, EffectOutcome(TWO, PrefillAdvanced(28)), ends_together=False)
+    assert lane.can_join(done, ALONG)
+    joined, joining = join_mixed_launch(done, {}, ALONG)
+    assert joining == (a_prompt(3, 0, 8, forward_rows=16),)
+    assert joined.running == (a_step(1), *joining)
+    assert joined.waiting == ()
+
+
+def test_decode_steps_join_while_prompts_wait() -> None:
+    waiting = (a_prompt(3, 0, 8), a_step(4))
+    busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=waiting)
+    assert lane.can_join(busy, ALONG)
+    joined, joining = join_mixed_launch(busy, {}, ALONG)
+    assert joining == (a_step(4),)
+    assert joined.waiting == waiting[:1]
+    assert not lane.is_blocking(joined)
+
+
+def test_a_decode_step_and_a_prompt_join_together_the_step_first() -> None:
+    busy = running(a_step(1), waiting=(a_prompt(3, 0, 40), a_step(4)))
+    _, joining = join_mixed_launch(busy, {}, ALONG)
+    assert joining == (a_step(4), a_prompt(3, 0, 28, forward_rows=16))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        a_prompt(3, 8, 16, keeps_state_first=True),
+        a_prompt(3, 8, 16, logprobs=1),
+        EffectRequest(THREE, LoadModel("draft")),
+    ],
+    ids=["its state is kept first", "its logprobs are asked for", "a model is loaded"],
+)
+@pytest.mark.parametrize("goes_along", [True, False])
+def test_what_cannot_go_along_ends_the_launch(other: EffectRequest, goes_along: bool) -> None:
+    members = (a_step(1), a_prompt(2, 0, 28, forward_rows=16)) if goes_along else (a_step(1),)
+    busy = running(*members, waiting=(a_prompt(4, 0, 8), other))
+    assert not lane.can_join(busy, ALONG)
+    assert lane.is_blocking(busy)
+
+
+def test_more_steps_than_a_batch_has_room_for_end_the_launch() -> None:
+    busy = running(a_step(1), a_prompt(2, 0, 28, forward_rows=16), waiting=(a_step(3),))
+    assert lane.can_join(busy, evolve(ALONG, batch_rows=2)), "the prompt's rows are no decode rows"
+    assert not lane.can_join(busy, evolve(ALONG, batch_rows=1))
+    assert lane.is_blocking(busy)
+
+
+def test_prompts_join_the_launch_that_goes_on_one_after_the_other_and_nothing_is_stopped() -> None:
+    """Also the first decode step of a prompt that went along."""
+    prompt = tuple(range(40))
+    world, _ = advance(make_world(ALONG), submitted(ONE, (1,)))
+    world, outs = advance(world, submitted(TWO, prompt))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    assert launch.joins
+    [along] = [one.effect for one in launch.effect_requests]
+    assert isinstance(along, RunPrefill)
+    assert (along.start, along.stop, along.forward_rows) == (0, 30, 16)
+    world, outs = advance(world, submitted(THREE, (*range(50, 70),)))
+    assert not [out for out in outs if isinstance(out, Launch)], "it waits for the one that goes along"
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(15, more=True)))
+    assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(30)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    assert [(one.request, launch.joins) for one in launch.effect_requests] == [(TWO, True)], "the fewest rows first"
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(39)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    assert launch.joins
+    assert [type(one.effect) for one in launch.effect_requests] == [RunDecode, RunPrefill]
+    world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
+    assert not [out for out in outs if isinstance(out, Launch) or isinstance(out.effect, StopLaunch)]
+
+
+def test_a_prompt_that_nothing_waits_for_gets_several_chunks_behind_the_first_one() -> None:
+    """While the first chunk is computed, followers say which rows they wait for."""
+    settings = evolve(ALONG, stateful=True, commits_per_segment=True, state_checkpoints=2, chunks_per_prefill=3)
+    settings = evolve(settings, chunk=8, max_context=200)
+    world, outs = advance(make_world(settings), submitted(ONE, tuple(range(80))))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    [first] = [one.effect for one in launch.effect_requests]
+    assert isinstance(first, RunPrefill)
+    assert (first.start, first.stop) == (0, 8)
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    [second] = [one.effect for one in launch.effect_requests]
+    assert isinstance(second, RunPrefill)
+    assert (second.start, second.stop) == (8, 32)
+    world, outs = advance(world, submitted(TWO, (7,)))
+    assert EffectRequest(ONE, StopLaunch()) in outs, "a decode step waits"
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16)))
+    [launch] = [out for out in outs if isinstance(out, Launch)]
+    assert [type(one.effect) for one in launch.effect_requests] == [RunDecode, RunPrefill]
+
+
+def test_where_several_prompts_wait_each_gets_a_chunk() -> None:
+    before = Lane((a_prompt(1, 0, 192), a_prompt(2, 0, 150)))
+    after, _, chosen = launch_choice.choose_launch(before, {}, ALONG, {}, Rates())
+    assert chosen == Launch((a_prompt(1, 0, 64),))
+    assert not after.runs_unattended
+    alone, _, chosen = launch_choice.choose_launch(Lane((a_prompt(1, 0, 192),)), {}, ALONG, {}, Rates())
+    assert chosen == Launch((a_prompt(1, 0, 192),))
+    assert alone.runs_unattended
+
+
+@pytest.mark.parametrize("changes", [{"mixed_rows": 0}, {"max_proposals": 4}])
+def test_settings_in_which_nothing_could_go_along_are_refused(changes: Any) -> None:
+    with pytest.raises(ValueError, match="goes along"):
+        evolve(ALONG, **changes)
