@@ -70,7 +70,7 @@ def run_steps(texts: Sequence[Tokens], steps: int) -> list[StepCost]:
         searched = time.thread_time_ns()
         chosen = copies.choose(members)
         costs.append(StepCost(searched - started, time.thread_time_ns() - searched))
-        copied = sum(len(one.chain) for one in chosen.values())
+        copied = sum(map(len, chosen.chains.values()))
         assert step < MATCH_CLASSES[-1] or copied == WIDTH * len(texts), "something else"
     return costs
 
