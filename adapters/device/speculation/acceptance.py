@@ -60,7 +60,7 @@ class Acceptance:
 
 
 class CopyCounts(NamedTuple):
-    """What a member's outcome says of copies in its step. The fields are those of `Decoded`."""
+    """The part of a member's outcome that tells of copies in its step. The fields are those of `Decoded`."""
 
     rows: int = 0
     branched: bool = False

@@ -150,7 +150,7 @@ class DraftRequest:
 
 
 class CopiedTexts(NamedTuple):
-    """What the requests of a decode step copy from earlier text, by slot. Hardly any chain has a branch."""
+    """The tokens that the requests of a decode step copy from earlier text, by slot. Hardly any chain has a branch."""
 
     chains: Mapping[int, Tokens]
     branches: Mapping[int, Branch]

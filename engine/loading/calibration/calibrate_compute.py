@@ -153,9 +153,7 @@ def load_or_measure_rates(
 
 
 def build_rates_key(*facts: object) -> str:
-    """Return the key under which rates are kept: 32 hex digits over what they depend on. facts: the identity among
-    them.
-    """
+    """Return the key under which rates are kept: 32 hex digits over the facts that they depend on, as the identity."""
     parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
