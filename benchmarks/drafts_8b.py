@@ -30,13 +30,14 @@ from torch import Tensor
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import CopiedText, Proposer, TextProposer
+from adapters.device.speculation.proposer import Proposer, TextProposer
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.drafts.eagle3.checkpoint import TOKEN_MAP, list_eagle3_tensors
 from adapters.models.drafts.eagle3.config import Eagle3Config
 from adapters.models.drafts.eagle3.draft import Eagle3Draft
 from adapters.models.kernels.factory import build_text_matcher
+from adapters.models.kernels.interfaces.text_matching import NO_BRANCH, Branch
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE
 from benchmarks.results import Figure, Goal, publish
@@ -95,9 +96,12 @@ class ForcedCopies(TextProposer):
         self._lengths[slot] = len(state.tokens)
         return MATCH_CLASSES[-1]
 
-    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
-        coming = self.known[self._lengths[slot] :][:chain]
-        return CopiedText(tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming)))
+    def copy(self, slot: int, count: int) -> Tokens:
+        coming = self.known[self._lengths[slot] :][:count]
+        return tuple(token if at < self.right else (token + 1) % 100 for at, token in enumerate(coming))
+
+    def find_branch(self, slot: int, chain: int, count: int) -> Branch:
+        return NO_BRANCH
 
     def count_on_branch(self, slot: int) -> int:
         return 0

@@ -10,7 +10,8 @@ leave, or executed again from a trace.
 `--family` measures a small random checkpoint of that family (`benchmarks.family_checkpoints`) with a random DFlash
 draft. `--draft eagle3` takes a random EAGLE-3 draft instead, for GLM `--draft mtp` its own prediction head, and
 for Gemma 4 `--draft assistant` an assistant. For the demos `--draft` also takes the kinds of `benchmarks.demo_drafts`:
-dflash, dflash2, dspark, gguf, eagle3. With `--gguf Q8_0` it is a GGUF file with weights of that type.
+dflash, dflash2, dspark, gguf, eagle3, and `eagle3+suffix` for one beside copies. With `--gguf Q8_0` it is a GGUF file
+with weights of that type.
 `distinct` is the share of different tokens in an answer, the mean of all. Answers that repeat one token would hide
 faults, so a share below a quarter is an error.
 
@@ -532,8 +533,9 @@ def make_parser() -> argparse.ArgumentParser:
 def prepare(given: argparse.Namespace, folder: Path) -> Options:
     """Write the checkpoint of --family below `folder`, if there is one, and return the options to load the model."""
     given.kind = Path(given.draft).stem
-    if not given.family and given.draft in DEMO_DRAFTS:
-        given.draft = str(save_demo_draft(given.draft, given.model, folder))
+    kind, plus, copies = given.draft.partition("+")
+    if not given.family and kind in DEMO_DRAFTS:
+        given.draft = f"{save_demo_draft(kind, given.model, folder)}{plus}{copies}"
     if given.family:
         model, draft = save_family(given.family, folder, given.draft, given.gguf)
         given.model = str(model)

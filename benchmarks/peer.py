@@ -17,10 +17,10 @@ of --file. vLLM is started by the interpreter of --vllm, and may be unpacked in 
 the same folder as we do. --vllm-exact adds it once more in the mode where its answers do not depend on batches. 8b
 means random weights of an 8B model's shape, on CUDA, and files in DIR are used again. hybrid-27b is the shape of
 Qwen3.5's 27B: our server draws the weights when it starts (`benchmarks.hybrid`), so no other product serves it. Our
-server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory" is what a server and its
-processes have in memory in the end, each with its share of common pages. "ready again" is the same command once more,
-when our server finds what the first one kept. Another checkout needs its products compiled (`python hatch_build.py`).
-Figures are medians of rounds. All of them need the machine for themselves.
+server has as many slots as a part needs, as long as they must be, or with --defaults those of its own choice. "memory"
+is what a server and its processes have in memory in the end, each with its share of common pages. "ready again" is the
+same command once more, when our server finds what the first one kept. Another checkout needs its products compiled
+(`python hatch_build.py`). Figures are medians of rounds. All of them need the machine for themselves.
 """
 
 from __future__ import annotations

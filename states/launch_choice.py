@@ -290,6 +290,6 @@ def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[Re
             reason = state.speculation.reason
             if lane.plan.reason and state.answer.count_proposable(state.prompt.job):
                 reason = "" if propose else lane.plan.reason
-            drafted = MayPropose(evolve(state.speculation.control, plan=lane.plan), reason)
-            states[effect_request.request] = evolve(state, speculation=drafted)
+            drafted = MayPropose(state.speculation.control.with_plan(lane.plan), reason)
+            states[effect_request.request] = Speculating(state.slot_lease, state.prompt, drafted, state.answer)
     return states

@@ -59,15 +59,16 @@ def teaches_times(answer: EffectOutcome, lane: Lane, settings: Settings, *, is_p
     """Return whether anything is learned from the time of an outcome. answer: of a launch on this lane.
 
     A launch that shares the device with a launch of another lane takes longer than it would take alone, so its time
-    teaches nothing. All members of a decode step report the same time, so only the first one is learned from. With a
-    draft or copies every member is, because how well proposals do differs by member.
+    teaches nothing. All members of a decode step report the same time, so only the first one is learned from. If a
+    draft proposed or text was copied, every member is, because how well proposals do differs by member.
 
     is_prompt_lane_busy: the launch runs decode steps while the prompt lane computes a prompt.
     """
     if lane.shares_device or (is_prompt_lane_busy and not settings.max_proposals):
         return False
-    is_common = isinstance(answer.outcome, Decoded) and not settings.max_proposals and not lane.plan.copying
-    return not is_common or is_first_of_step(lane, answer.request)
+    outcome = answer.outcome
+    is_plain_step = isinstance(outcome, Decoded) and not outcome.rows and not any(lane.plan.proposals)
+    return not is_plain_step or is_first_of_step(lane, answer.request)
 
 
 def learn_from_decode(

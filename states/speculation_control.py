@@ -16,8 +16,8 @@ things are known, all learned from earlier steps:
   (`SpeculationControl.account`).
 
 `plan_launch` lists the ways in which the next step could propose. It takes the one that gives most tokens for its time,
-if that is more than a plain step gives. If none gives more, proposals are tried now and then. The number of plain
-steps between two trials doubles each time, up to LONGEST_TRIAL_GAP, and halves again whenever proposals pay.
+if that is more than a plain step gives. If none gives more, one request tries proposals now and then. The number of
+plain steps between two trials doubles each time, up to LONGEST_TRIAL_GAP, and halves again whenever proposals pay.
 
 Invariants. No step begins that would cost more than is left on the server's account, or on that of any member, even if
 every proposal were wrong. There is one exception: members may lose again what they have gained themselves. If every
@@ -173,11 +173,11 @@ def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rat
     best = max(bearable, key=rate_option, default=None)
     pays = rate_option(best) > UNIT * len(candidates) if best else False
     if best is None or not (pays or rates.steps_until_trial == 0):
-        would_pay = max(map(rate_option, options), default=0) > UNIT * len(candidates)
-        reason = "loss_limit" if would_pay else "does_not_pay"
+        reason = "loss_limit" if max(map(rate_option, options), default=0) > UNIT * len(candidates) else "does_not_pay"
         return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.steps_until_trial, balance))
     proposals = [0] * len(candidates)
-    for member in best.members:
+    # The draft first reads the prompt of each member that proposes, so only one does in a trial.
+    for member in best.members if pays else best.members[:1]:
         proposals[member.index] = member.proposals
     # In a request's first step with proposals, the draft first catches up with rows of the prompt.
     catches_up = any(
@@ -186,7 +186,7 @@ def plan_launch(candidates: Sequence[ProposalCandidate], prices: StepPrices, rat
     price_doubted = round_up_to_bucket(len(candidates) + sum(proposals)) in prices.doubted_buckets
     return Plan(
         tuple(proposals),
-        best.price,
+        prices.price_of(len(candidates) + sum(proposals)),
         prices.plain_ns,
         is_trial=not pays,
         charges_measured_time=catches_up or not pays,
@@ -292,7 +292,7 @@ def rate_option(option: ProposalOption) -> int:
 
 
 def record_step(rates: Rates, plan: Plan) -> Rates:
-    """Return the rates after one more step has begun. This is called for every step of a launch.
+    """Return the rates after one more step of a launch has begun.
 
     Trials move further apart, and nearer again when proposals pay.
     """

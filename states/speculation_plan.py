@@ -62,3 +62,10 @@ class SpeculationControl:
     copied: tuple[ClassGains, ...] = ()  # as in `Rates.copied`, of this request
     matched: int = 0  # as in `Decoded`, of the last outcome
     max_branch: int = 0  # as in `Settings`
+
+    def with_plan(self, plan: Plan) -> SpeculationControl:
+        """Return the control in a launch with this plan. `evolve` would take four times as long."""
+        return SpeculationControl(
+            *(self.widths, self.gains, self.branching, self.seen, self.account, plan),
+            *(self.copy_widths, self.copied, self.matched, self.max_branch),
+        )

@@ -12,10 +12,16 @@ NUMBERS: Any = tuple[int, int, int, int, int]  # the fields of a `TimedStep`
 
 
 def register_timed_steps(converter: Converter) -> None:
-    """Let a converter read and write times of decode steps. By itself, cattrs does not find the types of the fields."""
+    """Let a converter read and write times of decode steps. By itself, cattrs does not find the types of the fields.
+
+    Reading raises ValueError for negative numbers, as for other impossible rates.
+    """
 
     def structure(value: Any, _: Any) -> TimedStep:
-        return TimedStep(*converter.structure(value, NUMBERS))
+        numbers = converter.structure(value, NUMBERS)
+        if min(numbers) < 0:
+            raise ValueError(f"impossible time of a decode step: {numbers}")
+        return TimedStep(*numbers)
 
     converter.register_structure_hook(TimedStep, structure)
     converter.register_unstructure_hook(TimedStep, list)

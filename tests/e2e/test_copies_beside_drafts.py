@@ -14,10 +14,11 @@ from attrs import define, evolve, field
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
-from adapters.device.speculation.proposer import CopiedText, DraftRequest, Proposer, TextProposer
+from adapters.device.speculation.proposer import DraftRequest, Proposer, TextProposer
 from adapters.models.kernels.factory import build_text_matcher
+from adapters.models.kernels.interfaces.text_matching import Branch
 from effects.decode import MATCH_CLASSES, find_match_class
-from effects.ids import RequestId
+from effects.ids import RequestId, Tokens
 from effects.job import Job
 from effects.scope import Scope
 from engine.loading.background_load import load_target
@@ -81,10 +82,13 @@ class CountedCopies(TextProposer):
         self._matches[slot] = find_step(state), find_match_class(matched)
         return matched
 
-    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
+    def copy(self, slot: int, count: int) -> Tokens:
         step, group = self._matches[slot]
         self.copied[step] = group
-        return self.searched.copy(slot, chain, branch)
+        return self.searched.copy(slot, count)
+
+    def find_branch(self, slot: int, chain: int, count: int) -> Branch:
+        return self.searched.find_branch(slot, chain, count)
 
     def count_on_branch(self, slot: int) -> int:
         return self.searched.count_on_branch(slot)

@@ -211,7 +211,6 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
     [
         {"prefill": (-1,)},
         {"loads": {"disk": -1}},
-        {"decode": ((1, -1),)},
         {"load_slowdown": -1},
         {"prefill": (1,) * 65},
     ],

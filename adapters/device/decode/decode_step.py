@@ -61,7 +61,7 @@ from adapters.device.speculation.acceptance import (
 )
 from adapters.device.speculation.launched_proposals import feed_tokens
 from adapters.device.speculation.proposal_tree import rows_to_keep
-from adapters.device.speculation.proposer import DecodingSlot, Proposer, TextProposer, make_members
+from adapters.device.speculation.proposer import NO_COPIES, DecodingSlot, Proposer, TextProposer, make_members
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Kept
@@ -175,8 +175,8 @@ class DecodeRunner:
         state = self.find_ready_slot(asked.request, effect)
         if effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        copied_text = self.copies.choose([DecodingSlot(effect, state)]).get(effect.slot) if may_copy else None
-        taken = native.step(effect.slot, state, effect.propose, self.proposer, copied_text)
+        copies = self.copies.choose([DecodingSlot(effect, state)]) if may_copy else NO_COPIES
+        taken = native.step(effect.slot, state, effect.propose, self.proposer, copies)
         if taken is None:
             return None
         if not taken.tokens:
@@ -187,7 +187,7 @@ class DecodeRunner:
             self.follow(step, native.forward_of(step.bucket), (1,), (state,))
         (matched,) = self.copies.find_matches([(effect.slot, state)])
         took_ns = time.perf_counter_ns() - started_ns
-        copied = 0 if copied_text is None else taken.proposed
+        copied = taken.proposed if copies.chains else 0
         on_branch = self.copies.count_on_branch(effect.slot) if copied else 0
         counts = taken.tokens, taken.proposed, (), took_ns, taken.accepted
         rows = copied and 1 + copied
@@ -227,7 +227,7 @@ class DecodeRunner:
         if piece is not None:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else {}
+            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else NO_COPIES
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
             verified = self._verify(members, piece)
@@ -246,12 +246,9 @@ class DecodeRunner:
         matches = self.copies.find_matches([(member.slot, member.state) for member in members])
         # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
         took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
-        found = [
-            decode_outcome(member, one, took_ns, matched, more=more)
-            for member, one, matched in zip(members, verified.found, matches, strict=True)
-        ]
-        for member, outcome in zip(members, self.copies.describe(found, members, copies), strict=True):
-            outcomes[member.index] = outcome
+        counts = self.copies.count_copies(members, copies)
+        for member, one, matched, count in zip(members, verified.found, matches, counts, strict=True):
+            outcomes[member.index] = decode_outcome(member, one, took_ns, matched, count, more=more)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
     def _fail_step(

@@ -36,7 +36,14 @@ from adapters.device.sampling.grammar_mask import Mask, Matching
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.guesses import draft_sampling, noise_shares
-from adapters.device.speculation.proposer import NO_PROPOSALS, CopiedText, DraftRequest, LocalDraft, Proposer
+from adapters.device.speculation.proposer import (
+    NO_COPIES,
+    NO_PROPOSALS,
+    CopiedTexts,
+    DraftRequest,
+    LocalDraft,
+    Proposer,
+)
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.kernels.interfaces.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
@@ -110,9 +117,9 @@ class NativeDecodeStep:
     _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
 
     def step(
-        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copied: CopiedText | None = None
+        self, slot: int, state: SlotState, most: int, proposer: Proposer | None, copies: CopiedTexts = NO_COPIES
     ) -> NativeStepResult | None:
-        """Take the slot's next step, with these copies of earlier text or with up to `most` proposals of the draft.
+        """Take the slot's next step, with its copies of earlier text or with up to `most` proposals of the draft.
 
         If the draft proposed, it has the rows that stay; nothing else has been committed yet. Returns None, and nothing
         has happened, if the step is not served here or there is no memory for it.
@@ -120,10 +127,10 @@ class NativeDecodeStep:
         sampler = state.sampler
         if not sampler.plain or sampler.sampling.logprobs >= 0 or sampler.native is None:
             return None
-        if copied is not None and (proposer is not None or copied.branch):
+        if copies.chains and (proposer is not None or copies.branches):
             return None  # the draft has to follow the copies
         try:
-            return self._step(slot, state, most, proposer, () if copied is None else copied.chain)
+            return self._step(slot, state, most, proposer, copies.chains.get(slot, ()))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -122,7 +122,7 @@ class OverlappedDecode:
         if not isinstance(effect, RunDecode) or effect.copying is None:
             return False
         state = self.find_ready_slot(effect_request.request, effect)
-        return isinstance(state, SlotState) and self.copies.count(effect, state) > (0, 0)
+        return isinstance(state, SlotState) and self.copies.find_class(effect, state) >= 0
 
     def finds_expired_match(self, following: Sequence[EffectRequest | None], batch: RunningBatch) -> bool:
         """Would a request copy text in its next step, though members have ended or joined since the launch began?

@@ -6,6 +6,7 @@ It is pure: `decode/decode_step.py` runs the forward, and passes on what the tar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -56,6 +57,18 @@ class Acceptance:
     tokens: Tokens
     logprobs: tuple[Logprob, ...]
     accepted: int  # how many of the tokens were proposed
+
+
+class CopyCounts(NamedTuple):
+    """The part of a member's outcome that tells of copies in its step. The fields are those of `Decoded`."""
+
+    rows: int = 0
+    branched: bool = False
+    copied: int = 0
+    on_branch: int = 0
+
+
+NOT_COPIED = CopyCounts()
 
 
 @frozen(eq=False)
@@ -111,9 +124,21 @@ def describe_failed_pick(slot: int, picked: NotFinite | DeadEnd) -> DeviceFailed
 
 
 def decode_outcome(
-    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int, *, more: bool
+    member: StepMember, agreed: Acceptance | DeviceFailed, ns: int, matched: int, copies: CopyCounts, *, more: bool
 ) -> Decoded | DeviceFailed:
     """Return the outcome of what has been committed. ns: the time of the step. matched: as in `Decoded`."""
     if isinstance(agreed, DeviceFailed):
         return agreed
-    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted, more=more, matched=matched)
+    return Decoded(
+        agreed.tokens,
+        member.tree.size,
+        agreed.logprobs,
+        ns,
+        agreed.accepted,
+        more=more,
+        matched=matched,
+        copied=copies.copied,
+        rows=copies.rows,
+        branched=copies.branched,
+        on_branch=copies.on_branch,
+    )

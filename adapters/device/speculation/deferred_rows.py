@@ -12,14 +12,15 @@ from adapters.models.decoder.cache.host_copy import move
 from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
 from adapters.models.kernels.step import Segment
 
-ROWS_PER_COPY = 64  # rows whose copies share one tensor per layer
+ROWS_PER_COPY = 256  # rows whose copies share one tensor per layer
 
 
 @define(eq=False)
 class DeferredRows:
     """Neighbouring rows of a slot, from position `start` on, for which a draft has no rows of its own yet.
 
-    The target's hidden states of these rows are in `aux_hidden_states`, by layer: `count` rows from row `first` on.
+    The target's hidden states of these rows are in `aux_hidden_states`, by layer: `count` rows from row `first` on,
+    `stride` rows apart. Decode steps of several requests put the rows of each that far apart.
 
     A fused decode step may add a row at the end itself: it writes the hidden states there and raises `count`, as long
     as `count` stays below `room`. The backlog does not see that at once. `counted` is the `count` that it has seen.
@@ -31,13 +32,16 @@ class DeferredRows:
     count: int
     aux_hidden_states: Mapping[int, Tensor]
     first: int
+    stride: int = 1
     counted: int = field(init=False, default=0)
     room: int = field(init=False, default=0)
 
-    def append_rows(self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int) -> bool:
+    def append_rows(
+        self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int, stride: int
+    ) -> bool:
         """Add the rows if they follow the last one both in the sequence and in the copies. Return whether they did."""
-        follows = self.start + self.count == segment.start and self.first + self.count == first
-        if not (follows and self.aux_hidden_states is copies and self.state is state):
+        follows = self.start + self.count == segment.start and self.first + self.count * self.stride == first
+        if not (follows and self.stride == stride and self.aux_hidden_states is copies and self.state is state):
             return False
         self.count += segment.count
         return True
@@ -46,13 +50,50 @@ class DeferredRows:
         """Drop this many rows at the front. Return whether none is left."""
         self.start += rows
         self.count -= rows
-        self.first += rows
+        self.first += rows * self.stride
         return not self.count
+
+    def select_rows(self, layer: int) -> Tensor:
+        """Return the hidden states `[count, D]` of a layer, as a view."""
+        return self.aux_hidden_states[layer][self.first : self.first + self.count * self.stride : self.stride]
+
+
+@define(eq=False)
+class DeferredBatch:
+    """The spans of several requests that decode together. Their last step has put one row of each behind the other.
+
+    As long as the same requests decode and nothing else concerns their backlogs, each step adds one row to each span.
+    Then nothing is looked up for each request, since that takes longer than the copies. The backlogs do not see these
+    rows at once, as with fused steps.
+
+    states: of the requests. starts: the positions of the next rows. first: the next row of the copies. room: further
+    steps that all backlogs have room for.
+    """
+
+    spans: Sequence[DeferredRows]
+    states: Sequence[SlotState]
+    starts: list[int]
+    first: int
+    room: int
+
+    def append_step(
+        self, segments: Sequence[Segment], states: Sequence[SlotState], copies: Mapping[int, Tensor], first: int
+    ) -> bool:
+        """Add a row to each span if these are the next rows of the same requests. Return whether they are."""
+        follows = self.first == first and self.spans[0].aux_hidden_states is copies and self.room > 0
+        if not (follows and self.states == states and self.starts == [one.start for one in segments]):
+            return False
+        for span in self.spans:
+            span.count += 1
+        self.starts = [start + 1 for start in self.starts]
+        self.first += len(segments)
+        self.room -= 1
+        return True
 
 
 @define(eq=False)
 class DeferredRowBuffer:
-    """Holds copies of auxiliary hidden states, `ROWS_PER_COPY` rows or more in one tensor per layer.
+    """Holds copies of auxiliary hidden states, ROWS_PER_COPY rows or more in one tensor per layer.
 
     Sharing a tensor makes the copy of one row cost no more than its bytes. A tensor is freed when no `DeferredRows`
     refers to it any more. addresses: of the current tensors, if they are in host memory.

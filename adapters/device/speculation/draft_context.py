@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.deferred_rows import DeferredRowBuffer, DeferredRows
+from adapters.device.speculation.deferred_rows import DeferredBatch, DeferredRowBuffer, DeferredRows
 from adapters.device.speculation.proposer import BacklogRow, DraftModel, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Segment, Step
@@ -56,6 +56,8 @@ class DraftContext(Proposer, Generic[D]):
     deferred_buffer: DeferredRowBuffer = field(init=False)
     # The rows that a fused step may add to, which are not counted yet.
     _open_run: DeferredRows | None = field(init=False, default=None)
+    # The rows that the next step of the same requests may add to, which are not counted yet.
+    _open_batch: DeferredBatch | None = field(init=False, default=None)
     # Did the last deferred step decode several requests without proposals?
     _decodes_unproposed: bool = field(init=False, default=False)
 
@@ -87,8 +89,13 @@ class DraftContext(Proposer, Generic[D]):
         states: Sequence[SlotState],
     ) -> None:
         """Put rows of a prompt, and the rows of decode steps without proposals, into the backlogs of their slots."""
-        self._count()
+        stride = len(counts) if max(counts) == 1 else 1
+        if self._open_batch is None or stride == 1:
+            self._count()
         copies, first = self.deferred_buffer.keep(aux_hidden_states, sum(counts))
+        if self._open_batch is not None and self._open_batch.append_step(segments, states, copies, first):
+            return
+        self._count()
         was_unproposed = self._decodes_unproposed
         self._decodes_unproposed = counts.count(1) > 1
         drops_oldest = was_unproposed or self._decodes_unproposed
@@ -105,8 +112,8 @@ class DraftContext(Proposer, Generic[D]):
                     self.catch_up(slot)
                     late = list[DeferredRows]()
                     self._deferred[slot] = late
-            if not (late and late[-1].append_rows(state, segment, copies, first)):
-                late.append(DeferredRows(state, slot, segment.start, count, copies, first))
+            if not (late and late[-1].append_rows(state, segment, copies, first, stride)):
+                late.append(DeferredRows(state, slot, segment.start, count, copies, first, stride))
             self._deferred_counts[slot] += count
             first += count
             late[-1].counted = late[-1].count
@@ -115,6 +122,11 @@ class DraftContext(Proposer, Generic[D]):
             last = self._deferred[slot][-1]
             self._open_run = last
             last.room = last.count + min(self.deferred_buffer.unused_rows, self.backlog - self._deferred_counts[slot])
+        elif stride > 1:
+            spans = [self._deferred[segment.slot][-1] for segment in segments]
+            room = self.backlog - max(self._deferred_counts[span.slot] for span in spans)
+            starts = [segment.start + 1 for segment in segments]
+            self._open_batch = DeferredBatch(spans, states, starts, first, room)
 
     def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:
         """Return the destination of the slot's next row, if that is the row behind the last one that was deferred.
@@ -129,14 +141,21 @@ class DraftContext(Proposer, Generic[D]):
         return BacklogRow(last, self.draft.aux_layers, self.deferred_buffer.addresses)
 
     def _count(self) -> None:
-        """Count the rows that fused steps have added, and let them add no more there."""
+        """Count the rows that fused steps and steps of a batch have added, and let them add no more there."""
         last = self._open_run
+        batch = self._open_batch
         self._open_run = None
+        self._open_batch = None
         if last is not None:
-            more = last.count - last.counted
-            self._deferred_counts[last.slot] += more
-            self.deferred_buffer.mark_used(more)
-            last.counted = last.count
+            self.deferred_buffer.mark_used(last.count - last.counted)
+            self._count_rows(last)
+        if batch is not None:
+            for span in batch.spans:
+                self._count_rows(span)
+
+    def _count_rows(self, span: DeferredRows) -> None:
+        self._deferred_counts[span.slot] += span.count - span.counted
+        span.counted = span.count
 
     def _forget(self, slot: int, count: int) -> None:
         """Drop the oldest rows of a backlog. The draft's context has a gap there."""
@@ -169,7 +188,7 @@ class DraftContext(Proposer, Generic[D]):
         parts = [late for run in runs for late in run]
         joined = {
             layer: torch.nn.functional.pad(
-                torch.cat([late.aux_hidden_states[layer].narrow(0, late.first, late.count) for late in parts]),
+                torch.cat([late.select_rows(layer) for late in parts]),
                 (0, 0, 0, bucket - rows),
             )
             for layer in self.draft.aux_layers

@@ -19,6 +19,7 @@ from adapters.models.drafts.cached_draft import BlockRequest, ChooseTokens
 from adapters.models.drafts.draft_parts import LaunchPicks
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.interfaces.text_matching import NO_BRANCH, Branch
 from adapters.models.kernels.step import Step
 from effects.decode import RunDecode
 from effects.ids import Tokens
@@ -148,15 +149,18 @@ class DraftRequest:
     depth: int
 
 
-class CopiedText(NamedTuple):
-    """Tokens that are copied from earlier text: a chain, and a branch of which nothing was found if it is empty.
+class CopiedTexts(NamedTuple):
+    """The tokens that the requests of a decode step copy from earlier text, by slot. Hardly any chain has a branch."""
 
-    fork: the tokens of the chain that come before the branch.
-    """
+    chains: Mapping[int, Tokens]
+    branches: Mapping[int, Branch]
 
-    chain: Tokens
-    fork: int = 0
-    branch: Tokens = ()
+    def build_tree(self, slot: int, token: int) -> Tree:
+        """Return the tree of the slot's copies behind its last token. The slot has a chain."""
+        return fork_chain((token, *self.chains[slot]), *self.branches.get(slot, NO_BRANCH))
+
+
+NO_COPIES = CopiedTexts({}, {})
 
 
 class TextProposer(Protocol):
@@ -173,8 +177,12 @@ class TextProposer(Protocol):
         """Return what `find_matches` found for the slot last; 0 if its text is another one now."""
         ...
 
-    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
-        """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
+    def copy(self, slot: int, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the position of that match."""
+        ...
+
+    def find_branch(self, slot: int, chain: int, count: int) -> Branch:
+        """Return how else the text could go on where `chain` tokens were copied: at most `count` tokens."""
         ...
 
     def count_on_branch(self, slot: int) -> int:
@@ -238,7 +246,7 @@ class DecodingSlot(NamedTuple):
 
 def make_members(
     proposer: Proposer | None,
-    copies: Mapping[int, CopiedText],
+    copies: CopiedTexts,
     taken: Mapping[int, tuple[int, DecodingSlot]],
     capacity: int,
     *,
@@ -246,17 +254,16 @@ def make_members(
 ) -> list[StepMember]:
     """Return the members of a decode step, with proposals for those that may have some and have room.
 
-    All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: by slot, what
-    is proposed instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
+    All proposals of the draft are asked for in one call, and what a grammar forbids is cut off. copies: what some
+    slots propose instead. taken: by slot, the index of its effect request in the launch, its effect and its state.
     capacity: rows of a slot. runs_ahead: the target's forwards are launched ahead of the host, so proposals may be too.
     """
     requests: list[DraftRequest] = []
     members: list[StepMember] = []
     trees: dict[int, Tree] = {}
     for slot, (_, (effect, state)) in taken.items():
-        if slot in copies:
-            copied = copies[slot]
-            trees[slot] = fork_chain((state.tokens[-1], *copied.chain), copied.fork, copied.branch)
+        if slot in copies.chains:
+            trees[slot] = copies.build_tree(slot, state.tokens[-1])
         elif effect.propose and (room := capacity - state.valid - 1):
             requests.append(DraftRequest(slot, state, effect.propose, room))
     launched = None

@@ -5,16 +5,17 @@ The launch says how many tokens to copy after a match of each length (`Copying`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.acceptance import StepMember
-from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
-from effects.decode import Decoded, RunDecode, find_match_class
-from effects.ids import DeviceFailed, Tokens
+from adapters.device.speculation.acceptance import NOT_COPIED, CopyCounts, StepMember
+from adapters.device.speculation.proposer import NO_COPIES, CopiedTexts, DecodingSlot, TextProposer
+from adapters.models.kernels.interfaces.text_matching import Branch
+from effects.decode import RunDecode, find_match_class
+from effects.ids import Tokens
 
 
 class CopyingMember(Protocol):
@@ -39,82 +40,72 @@ class StepCopies:
         """Return `Decoded.on_branch` of a slot that has copied in the step whose matches were found last."""
         return 0 if self.proposer is None else self.proposer.count_on_branch(slot)
 
-    def choose(self, members: Sequence[DecodingSlot]) -> dict[int, CopiedText]:
-        """Return the tokens that each of these requests copies in the next step, by slot.
+    def choose(self, members: Sequence[DecodingSlot]) -> CopiedTexts:
+        """Return the tokens that each of these requests copies in the next step.
 
         Slots that copy nothing are left out. Copies are shortened to what fits: the rows of the step, the tokens that
         the launch may still give, and the rows of the slot. They end behind a token that ends the answer. A branch gets
         the rows that the chain leaves.
         """
-        found: dict[int, CopiedText] = {}
-        if self.proposer is None:
-            return found
+        proposer = self.proposer
+        if proposer is None:
+            return NO_COPIES
+        chains: dict[int, Tokens] = {}
+        branches: dict[int, Branch] = {}
         rows = len(members)
         for effect, state in members:
-            length, branch = self.count(effect, state)
-            if not length or effect.copying is None:
+            slot = effect.slot
+            group = self.find_class(effect, state)
+            copying = effect.copying
+            if group < 0 or copying is None:
                 continue
-            left = effect.copying.rows - rows
-            length = min(length, left, effect.steps - 1, self.capacity - state.valid - 1)
+            left = copying.rows - rows
+            length = min(copying.counts[group], left, effect.steps - 1, self.capacity - state.valid - 1)
             if length <= 0:
                 continue
-            copied = self.proposer.copy(effect.slot, length, min(branch, left - length) if branch else 0)
-            if copied.branch or not state.stops.isdisjoint(copied.chain):
-                copied = cut_copies(copied, state.stops, min(effect.steps, self.capacity - state.valid) - 1)
-            if copied.chain:
-                found[effect.slot] = copied
-                rows += len(copied.chain) + len(copied.branch)
-        return found
+            copied = proposer.copy(slot, length)
+            chain = cut_after_stop(copied, state.stops)
+            if not chain:
+                continue
+            chains[slot] = chain
+            rows += len(chain)
+            if copying.branches[group]:
+                fork, tokens = proposer.find_branch(slot, len(copied), min(copying.branches[group], left - length))
+                depth = min(effect.steps, self.capacity - state.valid) - 1
+                branch = cut_after_stop(tokens, state.stops)[: depth - fork]
+                if branch and fork < len(chain):
+                    branches[slot] = Branch(fork, branch)
+                    rows += len(branch)
+        return CopiedTexts(chains, branches)
 
     def has_match(self, members: Iterable[CopyingMember]) -> bool:
         """Would one of these copy text in its next step?"""
-        if self.proposer is None:
-            return False
-        return any(self.count(member.effect, member.state) > (0, 0) for member in members)
+        return any(self.find_class(member.effect, member.state) >= 0 for member in members)
 
-    def describe(
-        self, found: Sequence[Decoded | DeviceFailed], members: Sequence[StepMember], copies: Mapping[int, CopiedText]
-    ) -> Sequence[Decoded | DeviceFailed]:
-        """Return the outcomes of a step's members with what they say of copies, once `find_matches` was called.
+    def count_copies(self, members: Sequence[StepMember], copies: CopiedTexts) -> Sequence[CopyCounts]:
+        """Return what the outcome of each member says of copies, once `find_matches` was called for the step.
 
         copies: what `choose` has returned. A grammar may have cut it since.
         """
-        if not copies:
-            return found
-        rows = sum(1 + member.tree.size for member in members)
-        branched = any(member.tree.has_branches for member in members if member.slot in copies)
-        chains = [member.tree.chain_length if member.slot in copies else 0 for member in members]
-        return [
-            evolve(
-                outcome,
-                copied=chain,
-                rows=rows,
-                branched=branched,
-                on_branch=self.count_on_branch(member.slot) if chain else 0,
-            )
-            if isinstance(outcome, Decoded)
-            else outcome
-            for outcome, member, chain in zip(found, members, chains, strict=True)
-        ]
+        if not copies.chains:
+            return [NOT_COPIED] * len(members)
+        rows = sum(len(member.tree.tokens) for member in members)
+        branched = any(member.tree.has_branches for member in members if member.slot in copies.branches)
+        found = list[CopyCounts]()
+        for member in members:
+            chain = 0
+            if member.slot in copies.chains:
+                chain = member.tree.chain_length if member.slot in copies.branches else member.tree.size
+            found.append(CopyCounts(rows, branched, chain, self.count_on_branch(member.slot) if chain else 0))
+        return found
 
-    def count(self, effect: RunDecode, state: SlotState) -> tuple[int, int]:
-        """Return how many tokens a member is to copy in its next step, by the match that its text has now.
-
-        The first number is that of the chain, the second one that of its branch.
-        """
+    def find_class(self, effect: RunDecode, state: SlotState) -> int:
+        """Return the class of the match after which a member copies in its next step; -1 if it copies nothing."""
         copying = effect.copying
         if copying is None or self.proposer is None or not copying.steps:
-            return 0, 0
+            return -1
         group = find_match_class(self.proposer.read_match(effect.slot, state))
-        return (copying.counts[group], copying.branches[group]) if group >= 0 else (0, 0)
-
-
-def cut_copies(copied: CopiedText, stops: frozenset[int], depth: int) -> CopiedText:
-    """Return copies that end with the answer. depth: the tokens that may follow each other."""
-    tokens = cut_after_stop(copied.chain, stops)
-    if copied.fork >= len(tokens):
-        return CopiedText(tokens)
-    return CopiedText(tokens, copied.fork, cut_after_stop(copied.branch, stops)[: depth - copied.fork])
+        return group if group >= 0 and copying.counts[group] else -1
 
 
 def cut_after_stop(tokens: Tokens, stops: frozenset[int]) -> Tokens:

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import CopiedText
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, IndexedText, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, Branch, IndexedText, TextMatcher
+from effects.ids import Tokens
 
 MOST_TEXT = 1 << 17  # tokens of a slot that are indexed when its first decode step ends: 2 MB, some 5 ms
 MOST_ARCHIVED = 1 << 16  # tokens of earlier answers that an archive keeps: 1 MB
@@ -85,14 +85,13 @@ class SuffixProposer:
         known = self._texts.get(slot)
         return 0 if known is None or known.state is not state or known.read != len(state.tokens) else known.text.matched
 
-    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:
-        """Return up to `chain` tokens that followed at the position of that match, and a branch of up to `branch`."""
-        text = self._texts[slot].text
-        tokens = text.copy(chain)
-        if not branch:
-            return CopiedText(tokens)
-        found = text.find_branch(len(tokens), branch)
-        return CopiedText(tokens, found.fork, found.tokens)
+    def copy(self, slot: int, count: int) -> Tokens:
+        """Return up to `count` tokens that followed at the position of that match."""
+        return self._texts[slot].text.copy(count)
+
+    def find_branch(self, slot: int, chain: int, count: int) -> Branch:
+        """Return how else the text could go on where `chain` tokens were copied: at most `count` tokens."""
+        return self._texts[slot].text.find_branch(chain, count)
 
     def count_on_branch(self, slot: int) -> int:
         """Return how many tokens of the last step stand on the branch of the match before it (`Decoded.on_branch`)."""

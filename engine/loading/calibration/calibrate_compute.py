@@ -17,14 +17,14 @@ from attrs import evolve, frozen
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import CopiedText
 from adapters.models.decoder.pipeline.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interfaces.layer_interface import NARROW
+from adapters.models.kernels.interfaces.text_matching import Branch
 from adapters.models.kernels.step import Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import MATCH_CLASSES, Decoded, RunDecode, make_copying
-from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.memory.device_survey import Placement
@@ -81,8 +81,11 @@ class UnsearchedText:
     def read_match(self, slot: int, state: SlotState) -> int:  # noqa: ARG002 - every text matches
         return MATCH_CLASSES[-1]
 
-    def copy(self, slot: int, chain: int, branch: int = 0) -> CopiedText:  # noqa: ARG002 - of every text
-        return CopiedText((1,) * chain, 0, (2,) * branch)
+    def copy(self, slot: int, count: int) -> Tokens:  # noqa: ARG002 - of every text
+        return (1,) * count
+
+    def find_branch(self, slot: int, chain: int, count: int) -> Branch:  # noqa: ARG002 - of every text
+        return Branch(0, (2,) * count)
 
     def count_on_branch(self, slot: int) -> int:  # noqa: ARG002 - nothing is learned here
         return 0
@@ -150,9 +153,7 @@ def load_or_measure_rates(
 
 
 def build_rates_key(*facts: object) -> str:
-    """Return the key under which rates are kept: 32 hex digits over what they depend on. facts: the identity among
-    them.
-    """
+    """Return the key under which rates are kept: 32 hex digits over the facts that they depend on, as the identity."""
     parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

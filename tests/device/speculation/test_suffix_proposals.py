@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation import suffix_proposer
-from adapters.device.speculation.proposer import CopiedText, DecodingSlot, TextProposer
+from adapters.device.speculation.proposer import DecodingSlot, TextProposer
 from adapters.device.speculation.step_copies import StepCopies
 from adapters.device.speculation.suffix_proposer import SuffixProposer
 from adapters.models.kernels.factory import build_text_matcher
-from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, TextMatcher
+from adapters.models.kernels.interfaces.text_matching import END_OF_TEXT, NO_BRANCH, TextMatcher
 from effects.all import EffectRequest
 from effects.decode import MATCH_CLASSES, Copying, Decoded, RunDecode
 from effects.grammar import Grammar
@@ -125,7 +125,7 @@ def test_an_answer_is_copied_for_a_later_request_of_the_same_salt_only():
     for request, (salt, length) in enumerate([("a", 5), ("b", 0), ("", 0)], 2):
         later = a_state([9, *answer[10:15]], request, salt=salt)
         assert proposer.find_matches([(request, later)]) == [length]
-        assert proposer.copy(request, 3).chain == tuple(answer[15:18] if length else ())
+        assert proposer.copy(request, 3) == tuple(answer[15:18] if length else ())
 
 
 def test_an_answer_without_a_stop_token_is_archived_when_its_slot_is_opened_again():
@@ -182,8 +182,8 @@ def copies_of(*rules: Copying | None, stops: frozenset[int] = frozenset(), steps
     states = [a_state(list(text), request, stops=stops) for request in range(1, 1 + len(rules))]
     copies.find_matches(list(enumerate(states)))
     found = copies.choose([a_member(slot, state, rules[slot], steps) for slot, state in enumerate(states)])
-    assert not any(copied.branch for copied in found.values())
-    return {slot: copied.chain for slot, copied in found.items()}
+    assert not found.branches
+    return found.chains
 
 
 def test_as_many_tokens_are_copied_as_the_launch_says_for_the_match():
@@ -328,9 +328,12 @@ class Script(TextProposer):
     def read_match(self, slot, state):
         return 40 * ((slot, len(state.tokens)) in self.at)
 
-    def copy(self, slot, chain, branch=0):
+    def copy(self, slot, count):
         self.copied.append(slot)
-        return CopiedText((0,) * chain)
+        return (0,) * count
+
+    def find_branch(self, slot, chain, count):
+        return NO_BRANCH
 
     def count_on_branch(self, slot):
         return 0

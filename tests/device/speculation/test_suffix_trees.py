@@ -141,7 +141,7 @@ def test_what_is_proposed_no_more_can_be_read_after_its_archive_is_gone(monkeypa
         else:
             asked = a_state([6, 1, 2, 3, 4, 5, 6, 6, 1, 2, 3], 9)
             assert proposer.find_matches([(0, asked)]) == [4]
-            assert proposer.copy(0, 2) == ((4, 5), 0, ())
+            assert proposer.copy(0, 2) == (4, 5)
             state.tokens += answer
             proposer.find_matches([(1, state)])
             gc.collect()
@@ -159,7 +159,7 @@ def test_a_chain_tells_whether_its_branch_would_have_been_right(came, on_branch)
     proposer = SuffixProposer(matcher())
     state = a_state(list(TWO_WAYS))
     proposer.find_matches([(0, state)])
-    assert proposer.copy(0, 4) == ((4, 5, 6, 7), 0, ())
+    assert proposer.copy(0, 4) == (4, 5, 6, 7)
     state.tokens += came
     proposer.find_matches([(0, state)])
     assert proposer.count_on_branch(0) == on_branch
@@ -172,7 +172,8 @@ def test_a_tree_tells_how_many_tokens_of_its_branch_were_right(came, on_branch):
     proposer = SuffixProposer(matcher())
     state = a_state(list(TWO_WAYS))
     proposer.find_matches([(0, state)])
-    assert proposer.copy(0, 4, 2) == ((4, 5, 6, 7), 1, (8, 9))
+    assert proposer.copy(0, 4) == (4, 5, 6, 7)
+    assert proposer.find_branch(0, 4, 2) == (1, (8, 9))
     state.tokens += came
     proposer.find_matches([(0, state)])
     assert proposer.count_on_branch(0) == on_branch
@@ -201,9 +202,7 @@ def copies_of(rule: Copying, count: int = 1, *, stops=frozenset(), steps=50, cap
             for slot, state in enumerate(states)
         ]
     )
-    return {
-        slot: fork_chain((TWO_WAYS[-1], *copied.chain), copied.fork, copied.branch) for slot, copied in found.items()
-    }
+    return {slot: found.build_tree(slot, TWO_WAYS[-1]) for slot in found.chains}
 
 
 def a_rule(chain_width: int, branch: int, rows: int = 64) -> Copying:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 from attrs import define, field, frozen
@@ -21,6 +22,8 @@ from effects.ids import Tokens
 
 FIRST_ROOM = 1024  # tokens that a new text has room for
 MOST_COMPARED = 32  # places of a text and of an archive (texts.h)
+# By the number of tokens to read: slices of ctypes take twice as long, since they make one number after the other.
+READ_TOKENS = tuple(Struct(f"{count}i").unpack_from for count in range(MOST_COPIED + 1))
 
 
 class TextOf(ctypes.Structure):
@@ -58,10 +61,12 @@ class MatchOf(ctypes.Structure):
 class NativeText:
     """Implements `IndexedText`. Its index takes 8 to 16 bytes a token besides the 4 of the token.
 
-    searched: the archive that was searched last. What was found refers to its memory, so it has to live as long.
+    matched: as in `IndexedText`. searched: the archive that was searched last. What was found refers to its memory, so
+    it has to live as long.
     """
 
     compiled: NativeLibrary
+    matched: int = field(init=False, default=0)
     searched: IndexedText | None = field(init=False, default=None)
     described: TextOf = field(init=False, factory=TextOf)
     found: MatchOf = field(init=False, factory=MatchOf)
@@ -81,14 +86,9 @@ class NativeText:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def matched(self) -> int:
-        found: int = self.found.matched
-        return found
-
     def copy(self, count: int) -> Tokens:
         found = self.found
-        copied = tuple(found.copied[: min(count, found.copies)])
+        copied = READ_TOKENS[min(count, found.copies)](found.copied)
         found.chain_asked = len(copied)
         return copied
 
@@ -98,7 +98,7 @@ class NativeText:
         return count
 
     def find_branch(self, chain: int, count: int) -> Branch:
-        if count <= 0 or not self.found.matched:
+        if count <= 0 or not self.matched:
             return NO_BRANCH
         self.compiled.code.rekindle_find_branch(self.match_address, chain)
         tokens = tuple(self.found.branch[: min(count, self.found.branch_length)])
@@ -152,14 +152,17 @@ class NativeTextMatcher:
 
     def match(self, texts: Sequence[tuple[IndexedText, IndexedText | None]]) -> None:
         addresses = (ctypes.c_void_p * len(texts))()
-        searched_now = list[tuple[NativeText, NativeText | None]]()
+        searched = list[NativeText]()
+        searched_before = list[IndexedText | None]()  # the call still reads these, so they have to live until it ends
         for index, (own, archive) in enumerate(texts):
             assert isinstance(own, NativeText)
-            assert archive is None or isinstance(archive, NativeText)
-            own.found.archive = None if archive is None else archive.address
+            if archive is not own.searched:
+                assert archive is None or isinstance(archive, NativeText)
+                searched_before.append(own.searched)
+                own.searched = archive
+                own.found.archive = None if archive is None else archive.address
             addresses[index] = own.match_address
-            searched_now.append((own, archive))
+            searched.append(own)
         self.compiled.code.rekindle_match_texts(addresses, len(texts))
-        # The call has read the archives that were searched before, so they are let go of only now.
-        for text, archive in searched_now:
-            text.searched = archive
+        for text in searched:
+            text.matched = text.found.matched
