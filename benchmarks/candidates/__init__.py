@@ -1,12 +1,11 @@
-"""Kernels for Hopper that have not run on a card yet. No server launches them.
+"""Kernels for Hopper that have run on a card in benchmarks and tests only. No server launches them.
 
 `python -m benchmarks.prefill_kernels` compares the bits of each with those of the kernel that serves, and measures
-both. A kernel that wins moves to `adapters`. A wrong kernel may also wait for ever, so the first run needs a time
-limit (`timeout 300 python -m ...`).
+both. A kernel that wins moves to `adapters`. A wrong kernel may also wait for ever, so the command needs a time limit
+(`timeout 300 python -m ...`).
 
 * `chain_overlapped.py`: attention of a prompt's chunk, for `triton/hopper/hopper_chain.py`.
-* `wide.py`: products of many rows, for `triton/linear.py`; `wide_tiles.py` chooses its tiles.
-* `launches.py`: what launches both, in the places of those that serve. Begin reading there.
+* `launches.py`: what launches it, in the place of the one that serves. Begin reading there.
 
 Without a GPU, `tests/models/kernels/test_hopper_schedules.py` runs their source. `tests/benchmarks/test_candidates.py`
 compiles them, and runs them on a card.

@@ -20,8 +20,6 @@ compiled = pytest.importorskip(
 DEVICE = torch.device("cuda")
 HALF = [torch.bfloat16, torch.float16]
 BODIES = {
-    "products": (compiled.multiply(torch.bfloat16, 6144, 1024), "linear_wide_ahead"),
-    "products in float16": (compiled.multiply(torch.float16, 448, 256), "linear_wide_ahead"),
     "attention": (compiled.attend(128, 1024, paged=True), "attend_chain_overlapped"),
     "attention of wide heads": (compiled.attend(256, 1024, group=6, paged=True), "attend_chain_overlapped"),
 }
@@ -53,24 +51,6 @@ def normal(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Te
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-@pytest.mark.cuda
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("columns", "depth"), [(448, 320), (1000, 4096), (5120, 512), (6144, 832), (72, 64)])
-@pytest.mark.parametrize("gated", [False, True])
-def test_products_have_the_bits_of_those_that_serve(both, columns, depth, gated, dtype):
-    """Rows and columns that end within a tile, cuts into two launches, and results that bulk copies cannot write."""
-    few = candidates.make_candidates(DEVICE)
-    few.products.processors = 4  # so that a program has many tiles
-    weight = normal(columns, depth, dtype=dtype, seed=0, scale=depth**-0.5)
-    for rows in (129, 256, 1000, 1024, 2048):
-        x = normal(rows, depth, dtype=dtype, seed=rows)
-        serving, *tried = (
-            kernels.linear(x, kernels.pack_gated(weight) if gated else kernels.pack(weight)) for kernels in (*both, few)
-        )
-        assert all(same_bits(one, serving) for one in tried)
 
 
 @pytest.mark.cuda

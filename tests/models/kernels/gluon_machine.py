@@ -237,12 +237,11 @@ class GluonMachine:
         return threads
 
     def _begin(self, number: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self.own.number, self.own.products, self.own.writes = number, [], []
+        self.own.number, self.own.products = number, []
         try:
             self._wait_for_turn(number)
             body(*args)
             assert not self.own.products, "a product was never waited for"
-            assert not self.own.writes, "memory may be given back while a copy reads it"
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that runs the program
             self._error = self._error or error
         with self._changed:
@@ -279,8 +278,6 @@ class GluonMachine:
         """Let other threads run, and go on when the condition holds."""
         if self.own.products and self.choice.random() < 0.3:
             self.own.products[0].take_place()
-        if self.own.writes and self.choice.random() < 0.3:
-            self.own.writes.pop(0)()
         with self._changed:
             self._waiting[self.own.number] = until
             self._choose()
@@ -328,22 +325,6 @@ def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: SharedMemory, 
     machine.switch()
     if pred:
         machine.copy_later(copy)
-
-
-def _take(desc: Descriptor, at: list[int], source: SharedMemory) -> None:
-    machine.switch()
-
-    def copy() -> None:
-        found = desc.find(*at)
-        found.copy_(source.data[: found.shape[0], : found.shape[1]])
-
-    machine.own.writes.append(copy)
-
-
-def _wait_for_writes(pending: int) -> None:
-    machine.switch()
-    while len(machine.own.writes) > pending:
-        machine.own.writes.pop(0)()
 
 
 def _multiply(a: Any, b: SharedMemory, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -517,9 +498,7 @@ def _make_modules() -> dict[str, ModuleType]:
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: "barriers", init=_init, wait=wait_for, arrive=arrive, expect=_expect
         ),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=_bring, async_copy_shared_to_global=_take, store_wait=_wait_for_writes
-        ),
+        "tma": SimpleNamespace(async_copy_global_to_shared=_bring),
     }
     tl = TYPES | {
         "constexpr": lambda value: SimpleNamespace(value=value),

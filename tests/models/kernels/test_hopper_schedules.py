@@ -1,6 +1,6 @@
 """Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU.
 
-Among them are candidates, which have not run on a card.
+Among them is a candidate, which no server launches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.models.kernels.gluon_machine import (
     Pointer,
     Product,
     SharedMemory,
-    arrive,
     block,
     launch,
     load_kernels,
@@ -48,11 +47,6 @@ def attend_chain(request):
 @pytest.fixture(scope="module")
 def splits():
     return load_kernels(f"{HOPPER}.hopper_attention")
-
-
-@pytest.fixture(scope="module")
-def wide():
-    return load_kernels("benchmarks.candidates.wide")
 
 
 @pytest.fixture(scope="module")
@@ -280,26 +274,6 @@ def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, sp
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("columns", [256, 128, 64])
-@pytest.mark.parametrize("seed", range(2))
-def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, seed):
-    """A program has several tiles, and rows, columns and depth end within a tile."""
-    rows, outputs, depth, stages = 150 + 128 * seed, columns + 48, 160, 2 + seed
-    x, w = normal(rows, depth, seed=1 + seed), normal(outputs, depth, seed=5 + seed, scale=0.1)
-    out = torch.full((rows, outputs // 2 if gated else outputs), float("nan"), dtype=BF16)
-    width = columns // 2 if gated else min(columns, 128)
-    launch(
-        wide.linear_wide_ahead, (2,), seed, Descriptor(x, (64, 64)), Descriptor(w, (columns, 64)),
-        Descriptor(out, (64, width)), rows, outputs, depth, STAGES=stages, GROUP=2, GATED=gated, PDL=True, num_warps=4,
-    )  # fmt: skip
-    expected = multiply(x, w.T, torch.zeros(rows, outputs))
-    if gated:
-        expected = wide._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
-    assert torch.equal(out, expected.to(BF16))
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [5, 24])
 def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated):
     outputs, depth = 72, 320
@@ -338,26 +312,33 @@ def test_a_wait_that_no_thread_ends_is_a_deadlock():
 
 
 @pytest.mark.timeout(120)
-def test_a_slot_that_is_freed_too_early_is_found(wide, monkeypatch):
-    """The machine must see what it is for: here consumers free each block before they have multiplied with it."""
-    (rows, outputs, depth) = (128, 64, 640)
-    x, w = normal(rows, depth, seed=1), normal(outputs, depth, seed=2)
-    expected = multiply(x, w.T, torch.zeros(rows, outputs)).to(BF16)
+def test_a_slot_that_is_filled_too_early_is_found(monkeypatch):
+    """The machine must see what it is for: here the warp for loads never waits until consumers have freed a slot."""
+    chain = load_kernels(f"{HOPPER}.hopper_chain")
+    group, head, count, keys = 8, 64, 8, 640
+    q = normal(count, group, head, seed=1)
+    k_cache, v_cache = (normal(keys, head, seed=seed) for seed in (2, 3))
+    position = (keys - count + torch.arange(count)).repeat_interleave(group)
+    expected = attend(q.reshape(-1, head), k_cache, v_cache, position, head**-0.5)
 
-    def free_early(bar, *, count=1, **_):  # of the step itself, rather than of the one before
-        arrive(bar, count=count)
+    def wait_for_loads_only(bar, phase):
+        if bar.count == 1:  # both consumers free a slot, and one warp fills it
+            wait_for(bar, phase)
 
-    monkeypatch.setattr(wide.mbarrier, "arrive", free_early)
+    monkeypatch.setattr(chain.mbarrier, "wait", wait_for_loads_only)
     found = []
     for seed in range(5):
-        out = torch.zeros(rows, outputs, dtype=BF16)
+        out = torch.zeros(q.shape, dtype=BF16)
         try:
             launch(
-                wide.linear_wide_ahead, (1,), seed, Descriptor(x, (64, 64)), Descriptor(w, (64, 64)),
-                Descriptor(out, (64, 64)), rows, outputs, depth, STAGES=2, GROUP=8, GATED=False, PDL=False, num_warps=4,
+                chain.attend_chain_ahead, (1,), seed, Pointer(q), Descriptor(k_cache, (TILE, head)),
+                Descriptor(v_cache, (TILE, head)), Pointer(torch.tensor([[0, count, 0, keys - count, 0, 0, 0, 0]])),
+                Pointer(out), Pointer(torch.zeros(1, dtype=torch.int64)), keys, 1, head**-0.5, HEADS=group, KV=1,
+                GROUP=group, SPLIT=SPLIT, CONSUMERS=2, K_STAGES=2, V_STAGES=2, REGISTERS=240, PDL=False, PAGE=0,
+                num_warps=4,
             )  # fmt: skip
         except (AssertionError, RuntimeError):
             found.append(seed)
         else:
-            found += [seed] * (not torch.equal(out, expected))
+            found += [seed] * (not torch.equal(out.reshape(-1, head), expected))
     assert found
