@@ -198,6 +198,7 @@ class GluonMachine:
     _slow: int = field(init=False, default=0)
     _changed: threading.Condition = field(init=False, factory=threading.Condition)
     _error: BaseException | None = field(init=False, default=None)
+    _threads: list[threading.Thread] = field(init=False, factory=list)
 
     def run_program(
         self, choice: random.Random, program: tuple[int, int], grid: tuple[int, int], body: Callable[[], None]
@@ -210,10 +211,12 @@ class GluonMachine:
         self._waiting.clear()
         self._copies.clear()
         self._living.clear()
-        [thread] = self._start([(body, ())])
+        self._threads.clear()
+        self._start([(body, ())])
         with self._changed:
             self._choose()
-        thread.join()
+        while self._threads:  # where one has failed, all must have ended before the next program begins
+            self._threads.pop(0).join()
         if self._error is not None:
             raise self._error
         assert not self._copies, "memory may be given back while a copy writes it"
@@ -224,7 +227,7 @@ class GluonMachine:
         self._start(tasks)
         self.switch(lambda: self._living <= before)
 
-    def _start(self, tasks: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[threading.Thread]:
+    def _start(self, tasks: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         threads = []
         with self._changed:
             for body, args in tasks:
@@ -234,7 +237,7 @@ class GluonMachine:
                 threads.append(threading.Thread(target=self._begin, args=(number, body, args), daemon=True))
         for thread in threads:
             thread.start()
-        return threads
+        self._threads += threads
 
     def _begin(self, number: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.own.number, self.own.products = number, []
