@@ -216,12 +216,13 @@ class GluonMachine:
         return threads
 
     def _begin(self, number: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self.own.number, self.own.products, self.own.writes = number, [], []
+        self.own.number, self.own.products, self.own.writes, self.own.gathers = number, [], [], []
         try:
             self._wait_for_turn(number)
             body(*args)
             assert not self.own.products, "a product was never waited for"
             assert not self.own.writes, "memory may be given back while a copy reads it"
+            assert not self.own.gathers, "memory may be given back while a copy writes it"
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that runs the program
             self._error = self._error or error
         with self._changed:
@@ -323,6 +324,18 @@ def _wait_for_writes(pending: int) -> None:
     machine.switch()
     while len(machine.own.writes) > pending:
         machine.own.writes.pop(0)()
+
+
+def _gather(target: SharedMemory, pointer: Pointer, mask: Any = True) -> None:
+    machine.switch()
+    machine.own.gathers.append(lambda: target.data.copy_(_load(pointer, mask)))
+
+
+def _wait_for_gathers(pending: int = 0) -> None:
+    assert pending == 0, "groups of copies are not told apart"
+    while machine.own.gathers:
+        machine.switch()
+        machine.own.gathers.pop(0)()
 
 
 def _multiply(a: Any, b: SharedMemory, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -443,6 +456,12 @@ def _make_modules() -> dict[str, ModuleType]:
             async_copy_global_to_shared=_bring, async_copy_shared_to_global=_take, store_wait=_wait_for_writes
         ),
     }
+    ampere = {
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=_gather, commit_group=lambda: None, wait_group=_wait_for_gathers
+        ),
+        "mma_v2": None,
+    }
     tl = TYPES | {
         "constexpr": lambda value: SimpleNamespace(value=value),
         "exp": lambda x: block(torch.exp(x.double()).float()),
@@ -454,9 +473,10 @@ def _make_modules() -> dict[str, ModuleType]:
         "triton.language.extra": {},
         "triton.language.extra.cuda": waits,
         "triton.experimental": {},
-        "triton.experimental.gluon": {"jit": _jit},
+        "triton.experimental.gluon": {"jit": _jit, "constexpr_function": _jit},
         "triton.experimental.gluon.language": TYPES | layouts | OPERATIONS,
         "triton.experimental.gluon.language.nvidia": {},
+        "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
     }
     modules = {name: ModuleType(name) for name in contents}
