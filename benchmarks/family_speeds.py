@@ -7,7 +7,8 @@ the right headers and no content: a tensor's values are drawn on the device when
 of gpt-oss's experts MXFP4. Decoding is the time of 129 tokens less that of one over 128. Its limit is the bytes that a
 token must read over the best bandwidth of a large read or copy: all weights but those of experts that were not chosen,
 and keys and values, of layers with a window those of the window. First token: the median of three prompts that are
-new. profile: kernels of half a second of decoding, the longest first, from the server's process.
+new. profile: kernels of half a second of decoding, from the server's process, with the time that each adds to those
+before it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ from benchmarks.tables import median, print_table
 
 CONTEXT, DECODED, PROMPT, PROMPTS = 2048, 128, 8192, 3
 PROFILED_S = 0.5
+PAUSE_US = 20.0
+KERNELS = 40  # lines of a profile, at most
 PROFILE_ROUNDS = 12  # of decoding, at most, until the table of kernels is there
 GEMMA = {
     "model_type": "gemma4_text",
@@ -247,17 +251,34 @@ def profile_when_asked(file: Path) -> None:
     kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
     with torch.profiler.profile(activities=[kind]) as found:
         time.sleep(PROFILED_S)
-    averages = found.key_averages()
-    total = sum(one.self_device_time_total for one in averages)
-    lines = [f"{total / 1e3:.1f} ms of kernels in {PROFILED_S} s"]
-    for one in sorted(averages, key=lambda one: -one.self_device_time_total)[:40]:
-        if one.self_device_time_total:
-            spent = one.self_device_time_total
-            mean = spent / one.count
-            lines.append(f"{100 * spent / total:5.1f} %  {one.count:6d} x {mean:8.2f} us  {one.key[:90]}")
+    events = [one for one in found.events() or () if one.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(one.name, one.time_range.start, one.time_range.end) for one in events]
+    lines = [f"{sum(stop - start for _, start, stop in spans) / 1e3:.1f} ms of kernels in {PROFILED_S} s"]
+    lines += list_kernels(spans)
     beside = file.with_suffix(".part")
     beside.write_text("\n".join(lines))
     beside.replace(file)
+
+
+def list_kernels(spans: Sequence[tuple[str, float, float]]) -> list[str]:
+    """Return a line for each kernel, those that take most of the time first.
+
+    spans: names, starts and ends in microseconds. A kernel may begin before those in front of it have ended, and wait
+    for them. So what it adds is the time from the last end before its own to its own. A pause of `PAUSE_US` before it
+    begins is the host's, and is not counted.
+    """
+    found = defaultdict[str, list[tuple[float, float]]](list)
+    last = min((start for _, start, _ in spans), default=0.0)
+    for name, start, stop in sorted(spans, key=lambda span: span[2]):
+        found[name].append((stop - (start if start - last > PAUSE_US else last), stop - start))
+        last = stop
+    whole = sum(added for each in found.values() for added, _ in each) or 1.0
+    lines = []
+    for name, each in sorted(found.items(), key=lambda one: -sum(added for added, _ in one[1]))[:KERNELS]:
+        added, spent = (sum(times) for times in zip(*each, strict=True))
+        means = f"{added / len(each):8.2f} us added, {spent / len(each):8.2f} us"
+        lines.append(f"{100 * added / whole:5.1f} %  {len(each):6d} x {means}  {name[:90]}")
+    return lines
 
 
 # --- what is asked ---

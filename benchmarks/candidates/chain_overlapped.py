@@ -29,11 +29,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.hopper_attention import (
     _NOTHING,
-    _everybody_here,
     _forget,
     _weigh_scores,
 )
 from adapters.models.kernels.triton.hopper.hopper_chain import BLOCK_M, _make_barriers, _multiply_keys, _produce
+from adapters.models.kernels.triton.hopper.hopper_merge import _everybody_here
 
 
 @gluon.jit

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.hopper.hopper_attention import _everybody_here
 from adapters.models.kernels.triton.hopper.hopper_chain import _make_barriers
-from adapters.models.kernels.triton.hopper.hopper_products import _silu_times, bring
+from adapters.models.kernels.triton.hopper.hopper_merge import _everybody_here
+from adapters.models.kernels.triton.hopper.hopper_products import _apply_gate, bring
 
 take = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # Triton 3.9 has renamed it
 ROWS = gl.constexpr(64)  # of a consumer
@@ -129,7 +129,7 @@ def _consume(
         m = m0 + NUMBER * ROWS
         if GATED:
             gate, up = gl.split(acc.reshape((ROWS, BLOCK_N // 2, 2)))
-            _write(out_desc, memory, _silu_times(gate, up, dtype), m, n0 // 2)
+            _write(out_desc, memory, _apply_gate(gate, up, dtype, GATED), m, n0 // 2)
         elif BLOCK_N == WIDTH:
             _write(out_desc, memory, acc.to(dtype), m, n0)
         else:

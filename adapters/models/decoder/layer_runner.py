@@ -25,6 +25,7 @@ from adapters.models.decoder.layers.decoder_layer import (
     DecoderLayer,
     begin_feed,
     end_feed,
+    end_layer,
     finish_layer,
     project_inputs,
 )
@@ -170,9 +171,8 @@ class LayerRunner:
             return None
         if isinstance(layer, DeltaLayer) or layer.ending is None:
             return finish_layer(kernels, layer.frame, residual, mixed, buffers.batch)
-        residual.add_(finish_layer(kernels, layer.frame, residual, mixed, buffers.batch, ending=layer.ending))
         inputs = None if buffers.row_inputs is None else buffers.row_inputs[:, number - self.spec.layers.start]
-        layer.ending.end(kernels, residual, inputs)
+        end_layer(kernels, layer, residual, mixed, buffers.batch, inputs=inputs)
         return None
 
     def _mix(

@@ -5,7 +5,7 @@ They are a factor behind a layer, inputs of each layer's own, and experts parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.cpu_experts import CpuExpertsLayer
+from adapters.models.decoder.layers.decoder_layer import FedRows, Frame
 from adapters.models.decoder.layers.feed_forward import (
     Matrix,
     feed_matrices,
@@ -28,6 +29,7 @@ from adapters.models.kernels.activations import apply_activation
 from adapters.models.kernels.interfaces.experts_interface import Experts, ExpertsShape
 from adapters.models.kernels.interfaces.layer_interface import Kernels
 from adapters.models.kernels.interfaces.product_list import Weight
+from adapters.models.kernels.interfaces.row_kernels import NormedRows
 from adapters.models.kernels.step_batch import Batch
 
 _PARALLEL_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
@@ -111,21 +113,24 @@ class Gemma4Ending:
     own: OwnInputs | None
     parallel: ParallelExperts | None
 
-    def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
-        parallel = self.parallel
-        if parallel is None:
-            return fed
-        dense = kernels.add_norm(fed, None, parallel.after_mlp, self.eps)
-        deciding = kernels.add_norm(residual, None, parallel.deciding, self.eps)
-        x = kernels.add_norm(residual, None, parallel.before, self.eps)
-        sparse = run_chosen_experts(kernels, parallel.experts, x, batch, deciding)
-        return dense.add_(kernels.add_norm(sparse, None, parallel.after, self.eps))
+    @property
+    def parallel_norms(self) -> Sequence[Tensor]:
+        return () if self.parallel is None else (self.parallel.deciding, self.parallel.before)
 
-    def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
-        if self.own is not None and inputs is not None:
-            gate = apply_activation(self.activation, kernels.linear(residual, self.own.gate)).mul_(inputs)
-            residual.add_(kernels.add_norm(kernels.linear(gate, self.own.out), None, self.own.norm, self.eps))
-        residual.mul_(self.factor)
+    def end(self, kernels: Kernels, frame: Frame, residual: Tensor, fed: FedRows, batch: Batch) -> None:
+        assert frame.after_feed is not None, "all layers of the family norm what their feed-forward returns"
+        own = self.own
+        parallel = None
+        if self.parallel is not None:
+            deciding, x = fed.parallel
+            sparse = run_chosen_experts(kernels, self.parallel.experts, x, batch, deciding)
+            parallel = (sparse, self.parallel.after, self.parallel.after_mlp)
+        factor = self.factor if own is None or fed.inputs is None else 1.0
+        kernels.add_normed(residual, NormedRows(fed.found, frame.after_feed, parallel, factor), self.eps)
+        if own is not None and fed.inputs is not None:
+            gate = apply_activation(self.activation, kernels.linear(residual, own.gate)).mul_(fed.inputs)
+            made = NormedRows(kernels.linear(gate, own.out), own.norm, factor=self.factor)
+            kernels.add_normed(residual, made, self.eps)
 
 
 def load_ending(

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 
-SILU = "silu"  # part of the product (`Kernels.gated_linear`)
+SILU = "silu"  # part of the product wherever there is one (`Kernels.gated_linear`)
 GELU = "gelu"  # the approximation by tanh
 CLAMPED = (
     "clamped"  # of gpt-oss: both halves are clamped, the gate is x * sigmoid(ALPHA x), and 1 is added to the other
 )
 ALPHA = 1.702
 LIMIT = 7.0
+GATES = {SILU: 1, GELU: 2, CLAMPED: 3}  # as Triton programs have them; 0: a product has no gate
 _FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {GELU: partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
@@ -42,6 +43,13 @@ def apply_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
     scaled = wide * ALPHA
     open_part = torch.sigmoid(scaled) if gate.is_cuda else apply_in_vectors(torch.sigmoid, scaled.contiguous())
     return (wide * open_part * (up.float().clamp(-LIMIT, LIMIT) + 1)).to(gate.dtype)
+
+
+def gate_halves(name: str, both: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what the gates `both[:, :I]` let through of `both[:, I:]`, in a new tensor. The bias is added in place."""
+    if bias is not None:
+        both.add_(bias)
+    return apply_gate(name, *both.chunk(2, dim=1))
 
 
 def gate_by_softplus(x: Tensor, gates: Tensor, count: int) -> Tensor:

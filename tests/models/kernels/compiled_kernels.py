@@ -17,8 +17,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.checkpoint.packed_matrix import MXFP4, StackedWeight, StepLayout
 from adapters.models.kernels import triton_launch
+from adapters.models.kernels.activations import CLAMPED, GELU
 from adapters.models.kernels.cuda.device_traits import DeviceTraits
 from adapters.models.kernels.cuda.draw import draw_tokens
 from adapters.models.kernels.cuda.extremes import find_extremes
@@ -28,12 +29,14 @@ from adapters.models.kernels.formats.row_format import RowLayout, Rows, row_type
 from adapters.models.kernels.interfaces.attention_rule import AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.delta_interface import DeltaShape, DeltaWeights, LayerStates
 from adapters.models.kernels.interfaces.experts_interface import (
+    BiasedExpertsShape,
     Experts,
     ExpertsShape,
     GatedWeights,
     SigmoidExpertsShape,
 )
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.row_kernels import NormedRows
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.numerics.synthetic import random_matrix
@@ -231,6 +234,34 @@ def run_experts(shape: ExpertsShape, dtype: torch.dtype, *buckets: int, layout: 
             kernels.experts(make(bucket, hidden, dtype=dtype), experts, make_batch(Batch, bucket))
 
     return run
+
+
+def run_biased_experts(kernels: TritonKernels) -> None:
+    """A layer of experts with biases and a gate that no product has."""
+    shape = BiasedExpertsShape(8, 2, 256, is_normalized=True)
+
+    def make_expert() -> GatedWeights:
+        packed = kernels.pack(make(512, 512)), kernels.pack(make(512, 256))
+        return GatedWeights(*packed, CLAMPED, make(512), make(512))
+
+    each = kernels.stack_experts((make_expert() for _ in range(8)), 8)
+    experts = Experts(shape, kernels.pack(make(8, 512)), each, None, correction=make(8, dtype=torch.float32))
+    for bucket in (4, 1024):
+        kernels.experts(make(bucket, 512), experts, make_batch(Batch, bucket))
+
+
+def norm_and_gate(kernels: TritonKernels) -> None:
+    """Rows that are normed and added, biases, and products gated by GELU."""
+    weight, rows = make(2816, dtype=torch.float32), make(4, 2816)
+    kernels.add_normed(rows, NormedRows(rows, weight), 1e-6, (weight, weight, weight))
+    kernels.add_normed(rows, NormedRows(rows, weight, (rows, weight, weight), 0.5), 1e-6)
+    kernels.add_norm(rows, rows, weight, 1e-6, bias=make(2816))
+    packed = kernels.pack_gated(make(512, 256), GELU)
+    for count in (4, 64, 1024):
+        kernels.gated_linear(make(count, 256), packed)
+    matrix = random_matrix((64, 512), MXFP4, "w")
+    behind = kernels.pack_gated(StackedWeight((matrix, matrix), torch.bfloat16, CPU), GELU)
+    assert kernels.gated_linear(make(4, 512), behind).shape == (4, 64)
 
 
 def pick_tokens(kernels: TritonKernels) -> None:

@@ -52,6 +52,12 @@ class TensorBlock(torch.Tensor):
     def to(self, dtype: Any) -> Any:  # type: ignore[override]
         return super().to(find_dtype(dtype))
 
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[override, misc]
+        return self + other  # a kernel's values are never changed in place, and others may have the same one
+
+    def __isub__(self, other: Any) -> Any:  # type: ignore[override, misc]
+        return self - other
+
 
 def block(tensor: Any) -> Any:
     return torch.as_tensor(tensor).as_subclass(TensorBlock)
@@ -365,12 +371,25 @@ def _load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Any:
     return block(torch.where(kept, pointer.numbers.flatten()[at], torch.as_tensor(other, dtype=pointer.numbers.dtype)))
 
 
-def _store(pointer: Pointer, values: Any, mask: Any) -> None:
+def _store(pointer: Pointer, values: Any, mask: Any = True) -> None:
+    if not isinstance(pointer.at, Tensor) or pointer.at.dim() == 0:
+        if mask:
+            pointer.numbers.view(-1)[int(pointer.at)] = values
+        return
     kept = torch.broadcast_to(mask, pointer.at.shape).as_subclass(Tensor)
     pointer.numbers.view(-1)[pointer.at.as_subclass(Tensor)[kept]] = values.as_subclass(Tensor)[kept]
 
 
+def _add_atomically(pointer: Pointer, value: Any, **_: Any) -> Any:
+    machine.switch()
+    before = pointer.numbers.view(-1)[int(pointer.at)].item()
+    pointer.numbers.view(-1)[int(pointer.at)] = before + value
+    return before
+
+
 def _sum(values: Any, _axis: int) -> Any:
+    if values.dim() == 1:
+        return values.sum().to(values.dtype)
     while values.shape[1] > 1:
         half = values.shape[1] // 2
         values = values[:, :half] + values[:, half:]
@@ -420,7 +439,7 @@ OPERATIONS: dict[str, Any] = {
     "static_assert": _check,
     "allocate_shared_memory": _allocate,
     "arange": lambda low, high, layout=None: block(torch.arange(low, high)),  # noqa: ARG005
-    "zeros": lambda shape, dtype, layout=None: block(torch.zeros(shape, dtype=dtype)),  # noqa: ARG005
+    "zeros": lambda shape, dtype, layout=None: block(torch.zeros(shape, dtype=find_dtype(dtype))),  # noqa: ARG005
     "full": lambda shape, value, dtype, layout=None: block(torch.full(shape, value, dtype=dtype)),  # noqa: ARG005
     "convert_layout": lambda values, _layout: values,
     "where": _where,
@@ -433,6 +452,7 @@ OPERATIONS: dict[str, Any] = {
     "cdiv": lambda a, b: -(-a // b),
     "load": _load,
     "store": _store,
+    "atomic_add": _add_atomically,
     "split": lambda values: (values[..., 0], values[..., 1]),
     "thread_barrier": lambda: None,
     "program_id": lambda axis: machine.program[axis],
@@ -465,6 +485,7 @@ def _make_modules() -> dict[str, ModuleType]:
     tl = TYPES | {
         "constexpr": lambda value: SimpleNamespace(value=value),
         "exp": lambda x: block(torch.exp(x.double()).float()),
+        "maximum": _of_two("maximum"),
     }
     waits = {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
     contents: dict[str, dict[str, Any]] = {

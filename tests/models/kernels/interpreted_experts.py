@@ -27,9 +27,10 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 def make_expert(kernels: TritonKernels, activation: str, number: int) -> GatedWeights:
     both, down = random(2 * INNER, HIDDEN, seed=number), random(HIDDEN, INNER, seed=100 + number)
-    pack = kernels.pack_gated if activation == SILU else kernels.pack
+    is_built_in = activation in kernels.built_in_gates
+    packed = kernels.pack_gated(both, activation) if is_built_in else kernels.pack(both)
     biases = (random(2 * INNER, seed=200 + number), random(HIDDEN, seed=300 + number)) if activation == CLAMPED else ()
-    return GatedWeights(pack(both), kernels.pack(down), activation, *biases)
+    return GatedWeights(packed, kernels.pack(down), activation, *biases)
 
 
 def check_experts() -> None:

@@ -95,5 +95,28 @@ def check_shared_tiles() -> None:
         check_plan(step(starts), 64 if len(starts) > 32 else 32, make_pages(sizes))
 
 
+def check_windows() -> None:
+    """Every split that a row sees is computed once, and none that its tile does not see."""
+    draw = random.Random(2)
+    pages = make_pages([])
+    for window in (1, 128, PAGE, 1024):
+        for _ in range(6):
+            sizes = [draw.choice((1, 1, 2, 17)) for _ in range(draw.randrange(1, 4))]
+            segments = [Segment(slot, draw.randrange(MOST * PAGE - 20), size) for slot, size in enumerate(sizes)]
+            batch = Batch(64, CPU, pages=pages)
+            batch.load(Step(tuple(segments), 64), [0] * sum(sizes))
+            batch.plan = StepTiles()
+            planner = TilePlanner(CPU, pdl=False, split=PAGE)
+            work = list_work(planner.find_tiles(batch, TileKind(TILE, window=window), SLOTS))
+            positions = [one.start + row for one in segments for row in range(one.count)]
+            lows = [max(0, at - window + 1) // PAGE for at in positions]
+            seen = [(row, split) for row, at in enumerate(positions) for split in range(lows[row], at // PAGE + 1)]
+            done = [(row, split) for rows, _, split in work for row in rows]
+            kept = [(row, split) for row, split in done if lows[row] <= split <= positions[row] // PAGE]
+            assert sorted(kept) == sorted(seen), (window, segments)
+            assert all(lows[rows[0]] <= split <= positions[rows[-1]] // PAGE for rows, _, split in work)
+
+
 if __name__ == "__main__":
     check_shared_tiles()
+    check_windows()

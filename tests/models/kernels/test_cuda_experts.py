@@ -85,7 +85,7 @@ class Layer:
                 biases = (self._weight(1, size)[0] for size in (2 * inner, hidden))
                 return GatedWeights(self.kernels.pack(both), down, CLAMPED, *biases)
             case ScaledShape():
-                return GatedWeights(self.kernels.pack(both), down, GELU)
+                return GatedWeights(self.kernels.pack_gated(both, GELU), down, GELU)
         return GatedWeights(self.kernels.pack_gated(both), down, SILU)
 
     def fed(self, x: Tensor, bucket: int, experts: Experts | None = None) -> Tensor:

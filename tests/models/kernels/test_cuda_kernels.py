@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from adapters.models.decoder.cache.window_pages import WindowPages
+from adapters.models.kernels.activations import CLAMPED, GELU, gate_halves
+from adapters.models.kernels.composed_operations import add_normed
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Rope
+from adapters.models.kernels.interfaces.row_kernels import NormedRows
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
@@ -252,6 +258,74 @@ def test_attention_does_not_see_its_neighbours(kernels, bucket):
     assert same_bits(sequence.run(bucket, (Segment(0, 1299, 1),), last), whole[last])
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows_are_normed_and_added_as_by_operations_one_by_one(kernels, dtype):
+    """Sums of two, factors, and as many norms of the sum as a layer needs; at every row count."""
+    for width in (320, 2816, 5376):
+        wide = (normal(width, dtype=torch.float32, seed=seed) + 1 for seed in range(1, 7))
+        weight, other, own, *outer = wide
+        rows, parallel, residual = (normal(300, width, dtype=dtype, seed=seed, scale=3.0) for seed in (7, 8, 9))
+        for delta, norms in (
+            (NormedRows(rows, weight), outer),
+            (NormedRows(rows, weight), outer[:1]),
+            (NormedRows(rows, weight, (parallel, other, own), 0.37), []),
+        ):
+            expected = residual.clone()
+            given = evolve(delta, rows=delta.rows.clone())
+            sums = add_normed(kernels.add_norm, expected, given, 1e-6, norms)
+            for count in (300, 1, 4):
+                part = residual[:count].clone()
+                cut = None if delta.parallel is None else (parallel[:count], other, own)
+                found = kernels.add_normed(part, evolve(delta, rows=rows[:count], parallel=cut), 1e-6, norms)
+                assert same_bits(part, expected[:count])
+                assert len(found) == len(norms)
+                assert all(same_bits(one, two[:count]) for one, two in zip(found, sums, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_bias_is_added_and_rounded_before_rows_are(kernels, dtype):
+    residual, delta = (normal(64, 2880, dtype=dtype, seed=seed) for seed in (1, 2))
+    bias, weight = normal(2880, dtype=dtype, seed=3), normal(2880, dtype=torch.float32, seed=4)
+    sums, own = residual.clone(), residual.clone()
+    expected = kernels.add_norm(sums, delta + bias, weight, 1e-5)
+    assert same_bits(kernels.add_norm(own, delta, weight, 1e-5, bias=bias), expected)
+    assert same_bits(own, sums)
+
+
+@pytest.mark.parametrize("activation", [GELU, CLAMPED])
+def test_a_gate_lets_through_what_torch_says_for_every_number(kernels, activation):
+    """Every number of bfloat16 as a gate. Exponentials of two libraries differ in the last bit of float32."""
+    gate = torch.arange(1 << 16, device=DEVICE).to(torch.int16).view(torch.bfloat16)
+    gate = gate[gate.isfinite()]
+    both = torch.stack((gate, normal(len(gate), dtype=torch.bfloat16)), 1)
+    found = kernels.apply_gate(activation, both.clone(), None)
+    exact = gate_halves(CLAMPED, both.float(), None).bfloat16()
+    if activation == GELU:
+        exact = torch.nn.functional.gelu(both[:, :1].double(), approximate="tanh").bfloat16() * both[:, 1:]
+    bits = [one.view(torch.int16).int() for one in (found, exact)]
+    apart = torch.where(bits[0] < 0, -(bits[0] & 32767), bits[0]) - torch.where(
+        bits[1] < 0, -(bits[1] & 32767), bits[1]
+    )
+    near = exact.float().abs() > 1e-9  # the sum of 1 and tanh has no digits left below
+    assert found.isfinite().equal(exact.isfinite())
+    assert (apart.abs() <= 2)[near].all(), (activation, gate[(apart.abs() > 2)[:, 0]][:10])
+    bias = normal(2, dtype=torch.bfloat16, seed=5)
+    assert same_bits(kernels.apply_gate(activation, both, bias), kernels.apply_gate(activation, both + bias, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_gated_by_gelu_has_one_arithmetic(kernels, dtype):
+    """At every row count the bits of the product and the gate one after the other."""
+    weight, x = normal(448, 320, dtype=dtype, scale=0.1), normal(2048, 320, dtype=dtype, seed=1)
+    packed, plain = kernels.pack_gated(weight, GELU), kernels.pack(weight)
+    full = kernels.apply_gate(GELU, kernels.linear(x, plain), None)
+    torch.testing.assert_close(
+        full.float(), gate_halves(GELU, x.float() @ weight.float().T, None), rtol=4 * TOLERANCE[dtype], atol=1e-2
+    )
+    for bucket in BUCKETS:
+        assert same_bits(kernels.gated_linear(x[:bucket].contiguous(), packed), full[:bucket])
+
+
 def test_padded_rows_write_nothing_and_stay_finite(kernels):
     sequence = CachedSequence(kernels, (5, 1, 64), torch.bfloat16, 10)
     batch = Batch(64, DEVICE)
@@ -265,11 +339,26 @@ def test_padded_rows_write_nothing_and_stay_finite(kernels):
     assert all(cache[slot].isnan().all() for cache in caches for slot in (0, 2))
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("head", [64, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize("pages", [False, True])
-def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, group, pages):
+SINKS = AttentionRule(sinks=torch.linspace(-2.0, 5.0, 16))
+OF_WINDOW = WindowPages.page
+AHEAD = [  # type, numbers of a head, heads of a key head, rows of a page, rule
+    *(
+        (dtype, head, group, page, PLAIN)
+        for dtype in HALF
+        for head in (64, 128)
+        for group in (1, 3, 4, 8)
+        for page in (0, PAGE)
+    ),
+    (torch.bfloat16, 64, 8, PAGE, SINKS),
+    (torch.bfloat16, 64, 8, 0, evolve(SINKS, window=128)),
+    (torch.bfloat16, 64, 8, OF_WINDOW, evolve(SINKS, window=128)),
+    (torch.bfloat16, 64, 3, OF_WINDOW, AttentionRule(300)),
+    (torch.float16, 64, 8, OF_WINDOW, AttentionRule(1024)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "head", "group", "page", "rule"), AHEAD, ids=str)
+def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, group, page, rule):
     """Contexts of every residue of tiles and splits, steps of several slots, and more work than there are programs."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel of Hopper's")
@@ -278,9 +367,12 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
     plain._attention.hopper = False  # noqa: SLF001 - as on every other GPU
     few = triton_cuda.TritonKernels(DEVICE)
     few._attention.processors = 4  # noqa: SLF001 - so that a program has many splits, of several tiles
-    table = torch.randperm(slots * capacity // PAGE, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
-    table = table.view(slots, capacity // PAGE) if pages else None
-    shape = (len(table.flatten()), kv, PAGE, head) if pages else (slots, kv, capacity, head)
+    count = slots * capacity // (page or PAGE)
+    table = torch.randperm(count, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
+    table = table.view(slots, -1) if page else None
+    shape = (count, kv, page, head) if page else (slots, kv, capacity, head)
+    sinks = None if rule.sinks is None else rule.sinks[: kv * group].to(DEVICE)
+    rule = evolve(rule, sinks=sinks)
     for spans in (
         [(0, 1)],
         [(62, 1), (63, 1), (64, 1), (254, 1), (255, 1), (256, 1)],
@@ -298,11 +390,17 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         bucket = next(one for one in BUCKETS if one >= rows)
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
         for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
-            number, row = divmod(start + count, PAGE)
+            number, row = divmod(start + count, page or PAGE)
             if start + count == capacity:
                 continue
             for cache in (k_cache, v_cache):
-                (cache[table[slot, number], :, row:] if pages else cache[slot, :, start + count :])[:] = float("nan")
+                (cache[table[slot, number], :, row:] if page else cache[slot, :, start + count :])[:] = float("nan")
+        if rule.window and page:  # neither are pages behind a window the slot's own, or rows that it was not given
+            for slot, (start, _) in enumerate(spans):
+                number, row = divmod(max(0, start - rule.window + 1), page)
+                for cache in (k_cache, v_cache):
+                    cache[table[slot, :number].long()] = float("nan")
+                    cache[table[slot, number], :, :row] = float("nan")
         segments = tuple(Segment(slot, start, count) for slot, (start, count) in enumerate(spans))
         q = normal(bucket, kv * group, head, dtype=dtype, seed=rows)
         found = []
@@ -310,7 +408,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
             batch = Batch(bucket, DEVICE, pages=table)
             batch.load(Step(segments, bucket), [0] * rows)
             kernels.prepare_step(batch)
-            attended = kernels.attend(q, k_cache, v_cache, batch)
+            attended = kernels.attend(q, k_cache, v_cache, batch, rule)
             assert not attended[rows:].any()
             found.append(attended[:rows])
         assert torch.isfinite(found[0].float()).all()

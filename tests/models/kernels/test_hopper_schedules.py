@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from tests.models.kernels.gluon_machine import (
@@ -42,6 +43,11 @@ CHAINS = {
 @pytest.fixture(scope="module", params=CHAINS)
 def attend_chain(request):
     return getattr(load_kernels(request.param), CHAINS[request.param])
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return load_kernels(f"{HOPPER}.hopper_attention")
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +85,34 @@ def fold(
     return fma(acc, spread, all_acc * old[:, None]), new_peak, fma(total, new, all_total * old)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> Tensor:
-    """Attend as `attention.attend_chain` does, for rows `[M, HEAD]` at such positions and all keys of one head."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as `attention.attend_chain` does, for rows `[M, HEAD]` at such positions and all keys of one head.
+
+    sinks: of each row.
+    """
     last = int(position.max())
+    lowest = max(0, int(position.min()) - window + 1) if window else 0
     nothing = block(torch.zeros(q.shape)), block(torch.full((len(q),), NOTHING)), block(torch.zeros(len(q)))
     folded = nothing
-    for first in range(0, last + 1, SPLIT):
+    for first in range(lowest // SPLIT * SPLIT, last + 1, SPLIT):
         acc, peak, total = nothing
-        for key0 in range(first, min(first + SPLIT, last + 1), TILE):
+        for key0 in range(max(first, lowest // TILE * TILE), min(first + SPLIT, last + 1), TILE):
             key = torch.arange(key0, key0 + TILE)
-            values = torch.where((key <= last)[:, None], v[key], 0.0)
+            values = torch.where(((key >= lowest) & (key <= last))[:, None], v[key], 0.0)
             scores = multiply(q, k[key].T, torch.zeros(len(q), TILE))
-            scores = torch.where(key <= position[:, None], scores, -torch.inf)
+            seen = key <= position[:, None]
+            if window:
+                seen &= key > position[:, None] - window
+            scores = torch.where(seen, scores, -torch.inf)
             new_peak = maximum(peak, scores.amax(1) * scale)
             spread = block(torch.zeros(scores.shape)) + new_peak[:, None]
             weights = exp2(fma(scores, block(torch.full(scores.shape, scale)), -spread))
@@ -99,18 +121,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> T
             acc = multiply(weights.to(BF16), values, acc * fade[:, None])
             peak = new_peak
         folded = fold(folded, acc, peak, total)
+    if sinks is not None:
+        folded = fold(folded, nothing[0], sinks * 1.4426950408889634, block(torch.ones(len(q))))
     return (folded[0] / folded[2][:, None]).to(BF16)
 
 
-def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int) -> Iterator[list[int]]:
-    """Make the table of tiles that `step_tiles.plan_tiles` makes: first row, rows, slot, first position, 0 ..."""
-    row = 0
+def merge(acc: Tensor, sums: Tensor, spans: list[tuple[int, int]], window: int, sinks: Tensor | None) -> Tensor:
+    """Merge the partials of all rows, `[rows, heads, splits, ...]`. Padded rows become zeros."""
+    rows, heads, _, head = acc.shape
+    found = torch.zeros(rows, heads, head, dtype=BF16)
+    nothing = block(torch.zeros(heads, head)), block(torch.full((heads,), NOTHING)), block(torch.zeros(heads))
+    for row, last in enumerate(start + at for start, count in spans for at in range(count)):
+        folded = nothing
+        for split in range(max(0, last - window + 1) // SPLIT if window else 0, last // SPLIT + 1):
+            peak, total = sums[row, :, split].unbind(1)
+            folded = fold(folded, block(acc[row, :, split]), block(peak), block(total))
+        if sinks is not None:
+            folded = fold(folded, nothing[0], block(sinks) * 1.4426950408889634, block(torch.ones(heads)))
+        found[row] = (folded[0] / folded[2][:, None]).to(BF16)
+    return found
+
+
+def cut_into_tiles(spans: list[tuple[int, int]], rows: int, bucket: int, window: int = 0) -> Iterator[list[int]]:
+    """Make the table of tiles that `step_tiles.plan_tiles` makes: first row, rows, slot, first position, splits of the
+    tiles so far, first split.
+    """
+    row = ends = 0
     for slot, (start, count) in enumerate(spans):
         for at in range(0, count, rows):
-            yield [row + at, min(rows, count - at), slot, start + at, 0, 0, 0, 0]
+            size = min(rows, count - at)
+            low = max(0, start + at - window + 1) // SPLIT if window else 0
+            ends += (start + at + size - 1) // SPLIT + 1 - low
+            yield [row + at, size, slot, start + at, ends, low, 0, 0]
         row += count
     for at in range(row, bucket, rows):
-        yield [at, min(rows, bucket - at), 0, -1, 0, 0, 0, 0]
+        yield [at, min(rows, bucket - at), 0, -1, ends, 0, 0, 0]
 
 
 @pytest.mark.timeout(120)
@@ -156,6 +201,83 @@ def test_attention_has_the_bits_of_tiles_and_splits_in_order(attend_chain, head,
     assert not out[row:].any()
 
 
+@frozen
+class SplitsCase:
+    """Attention of few rows. head: numbers of a head. page: rows of a page; 0: rows are not paged. merges: the kernel
+    itself does.
+    """
+
+    head: int
+    window: int
+    page: int
+    sinks: bool
+    merges: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.head}, window {self.window}, page {self.page}{', sinks' * self.sinks}"
+
+
+SPLITS = (
+    SplitsCase(64, 0, 256, sinks=False, merges=True),
+    SplitsCase(64, 0, 0, sinks=True, merges=True),
+    SplitsCase(64, 128, 64, sinks=True, merges=True),
+    SplitsCase(64, 70, 0, sinks=False, merges=False),
+    SplitsCase(256, 300, 64, sinks=False, merges=True),
+    SplitsCase(256, 0, 256, sinks=False, merges=False),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", SPLITS, ids=lambda case: case.name)
+@pytest.mark.parametrize("spans", [[(590, 1)], [(0, 1), (255, 1), (700, 1)], [(510, 3), (319, 1)]], ids=str)
+def test_splits_that_come_ahead_have_the_bits_of_tiles_in_order(splits, case, spans):
+    """Keys that no row sees hold anything: behind a window, and not written yet. A program has one split or several."""
+    merges = case.merges and all(count == 1 for _, count in spans)
+    head, window, page = case.head, case.window, case.page
+    kv, group, padded, capacity, bucket = 1, 3, 4, 1024, 4
+    slots, most = len(spans), capacity // SPLIT
+    keys, values = (normal(slots, kv, capacity, head, seed=seed) for seed in (1, 2))
+    for slot, (start, count) in enumerate(spans):
+        for cache in (keys, values):
+            cache[slot, :, start + count :] = float("nan")
+            cache[slot, :, : max(0, start - window + 1) if window else 0] = float("nan")
+    q = normal(bucket, kv * group, head, seed=9)
+    sinks = torch.linspace(-2.0, 5.0, kv * group)
+    places = slots * capacity // (page or capacity)
+    table = torch.randperm(places, generator=torch.Generator().manual_seed(1)).view(slots, -1)
+    k_cache, v_cache = (cache.reshape(-1, head).clone() for cache in (keys, values))
+    for to, rows in ((k_cache, keys), (v_cache, values)) if page else ():
+        to.view(-1, kv, page, head)[table.flatten()] = rows.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+    tiles = torch.tensor(list(cut_into_tiles(spans, 64 // padded, bucket, window)))
+    acc = torch.full((bucket, kv * group, most, head), torch.nan)
+    sums, out = torch.full((*acc.shape[:3], 2), torch.nan), torch.full(q.shape, torch.nan, dtype=BF16)
+    left = torch.zeros(bucket, kv, dtype=torch.int32)
+    scale = head**-0.5 * 1.4426950408889634
+    programs = 1 + 8 * (len(spans) % 2)
+    launch(
+        splits.attend_splits_ahead, (programs,), programs, Pointer(q), Descriptor(k_cache, (TILE, head)),
+        Descriptor(v_cache, (TILE, head)), Pointer(tiles), Pointer(acc), Pointer(sums), Pointer(table), capacity,
+        len(tiles), most, scale, Pointer(left), Pointer(out), Pointer(sinks), HEADS=kv * group, KV=kv, GROUP=group,
+        PADDED=padded, SPLIT=SPLIT, K_STAGES=3, V_STAGES=2, PDL=True, PAGE=page, LIMIT=16,
+        AT_ONCE=3 if merges else 0, WINDOW=window, SINKS=case.sinks, num_warps=4 if head < 256 else 8,
+    )  # fmt: skip
+    assert not left.any()
+    found = out if merges else merge(acc, sums, spans, window, sinks if case.sinks else None)
+    row = 0
+    for slot, (start, count) in enumerate(spans):
+        position = (start + torch.arange(count)).repeat_interleave(group)
+        for kv_head in range(kv):
+            part = slice(kv_head * group, (kv_head + 1) * group)
+            own = block(sinks[part].repeat(count)) if case.sinks else None
+            k, v = (cache[slot, kv_head].nan_to_num() for cache in (keys, values))
+            mine = q[row : row + count, part].reshape(-1, head)
+            expected = attend(mine, k, v, position, scale, window=window, sinks=own)
+            assert torch.equal(found[row : row + count, part].reshape(-1, head), expected)
+        row += count
+    assert not found[row:].any()
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("columns", [256, 128, 64])
@@ -172,7 +294,7 @@ def test_products_of_many_rows_are_one_chain_of_columns(wide, columns, gated, se
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
-        expected = wide._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+        expected = wide._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
     assert torch.equal(out, expected.to(BF16))
 
 
@@ -189,7 +311,7 @@ def test_products_of_few_rows_are_one_chain_of_columns(few, rows, gated):
     )  # fmt: skip
     expected = multiply(x, w.T, torch.zeros(rows, outputs))
     if gated:
-        expected = few._silu_times(expected[:, 0::2], expected[:, 1::2], BF16)  # noqa: SLF001
+        expected = few._apply_gate(expected[:, 0::2], expected[:, 1::2], BF16, 1)  # noqa: SLF001
     assert torch.equal(out, expected.to(BF16))
 
 

@@ -10,7 +10,7 @@ Recurrent layers (`recurrent_layer.py`) have the same norms and feed-forward aro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionRule
 from adapters.models.kernels.interfaces.layer_interface import HeadPrep, Kernels
 from adapters.models.kernels.interfaces.product_list import Weight
+from adapters.models.kernels.interfaces.row_kernels import NormedRows
 from adapters.models.kernels.step_batch import Batch
 
 
@@ -93,13 +94,27 @@ class Frame:
 class LayerEnding(Protocol):
     """A family's own steps around the feed-forward of a layer, and with the residual stream behind it."""
 
-    def join_feed(self, kernels: Kernels, residual: Tensor, fed: Tensor, batch: Batch) -> Tensor:
-        """Return what the feed-forward returned, together with what is parallel to it. residual: as it enters both."""
+    @property
+    def parallel_norms(self) -> Sequence[Tensor]:
+        """The norms of the residual stream for what is parallel to the feed-forward; empty if nothing is."""
         ...
 
-    def end(self, kernels: Kernels, residual: Tensor, inputs: Tensor | None) -> None:
-        """Change the residual stream in place once the layer's result is in it. inputs: `[R, P]`, the layer's own."""
+    def end(self, kernels: Kernels, frame: Frame, residual: Tensor, fed: FedRows, batch: Batch) -> None:
+        """Add the layer's result to the residual stream in place, and change that as the family does."""
         ...
+
+
+@frozen(eq=False)
+class FedRows:
+    """The rows of a layer behind its feed-forward.
+
+    found: what the feed-forward returned. parallel: the residual stream as it entered the feed-forward, by
+    `LayerEnding.parallel_norms`. inputs: `[R, P]`, the layer's own; None: it has none.
+    """
+
+    found: Tensor
+    parallel: Sequence[Tensor]
+    inputs: Tensor | None
 
 
 @frozen
@@ -277,25 +292,47 @@ def finish_layer(
     residual: Tensor,
     mixed: Tensor,
     batch: Batch,
-    *,
-    ending: LayerEnding | None = None,
 ) -> Tensor:
     """Run a layer from the mixing of rows on. The result must still be added to the residual stream."""
-    x = begin_feed(kernels, frame, residual, mixed)
-    fed = run_feed(kernels, frame.feed, x, batch)
-    if ending is not None:
-        fed = ending.join_feed(kernels, residual, fed, batch)
-    return end_feed(kernels, frame, fed)
+    return end_feed(kernels, frame, run_feed(kernels, frame.feed, begin_feed(kernels, frame, residual, mixed), batch))
+
+
+def end_layer(
+    kernels: Kernels,
+    layer: DecoderLayer,
+    residual: Tensor,
+    mixed: Tensor,
+    batch: Batch,
+    *,
+    inputs: Tensor | None,
+) -> None:
+    """Run a layer that has an ending from the mixing of rows on. inputs: as in `FedRows`."""
+    ending = layer.ending
+    assert ending is not None
+    found = kernels.linear(mixed, layer.frame.out)
+    x, *parallel = enter_feed(kernels, layer.frame, residual, found, ending.parallel_norms)
+    found = run_feed(kernels, layer.frame.feed, x, batch)
+    ending.end(kernels, layer.frame, residual, FedRows(found, parallel, inputs), batch)
 
 
 def begin_feed(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor) -> Tensor:
     """Run a layer from the mixing of rows up to what its feed-forward reads."""
-    found = kernels.linear(mixed, frame.out)
+    return enter_feed(kernels, frame, residual, kernels.linear(mixed, frame.out), ())[0]
+
+
+def enter_feed(
+    kernels: Kernels, frame: Frame, residual: Tensor, found: Tensor, parallel: Sequence[Tensor]
+) -> list[Tensor]:
+    """Add what the matrix behind the mixing returned to the residual stream, and norm that by the frame's norm and by
+    the `parallel` ones.
+    """
+    eps = frame.eps
+    if frame.after_mixing is None:
+        x = kernels.add_norm(residual, found, frame.post_norm, eps, bias=frame.out_bias)
+        return [x, *(kernels.add_norm(residual, None, norm, eps) for norm in parallel)]
     if frame.out_bias is not None:
         found.add_(frame.out_bias)
-    if frame.after_mixing is not None:
-        found = kernels.add_norm(found, None, frame.after_mixing, frame.eps)
-    return kernels.add_norm(residual, found, frame.post_norm, frame.eps)
+    return kernels.add_normed(residual, NormedRows(found, frame.after_mixing), eps, (frame.post_norm, *parallel))
 
 
 def end_feed(kernels: Kernels, frame: Frame, fed: Tensor) -> Tensor:

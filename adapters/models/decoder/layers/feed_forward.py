@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -182,14 +183,16 @@ def _load_gated(
     gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
     both = read.matrix(gate, up)
     own = read.matrix(down)
-    pack_both = kernels.pack_gated if shape.traits.activation == SILU else kernels.pack
+    activation = shape.traits.activation
+    is_built_in = activation in kernels.built_in_gates
+    pack_both = partial(kernels.pack_gated, activation=activation) if is_built_in else kernels.pack
     biases: list[Tensor] = []
     if isinstance(shape.experts, BiasedExpertsShape):
         gate_bias, up_bias, down_bias = (weight.replace("weight", "bias") for weight in (gate, up, down))
         biases = [read(gate_bias, up_bias), read(down_bias)]
     if not packed:
-        return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), shape.traits.activation, *biases)
-    return GatedWeights(pack_both(both), kernels.pack(own), shape.traits.activation, *biases)
+        return GatedWeights(pack_both(both.unpack()), kernels.pack(own.unpack()), activation, *biases)
+    return GatedWeights(pack_both(both), kernels.pack(own), activation, *biases)
 
 
 def _load_experts(read: FeedReader, kernels: PackingKernels, shape: FeedShape, prefix: str) -> Experts:

@@ -29,7 +29,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.config.rope import Rotary
-from adapters.models.decoder.layers.decoder_layer import finish_layer, project_inputs
+from adapters.models.decoder.layers.decoder_layer import end_layer, project_inputs
 from adapters.models.decoder.layers.weight_reader import WeightReader
 from adapters.models.decoder.pipeline.pipelined_chunks import use_device, use_inference_mode
 from adapters.models.decoder.shard import TargetHead
@@ -168,8 +168,7 @@ class AssistantDraft(SequentialDraft[LoadedAssistant]):
             own = project_inputs(kernels, layer.frame, x, None)
             q = kernels.rotate_queries(own, layer.prep, rope, seen, k_cache)
             attended = kernels.attend(q, k_cache, v_cache, seen, layer.rule)
-            x.add_(finish_layer(kernels, layer.frame, x, attended, batch, ending=layer.ending))
-            layer.ending.end(kernels, x, None)
+            end_layer(kernels, layer, x, attended, batch, inputs=None)
         out = kernels.add_norm(x, None, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(kernels.linear(out, loaded.after))
         assert buffers.logits is not None

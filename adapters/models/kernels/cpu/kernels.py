@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
+from adapters.models.kernels.composed_operations import ComposedOperations
 from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention
@@ -72,7 +73,7 @@ T = TypeVar("T")
 _COLUMNS = 32
 
 
-class CpuKernels:
+class CpuKernels(ComposedOperations):
     """Implements `Kernels`. It keeps only what the steps of one shard share; the weights belong to the shard.
 
     plan: the shapes in which products run; a product that is not in it raises UnprovenProductError. own: use the
@@ -184,7 +185,7 @@ class CpuKernels:
         )
         return self._pack(weight.unpack(), gated=False) if stack is None else stack
 
-    def pack_gated(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
+    def _pack_gated(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
         if isinstance(weight, Tensor):
             return self._pack(*weight.chunk(2), gated=True)
         stack = None if self._packed is None else self._packed.pack_gated(weight)
@@ -259,7 +260,7 @@ class CpuKernels:
         found = multiply(x) if len(x) == count else torch.cat([multiply(part) for part in torch.split(x, count)])
         return found[:rows].to(self._dtype)
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if self._rows is not None:
             return self._rows.add_norm(residual, delta, weight, eps)
         if delta is not None:

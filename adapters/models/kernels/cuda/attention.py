@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,15 @@ CHAIN_AHEAD = {
     256: {"CONSUMERS": 1, "REGISTERS": 240, "K_STAGES": 2, "V_STAGES": 2},
 }
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
+PLAIN_AHEAD = (64, 128)  # sizes of heads for which splits are loaded ahead
+RULED_AHEAD = (64,)  # likewise with windows and sinks; decision 047 says why no others
+
+
+def list_sizes_ahead(rule: AttentionRule) -> Collection[int]:
+    """Return the sizes of heads for which splits are loaded ahead under a rule."""
+    if rule.is_plain:
+        return PLAIN_AHEAD
+    return () if rule.cap or rule.latent else RULED_AHEAD
 
 
 @define(eq=False)
@@ -95,26 +104,25 @@ class CudaAttention:
         query_tile, key_tile = choose_tiles(q)
         share = count_shares(heads // kv, query_tile)
         kv *= share
-        group = heads // kv
-        padded = round_up_to_power(group)
+        padded = round_up_to_power(heads // kv)
         splits = count_parts(capacity, SPLIT)
         out = q.new_empty(bucket, heads, size)
-        scale = head**-0.5 * LOG2_E
         turned = format_of(v_cache).is_packed
         chained = bucket > NARROW or bucket * heads * splits * size * 4 > SCRATCH_BYTES
-        if chained and share == 1 and self._can_run_ahead(q, k_cache, rule, CHAIN_AHEAD):
+        if chained and share == 1 and rule.is_plain and self._can_run_ahead(q, k_cache, CHAIN_AHEAD):
             self._chain_ahead(q, k_cache, v_cache, batch, out)
             return out.view(bucket, -1)
-        ahead = not chained and share == 1 and self._can_run_ahead(q, k_cache, rule, (64, 128))
+        ahead = not chained and share == 1 and self._can_run_ahead(q, k_cache, list_sizes_ahead(rule))
         of_tile = query_tile // padded
-        shares = ahead and batch.bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
-        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares), slots)
+        shares = ahead and not rule.window and bucket > ALONE and self.planner.can_share(batch, of_tile, slots)
+        tiles = self.planner.find_tiles(batch, TileKind(of_tile, shares, rule.window if ahead else 0), slots)
         limit = len(tiles)
-        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
-        shape |= {"PAGE": page_size(k_cache, batch)}
+        shape = {"HEADS": heads, "KV": kv, "GROUP": heads // kv, "PADDED": padded, "SPLIT": SPLIT}
+        shape["PAGE"] = page_size(k_cache, batch)
         sinks = self._usual if rule.sinks is None else rule.sinks  # never read without
         bounds = {"WINDOW": rule.window, "CAP": rule.cap, "REST": head - size, "SHARE": share}
         joins = {"SINKS": rule.sinks is not None}
+        scale = head**-0.5 * LOG2_E
         if chained:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             grid = (limit * kv,)
@@ -130,39 +138,31 @@ class CudaAttention:
         merged = ahead and batch.plan.merges
         if ahead:
             tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
-            options["enable_fp_fusion"] = False
-            last = (self._partial_counts(kv), out)
+            options = AHEAD | joins | {"WINDOW": rule.window, "enable_fp_fusion": False}
+            options["AT_ONCE"] = min(at_once, max(1, 128 // padded)) if merged else 0
+            options |= self._options(4)
+            last = (self._partial_counts(kv), out, sinks)
             launch(hopper_attention.attend_splits_ahead, (programs,), q, *tiled, *to, *last, **shape, **options)
         else:
             rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile, size)
             launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **bounds, **options)
         if not merged:
-            launch(
-                attention.merge,
-                (bucket, heads),
-                acc,
-                sums,
-                batch.positions,
-                out,
-                sinks,
-                splits,
-                HEADS=heads,
-                HEAD=size,
-                SPLIT=SPLIT,
-                WINDOW=rule.window,
-                **joins,
-                AT_ONCE=at_once,
-                enable_fp_fusion=False,
-                maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
-                **self._options(1),
-            )
+            merging = joins | {"WINDOW": rule.window, "AT_ONCE": at_once}
+            self._merge((acc, sums, batch.positions, out, sinks, splits), merging)
         return (turn_back(out, head, self.pdl) if turned else out).view(bucket, -1)
 
-    def _can_run_ahead(self, q: Tensor, k_cache: Tensor, rule: AttentionRule, heads: Collection[int]) -> bool:
+    def _merge(self, given: tuple[Any, ...], constants: Mapping[str, Any]) -> None:
+        """Merge partials, by a program for each row's head."""
+        bucket, heads, size = given[3].shape
+        options = {"HEADS": heads, "HEAD": size, "SPLIT": SPLIT, **constants, **self._options(1)}
+        options |= {"enable_fp_fusion": False}
+        options["maxnreg"] = 168  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+        launch(attention.merge, (bucket, heads), *given, **options)
+
+    def _can_run_ahead(self, q: Tensor, k_cache: Tensor, heads: Collection[int]) -> bool:
         """Return whether a kernel of Hopper's serves that was written for these sizes of heads."""
         is_half = q.dtype.itemsize == 2 and row_kind(k_cache) == 0
-        return self.hopper and is_half and rule.is_plain and q.shape[2] in heads
+        return self.hopper and is_half and q.shape[2] in heads
 
     def _chain_ahead(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, out: Tensor) -> None:
         _, heads, head = q.shape

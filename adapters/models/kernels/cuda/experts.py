@@ -1,4 +1,5 @@
 """Launches of a layer of experts on a CUDA device: six, however many experts there are, and none waits for the host.
+A gate that no product has built in is one more.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
@@ -16,7 +17,6 @@ from attrs import define, evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.activations import SILU, apply_gate
 from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.packed import find_only_part
 from adapters.models.kernels.cuda.packed_groups import (
@@ -25,9 +25,9 @@ from adapters.models.kernels.cuda.packed_groups import (
     choose_packed_group_tile,
     multiply_packed_groups,
 )
+from adapters.models.kernels.cuda.row_launches import apply_gate
 from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
-    BiasedExpertsShape,
     ChosenExperts,
     Experts,
     ExpertsShape,
@@ -75,27 +75,18 @@ class CudaExperts:
         shape = experts.shape
         rows = len(x)
         logits = kernels.linear(x if deciding is None else deciding, experts.router)
-        if isinstance(shape, BiasedExpertsShape) and experts.correction is not None:
-            logits = logits.float().add_(experts.correction)
-        chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction)
-        # Padded rows have any expert: nothing reads their pairs. While kernels are only compiled, nothing was chosen,
-        # and `chosen` has any numbers.
-        numbers = chosen.clamp(0, shape.count - 1).long()
-        if experts.scales is not None:
-            shares[:, : shape.chosen].mul_(experts.scales[numbers])
+        chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction, experts.scales)
         gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
         down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for slots_by_expert in self._fetch_experts(experts, chosen):
             dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
-            inner = self._run_gates(x, weights, dealt, gate_tile, numbers)
+            inner = self._run_gates(x, weights, dealt, gate_tile, chosen)
             if down_tile.pairs == gate_tile.pairs:
                 dealt = evolve(dealt, is_early=True)
             else:
                 dealt = self.deal_pairs(chosen, slots_by_expert, down_tile.pairs, shape.count)
             self.multiply_pairs(inner, weights.down, made, dealt, down_tile)
-        if weights.down_bias is not None:
-            made.add_(weights.down_bias[numbers.flatten()])
         own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
         out = torch.empty_like(x)
         block = min(1024, triton.next_power_of_2(x.shape[1]))
@@ -103,6 +94,8 @@ class CudaExperts:
             programs.add_up,
             (rows, triton.cdiv(x.shape[1], block)),
             made,
+            made if weights.down_bias is None else weights.down_bias,
+            chosen,
             shares,
             own,
             batch.positions,
@@ -111,6 +104,7 @@ class CudaExperts:
             ACTIVE=shape.chosen,
             RANKS=shares.shape[1],
             SHARED=bool(shape.shared),
+            BIASED=weights.down_bias is not None,
             BLOCK=block,
             enable_fp_fusion=False,
             **launch_options(4, self.pdl),
@@ -135,11 +129,12 @@ class CudaExperts:
     ) -> None:
         """Multiply the pairs of each expert with its weight, packed or not. share: see `_multiply_groups`."""
         if isinstance(tile, GroupTile):
-            self._multiply_groups(x, weight.weight, out, dealt, tile, share)
+            self._multiply_groups(x, weight.weight, out, dealt, tile, share, gated=weight.gated)
             return
         part = find_only_part(weight)
         assert part is not None
-        multiply_packed_groups(x, part, out, dealt, tile, share=share, processors=self.processors, pdl=self.pdl)
+        how = {"share": share, "gated": weight.gated, "processors": self.processors, "pdl": self.pdl}
+        multiply_packed_groups(x, part, out, dealt, tile, **how)
 
     def _run_gates(
         self,
@@ -147,23 +142,19 @@ class CudaExperts:
         weights: GatedWeights,
         dealt: PairTiles,
         tile: GroupTile | PackedGroupTile,
-        numbers: Tensor,
+        chosen: Tensor,
     ) -> Tensor:
-        """Return what the gates let through, `[pairs, I]`. numbers: the experts of each row.
+        """Return what the gates let through, `[pairs, I]`. chosen: the experts of each row.
 
-        Only SiLU is part of the product. For another activation, every number is rounded where it is if experts are
-        computed one by one, so the bits are the same.
+        Where the gate is no part of the product, every number is rounded where it is if experts are computed one by
+        one, so the bits are the same.
         """
         part = find_only_part(weights.gate_up)
         columns = weights.gate_up.weight.shape[1] if part is None else part.outputs
-        is_silu = weights.activation == SILU
-        both = x.new_empty(numbers.numel(), columns // 2 if is_silu else columns)
-        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=numbers.shape[1])
-        if is_silu:
-            return both
-        if weights.gate_up_bias is not None:
-            both.add_(weights.gate_up_bias[numbers.flatten()])
-        return apply_gate(weights.activation, *both.chunk(2, dim=1)).contiguous()
+        gated = weights.gate_up.gated
+        both = x.new_empty(chosen.numel(), columns // 2 if gated else columns)
+        self.multiply_pairs(x, weights.gate_up, both, dealt, tile, share=chosen.shape[1])
+        return both if gated else apply_gate(weights.activation, both, weights.gate_up_bias, chosen, self.pdl)
 
     def multiply_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply the heads of x `[R, H, K]`, each with its own weight of `[H, N, K]`: each row chose every one."""
@@ -176,11 +167,17 @@ class CudaExperts:
         return out
 
     def choose_experts(
-        self, logits: Tensor, shape: ExpertsShape, positions: Tensor, correction: Tensor | None = None
+        self,
+        logits: Tensor,
+        shape: ExpertsShape,
+        positions: Tensor,
+        correction: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`,
-        followed by the shared expert's.
+        followed by the shared expert's. correction, scales: see `Experts`.
         """
+        assert scales is None or not isinstance(shape, GroupedExpertsShape), "no family has scales and groups"
         rows = len(logits)
         ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
         chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
@@ -214,12 +211,16 @@ class CudaExperts:
             positions,
             chosen,
             shares,
+            shares if correction is None else correction,  # never read without
+            shares if scales is None else scales,
             COUNT=shape.count,
             ACTIVE=shape.chosen,
             EXPERTS=triton.next_power_of_2(shape.count),
             RANKS=ranks,
             NORMED=shape.is_normalized,
             SHARED=shape.gates_shared,
+            BIASED=correction is not None,
+            SCALED=scales is not None,
             **launch_options(1, self.pdl),
         )
         return chosen, shares
@@ -265,14 +266,22 @@ class CudaExperts:
         return dealt
 
     def _multiply_groups(
-        self, x: Tensor, weight: Tensor, out: Tensor, dealt: PairTiles, tile: GroupTile, share: int = 1
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        dealt: PairTiles,
+        tile: GroupTile,
+        share: int = 1,
+        *,
+        gated: int = 0,
     ) -> None:
         """Multiply the pairs of each expert with its weight. share: pairs that have one row of x in common; 1: each
-        has its own.
+        has its own. gated: see `CudaWeight`.
         """
         _, columns, depth = weight.shape
         if tile.is_ahead:
-            self._multiply_ahead(x, weight, out, dealt, tile, share)
+            self._multiply_ahead(x, weight, out, dealt, tile, share, gated=gated)
             return
         source = weight if self.plain else TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
         launch(
@@ -293,14 +302,22 @@ class CudaExperts:
             BLOCK_K=tile.depth,
             STAGES=tile.stages,
             TALL=tile.has_tall_weights,
-            GATED=out.shape[1] * 2 == columns,
+            GATED=gated,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PLAIN=self.plain,
             **launch_options(tile.warps, self.pdl),
         )
 
     def _multiply_ahead(
-        self, x: Tensor, weight: Tensor, out: Tensor, dealt: PairTiles, tile: GroupTile, share: int
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        dealt: PairTiles,
+        tile: GroupTile,
+        share: int,
+        *,
+        gated: int,
     ) -> None:
         """Do what `_multiply_groups` does, with a kernel for few pairs that requests weights ahead."""
         slots, columns, depth = weight.shape
@@ -321,7 +338,7 @@ class CudaExperts:
             STAGES=tile.stages,
             BLOCK_M=tile.pairs,
             X_LAYOUT=shared_layout((tile.pairs, tile.depth), x.dtype),
-            GATED=out.shape[1] * 2 == columns,
+            GATED=gated,
             EARLY=dealt.is_early,
             **launch_options(tile.warps, self.pdl),
         )

@@ -7,15 +7,16 @@ This module launches; `triton/` says what is computed and why its order is fixed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.activations import GATES, GELU, SILU
 from adapters.models.kernels.cuda.attention import CudaAttention
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
@@ -25,6 +26,7 @@ from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
 from adapters.models.kernels.cuda.packed_rows import are_usual, keep_heads, scales_of
 from adapters.models.kernels.cuda.products import CudaProducts
+from adapters.models.kernels.cuda.row_launches import add_norm, add_normed, apply_gate
 from adapters.models.kernels.cuda.step_tiles import StepTiles
 from adapters.models.kernels.cuda.tiles import KV_TILE, count_parts, round_up_to_power
 from adapters.models.kernels.cuda.weights import CudaWeight, can_be_grouped, describe_form
@@ -42,6 +44,7 @@ from adapters.models.kernels.interfaces.experts_interface import (
 from adapters.models.kernels.interfaces.fused_layers import FusedLayers
 from adapters.models.kernels.interfaces.layer_interface import NARROW, FusedContext, HeadPrep, Rope
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.interfaces.row_kernels import NormedRows
 from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import rows
@@ -74,10 +77,11 @@ class TritonKernels:
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-2"
+    name = "triton-3"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = True
+    built_in_gates: Collection[str] = frozenset((SILU, GELU))
     delta: CudaDelta = field(init=False)
 
     @traits.default
@@ -125,11 +129,19 @@ class TritonKernels:
             )
         return CudaWeight(weight.contiguous())
 
-    def pack_gated(self, weight: Tensor | StackedWeight) -> CudaWeight | CudaStack:
+    def pack_gated(self, weight: Tensor | StackedWeight, activation: str = SILU) -> CudaWeight | CudaStack:
+        assert activation in self.built_in_gates
         if isinstance(weight, StackedWeight):
-            return self._packing.pack_gated(weight) or self.pack_gated(weight.unpack())
+            return self._pack_gated_stack(weight, activation) or self.pack_gated(weight.unpack(), activation)
         gate, up = weight.chunk(2)
-        return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
+        return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, GATES[activation])
+
+    def _pack_gated_stack(self, weight: StackedWeight, activation: str) -> CudaStack | None:
+        """Return a packed stack, or None. Products with packed weights have no other gate than SiLU built in."""
+        if activation == SILU:
+            return self._packing.pack_gated(weight)
+        found = self._packing.pack_stack(weight, self._pack)
+        return None if found is None else evolve(found, activation=activation)
 
     def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         if isinstance(packed, CudaStack):
@@ -140,7 +152,13 @@ class TritonKernels:
         return out
 
     def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
-        return self.linear(x, packed)
+        found = self.linear(x, packed)
+        if isinstance(packed, CudaStack) and packed.activation:
+            return self.apply_gate(packed.activation, found, None)
+        return found
+
+    def apply_gate(self, activation: str, both: Tensor, bias: Tensor | None) -> Tensor:
+        return apply_gate(activation, both, bias, None, self.pdl)
 
     def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:
         """Copy one expert after the other, so that no more than one is in memory twice.
@@ -181,25 +199,13 @@ class TritonKernels:
     def _options(self, warps: int) -> dict[str, Any]:
         return launch_options(warps, self.pdl)
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(residual)
-        count, width = residual.shape
-        block = round_up_to_power(width)
-        launch(
-            rows.add_norm,
-            (count,),
-            residual,
-            residual if delta is None else delta,
-            weight,
-            out,
-            width,
-            eps,
-            HAS_DELTA=delta is not None,
-            WIDE=weight.dtype != residual.dtype,
-            BLOCK=block,
-            **self._options(4 if block <= 2048 else 8),
-        )
-        return out
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None
+    ) -> Tensor:
+        return add_norm(residual, delta, weight, eps, bias=bias, pdl=self.pdl)
+
+    def add_normed(self, residual: Tensor, delta: NormedRows, eps: float, outer: Sequence[Tensor] = ()) -> list[Tensor]:
+        return add_normed(residual, delta, eps, outer, self.pdl)
 
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
+from adapters.models.kernels.activations import GATES, SILU
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
@@ -93,13 +94,15 @@ class CudaPackedMatrix:
 
 @frozen(eq=False)
 class CudaStack:
-    """A weight made of parts, one below the other, at least one of them packed. gated: one part with gate rows and up
-    rows in turn. widths: outputs of each part.
+    """A weight made of parts, one below the other, at least one of them packed. gated: see `CudaWeight`; there is one
+    part then. widths: outputs of each part. activation: of gates that follow the product, whose rows come before those
+    of what they let through; empty: none.
     """
 
     parts: tuple[Any, ...]
     widths: tuple[int, ...]
-    gated: bool = False
+    gated: int = 0
+    activation: str = ""
 
 
 def find_only_part(weight: Any) -> CudaPackedMatrix | None:
@@ -109,9 +112,11 @@ def find_only_part(weight: Any) -> CudaPackedMatrix | None:
 
 
 class Multiply(Protocol):
-    """A product with a weight `[N, K]` that is not packed. piece: columns of which the sum is one chain; 0: all."""
+    """A product with a weight `[N, K]` that is not packed. gated: see `CudaWeight`. piece: columns of which the sum is
+    one chain; 0: all.
+    """
 
-    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None: ...
+    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0) -> None: ...
 
 
 @define(eq=False)
@@ -140,14 +145,14 @@ class CudaPacking:
         return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
 
     def pack_gated(self, stack: StackedWeight) -> CudaStack | None:
-        """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
+        """Return a gate by SiLU and what it gates, packed alike, or None where they are to be unpacked."""
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
             return None
         pairs = zip(gate.tensors, up.tensors, strict=True)
         both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
         own = self._pack_matrix(PackedMatrix(gate.layout, *both), stack.dtype)  # type: ignore[arg-type]
-        return None if own is None else CudaStack((own,), (own.outputs,), gated=True)
+        return None if own is None else CudaStack((own,), (own.outputs,), GATES[SILU])
 
     def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaPackedMatrix | None:
         if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):
@@ -163,7 +168,7 @@ class CudaPacking:
         for part, width in zip(weight.parts, weight.widths, strict=True):
             columns = out[:, at : at + width // share]
             if not isinstance(part, CudaPackedMatrix):
-                plain(x, part.weight, columns, gated=False)
+                plain(x, part.weight, columns, gated=0)
             elif len(x) <= NARROW_PACKED:
                 tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
@@ -172,7 +177,7 @@ class CudaPacking:
             at += width // share
         return out
 
-    def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: bool) -> None:
+    def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: int) -> None:
         assert self._scratch is not None
         share = 2 if gated else 1
         piece = weight.piece if weight.pieces > 1 else 0
@@ -287,7 +292,7 @@ def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> Pack
 
 
 def multiply_narrow(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: int, pdl: bool | None
 ) -> None:
     grid = (count_parts(weight.outputs, tile.columns), count_parts(len(x), tile.rows))
     form = weight.block_form

@@ -67,10 +67,13 @@ def multiply_packed_groups(
     tile: PackedGroupTile,
     *,
     share: int,
+    gated: int,
     processors: int,
     pdl: bool | None,
 ) -> None:
-    """Multiply the pairs of each expert with its weight. weight: of all slots, one behind the other."""
+    """Multiply the pairs of each expert with its weight. weight: of all slots, one behind the other. gated: see
+    `CudaWeight`.
+    """
     form = weight.block_form
     each = weight.piece // form.block
     apart = [one.stride(0) for one in weight.tensors]
@@ -81,7 +84,7 @@ def multiply_packed_groups(
         "BLOCK_M": tile.pairs,
         "BLOCK_N": tile.columns,
         "FORM": form,
-        "GATED": out.shape[1] * 2 == weight.outputs,
+        "GATED": gated,
         "EARLY": dealt.is_early,
     }
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}

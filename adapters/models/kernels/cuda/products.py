@@ -35,8 +35,10 @@ class CudaProducts:
     hopper: bool
     plain: bool
 
-    def multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int = 0) -> None:
-        """Write x @ w.T to out. piece: columns of which the sum is one chain, whatever the number of rows; 0: all."""
+    def multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int = 0) -> None:
+        """Write x @ w.T to out. gated: see `CudaWeight`. piece: columns of which the sum is one chain, whatever the
+        number of rows; 0: all.
+        """
         if self.hopper and piece:
             self._multiply_pieces_ahead(x, w, out, gated=gated, piece=piece)
         elif self.hopper and len(x) <= NARROW and x.dtype != torch.float32:
@@ -44,7 +46,7 @@ class CudaProducts:
         else:
             self._multiply_anywhere(x, w, out, gated=gated, piece=piece)
 
-    def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
+    def _multiply_anywhere(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int) -> None:
         if piece:
             cuts: tuple[Cut, ...] = (Cut(choose_tile_in_pieces(x.dtype, self.shared), 0, len(w)),)
         else:
@@ -53,7 +55,7 @@ class CudaProducts:
             part = w[cut.first : cut.first + cut.columns]
             self._multiply_cut(x, part, out[:, cut.first // 2 if gated else cut.first :], cut, gated=gated, piece=piece)
 
-    def _multiply_cut(self, x: Tensor, w: Tensor, out: Tensor, cut: Cut, *, gated: bool, piece: int) -> None:
+    def _multiply_cut(self, x: Tensor, w: Tensor, out: Tensor, cut: Cut, *, gated: int, piece: int) -> None:
         """Write the products with a part of a weight's rows to a part of the columns of out."""
         (count, depth) = x.shape
         columns = cut.columns
@@ -72,7 +74,7 @@ class CudaProducts:
             grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, piece, *sizes, **shape, **options)
 
-    def _multiply_pieces_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool, piece: int) -> None:
+    def _multiply_pieces_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int, piece: int) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
         tile = choose_tile_in_pieces(x.dtype, self.shared)
@@ -82,7 +84,7 @@ class CudaProducts:
         options = launch_options(tile.warps, self.pdl) | {"STAGES": tile.stages, "GROUP": 8, "GATED": gated}
         launch(hopper_pieces.linear_pieces, grid, *descriptors, out, *sizes, **options)
 
-    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: int) -> None:
         (count, depth) = x.shape
         columns = w.shape[0]
         tile = choose_tile_ahead(count, x.dtype, self.shared)

@@ -20,10 +20,12 @@ class TileKind:
     """The kind of a table of tiles.
 
     rows: of a tile, at most. shares: rows of several slots are in one tile where these begin with the same pages.
+    window: keys that a row sees, up to and including its own; 0: all. Only tiles for all keys are shared.
     """
 
     rows: int
     shares: bool = False
+    window: int = 0
 
     def count_limit(self, bucket: int, slots: int) -> int:
         """Return how many tiles a step of this bucket has at most."""
@@ -100,7 +102,8 @@ class TilePlanner:
             shape |= {"COLUMNS": COLUMNS, "num_warps": 8}
             launch(kernel, (1,), batch.slots, batch.positions, pages, *given, pages.shape[1], **shape)
         else:
-            launch(step_tiles.plan_tiles, (1,), batch.slots, batch.positions, *given, **shape, num_warps=4)
+            shape |= {"WINDOW": kind.window, "num_warps": 4}
+            launch(step_tiles.plan_tiles, (1,), batch.slots, batch.positions, *given, **shape)
         if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
             self._touched.abs_()
         plan.fresh.add(kind)

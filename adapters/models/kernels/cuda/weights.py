@@ -15,10 +15,10 @@ from adapters.models.kernels.offload import list_tensors
 
 @frozen
 class CudaWeight:
-    """A weight `[N, K]` as products read it; gated ones hold gate rows and up rows in turn."""
+    """A weight `[N, K]` as products read it. gated: a number of `GATES`, where gate and up rows alternate; or 0."""
 
     weight: Tensor
-    gated: bool = False
+    gated: int = 0
 
 
 def can_be_grouped(weights: GatedWeights) -> bool:

@@ -6,12 +6,13 @@ their sums cross back once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.interfaces.experts_interface import EveryExpert, Experts, GatedWeights
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
 
@@ -22,9 +23,12 @@ class PackingKernels(Protocol):
     @property
     def packs_experts(self) -> bool: ...
 
+    @property
+    def built_in_gates(self) -> Collection[str]: ...
+
     def pack(self, weight: Tensor | StackedWeight) -> Any: ...
 
-    def pack_gated(self, weight: Tensor | StackedWeight) -> Any: ...
+    def pack_gated(self, weight: Tensor | StackedWeight, activation: str = SILU) -> Any: ...
 
     def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert: ...
 

@@ -10,7 +10,7 @@ Three rules keep a row's bits independent of its neighbours:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -18,7 +18,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.kernels.activations import SILU, apply_gate
+from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
 
@@ -93,8 +93,8 @@ class SigmoidExpertsShape(GroupedExpertsShape):
 class GatedWeights:
     """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`.
 
-    activation: in place of SiLU. For any other one `gate_up` is packed as a plain weight. gate_up_bias, down_bias: are
-    added to what the products return; only with another activation.
+    activation: in place of SiLU. Where the kernels do not have it built in, `gate_up` is packed as a plain weight.
+    gate_up_bias, down_bias: are added to what the products return; only with such an activation.
     """
 
     gate_up: Any
@@ -161,9 +161,14 @@ class Experts:
 
 
 class PackedProducts(Protocol):
+    @property
+    def built_in_gates(self) -> Collection[str]: ...
+
     def linear(self, x: Tensor, packed: Any) -> Tensor: ...
 
     def gated_linear(self, x: Tensor, packed: Any) -> Tensor: ...
+
+    def apply_gate(self, activation: str, both: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
@@ -172,12 +177,10 @@ def list_experts(experts: Iterable[GatedWeights], count: int) -> EveryExpert:  #
 
 
 def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
-    if weights.activation == SILU:
+    if weights.activation in kernels.built_in_gates:
         return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
     both = kernels.linear(x, weights.gate_up)
-    if weights.gate_up_bias is not None:
-        both.add_(weights.gate_up_bias)
-    out = kernels.linear(apply_gate(weights.activation, *both.chunk(2, dim=1)), weights.down)
+    out = kernels.linear(kernels.apply_gate(weights.activation, both, weights.gate_up_bias), weights.down)
     return out if weights.down_bias is None else out.add_(weights.down_bias)
 
 

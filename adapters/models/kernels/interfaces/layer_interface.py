@@ -13,12 +13,14 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.activations import SILU
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
 from adapters.models.kernels.interfaces.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interfaces.delta_interface import DeltaKernels
 from adapters.models.kernels.interfaces.experts_interface import EveryExpert, Experts, GatedWeights
 from adapters.models.kernels.interfaces.fused_layers import Embedding, FusedLayers
 from adapters.models.kernels.interfaces.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.interfaces.row_kernels import RowKernels
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -111,7 +113,7 @@ class ContextPass:
     given: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(RowKernels, Protocol):
     """Fused operations on one device, all in the model's dtype unless said otherwise. One instance serves one shard.
 
     Shapes: R bucket, D hidden, H query heads, KV key/value heads (H a multiple of KV), hd head size, I intermediate.
@@ -178,14 +180,6 @@ class Kernels(Protocol):
         """Multiply `[R, K]`: x @ weight.T, `[R, N]`, accumulated in float32 and rounded once."""
         ...
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add delta to residual `[R, D]` in place and return the RMSNorm of the sum, a new `[R, D]`.
-
-        The sum is rounded to the model's dtype and the norm is computed in float32. It is multiplied by weight `[D]`
-        in the model's dtype, or in float32 and rounded once, as the weight's dtype says.
-        """
-        ...
-
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
@@ -237,14 +231,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_gated(self, weight: Tensor | StackedWeight) -> Any:
+    def pack_gated(self, weight: Tensor | StackedWeight, activation: str = SILU) -> Any:
         """Pack `[2 I, K]`, rows laid out `gate | up`, in the form that `gated_linear` reads fastest. A GPU
-        interleaves the two.
+        interleaves the two. activation: of the gate, one of `built_in_gates`.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: Any) -> Tensor:
-        """Multiply x `[R, K]`: silu(gate) * up, `[R, I]`. Where it rounds on the way is left open.
+        """Multiply x `[R, K]`: activation(gate) * up, `[R, I]`. Where it rounds on the way is left open.
 
         It is one operation, so that a device can finish the product before it leaves the registers.
         """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.composed_operations import ComposedOperations
 from adapters.models.kernels.expert_sums import run_experts
 from adapters.models.kernels.formats.row_format import as_bytes, format_of
 from adapters.models.kernels.interfaces.attention_rule import PLAIN, AttentionMask, AttentionRule
@@ -51,7 +52,7 @@ def read_rows(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
     return as_bytes(cache)[pages].transpose(0, 1).flatten(1, 2)[:, :stop].view(cache.dtype)
 
 
-class ReferenceKernels:
+class ReferenceKernels(ComposedOperations):
     """Reads `batch.segments` on the host, so it cannot be recorded as a graph, and makes no promise about bits."""
 
     name = "reference"
@@ -80,7 +81,7 @@ class ReferenceKernels:
     def linear(self, x: Tensor, packed: Tensor) -> Tensor:
         return (x.float() @ packed.float().T).to(x.dtype)
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             residual += delta
         return rms_norm(residual, weight, eps)
@@ -192,7 +193,7 @@ class ReferenceKernels:
             row += segment.count
         return out[..., -rule.latent :].flatten(1)
 
-    def pack_gated(self, weight: Tensor | StackedWeight) -> Tensor:
+    def _pack_gated(self, weight: Tensor | StackedWeight) -> Tensor:
         return self.pack(weight)
 
     def gated_linear(self, x: Tensor, packed: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.linear import load_tile, silu_times
+from adapters.models.kernels.triton.linear import apply_gate, load_tile
 
 # Below every key of a choice.
 TAKEN = tl.constexpr(-(1 << 62))
@@ -26,19 +26,24 @@ def choose(
     positions_ptr,
     chosen_ptr,
     weights_ptr,
+    bias_ptr,
+    scales_ptr,
     COUNT: tl.constexpr,
     ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
     SHARED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
 
     chosen: int32 `[R, ACTIVE]`, COUNT in padded rows, so that these belong to no expert. weights: float32 `[R,
     RANKS]`; behind those of the experts stands, if SHARED, the factor of the shared one. EXPERTS: COUNT rounded up to
-    a power of two.
+    a power of two. BIASED: the logits of experts have biases, float32. SCALED: the weight of an expert is multiplied
+    with its scale, float32.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -49,6 +54,8 @@ def choose(
         gdc_wait()
     routed: tl.constexpr = COUNT + (1 if SHARED else 0)
     logits = tl.load(logits_ptr + row * routed + e, e < COUNT, float("-inf")).to(tl.float32)
+    if BIASED:
+        logits = logits + tl.load(bias_ptr + e, e < COUNT, 0.0)
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # of two zeros none is less
     keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 16) - e  # compare as the logits do; all different
     keys = tl.where(e < COUNT, keys, TAKEN)
@@ -69,6 +76,8 @@ def choose(
         weights = tl.where(rank == r, weight, weights)
     if NORMED:
         weights = weights / added
+    if SCALED:
+        weights = weights * tl.load(scales_ptr + chosen, rank < ACTIVE, 1.0)
     if SHARED:
         gate = tl.load(logits_ptr + row * routed + COUNT).to(tl.float32)
         weights = tl.where(rank == ACTIVE, 1.0 / (1.0 + tl.exp(-gate)), weights)
@@ -193,7 +202,7 @@ def multiply_groups(  # noqa: PLR0912 - branches of constants
                 gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
             else:
                 gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
-            out = silu_times(gate, up, dtype)
+            out = apply_gate(gate, up, dtype, GATED)
         else:
             width = columns
             n = n0 + tl.arange(0, BLOCK_N)
@@ -208,8 +217,47 @@ def multiply_groups(  # noqa: PLR0912 - branches of constants
 
 
 @triton.jit
+def gate_pairs(
+    both_ptr,
+    bias_ptr,
+    chosen_ptr,
+    out_ptr,
+    width,
+    GATE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute what the gates of a pair let through. both: `[pairs, 2 width]`, the gates, and what they let through.
+
+    GATE: see `linear.apply_gate`. BIASED: the biases `[COUNT, 2 width]` of the pair's expert are added first. COUNT: of
+    experts; with 1 `chosen` is not read.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < width
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = pair * 2 * width + n
+    gate = tl.load(both_ptr + at, inside, 0.0).to(tl.float32)
+    up = tl.load(both_ptr + at + width, inside, 0.0).to(tl.float32)
+    if BIASED:
+        at = n
+        if COUNT > 1:
+            at += tl.minimum(tl.load(chosen_ptr + pair), COUNT - 1).to(tl.int64) * 2 * width
+        gate += tl.load(bias_ptr + at, inside, 0.0).to(tl.float32)
+        up += tl.load(bias_ptr + at + width, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + pair * width + n, apply_gate(gate, up, dtype, GATE), inside)
+
+
+@triton.jit
 def add_up(
     made_ptr,
+    bias_ptr,
+    chosen_ptr,
     weights_ptr,
     shared_ptr,
     positions_ptr,
@@ -218,11 +266,14 @@ def add_up(
     ACTIVE: tl.constexpr,
     RANKS: tl.constexpr,
     SHARED: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add up the weighted results of a row's experts, the most wanted first, the shared one last. A padded row
     becomes zeros.
+
+    BIASED: the bias of its expert, `[experts, width]`, is added to a result first, and the sum is rounded.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,6 +286,10 @@ def add_up(
     if real:
         for r in tl.static_range(ACTIVE):
             made = tl.load(made_ptr + (row * ACTIVE + r) * width + d, inside, 0.0).to(tl.float32)
+            if BIASED:
+                own = tl.load(chosen_ptr + row * ACTIVE + r).to(tl.int64) * width
+                made += tl.load(bias_ptr + own + d, inside, 0.0).to(tl.float32)
+                made = made.to(made_ptr.dtype.element_ty).to(tl.float32)
             total = total + made * tl.load(weights_ptr + row * RANKS + r)
         if SHARED:
             own = tl.load(shared_ptr + row * width + d, inside, 0.0).to(tl.float32)

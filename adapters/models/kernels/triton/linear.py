@@ -15,12 +15,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    """Return silu(gate) * up with each intermediate rounded to `dtype`, as an unfused implementation rounds it."""
+def apply_gate(gate, up, dtype: tl.constexpr, GATE: tl.constexpr):
+    """Return what a gate lets through of `up`. Products are rounded to `dtype` first, as a product without a gate is.
+
+    GATE: a number of `activations.GATES`. The results of SiLU and GELU are rounded before they are multiplied. The
+    approximation of GELU by tanh is x * sigmoid(1.6 (x + 0.045 x^3)). A sum of a product and a number is an `fma`, so
+    that every kernel rounds it alike.
+    """
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    return (silu * up).to(dtype)
+    if GATE == 1:
+        found = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    elif GATE == 2:
+        bent = tl.fma(gate * gate * gate, 0.044715, gate)
+        found = (gate / (1.0 + tl.exp(bent * -1.5957691216057308))).to(dtype).to(tl.float32) * up
+    else:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        found = gate / (1.0 + tl.exp(gate * -1.702)) * (up + 1.0)
+    return found.to(dtype)
 
 
 @triton.jit
@@ -60,7 +73,8 @@ def linear_narrow(
     """Compute out[rows, columns] = x @ w.T for few rows. Reading w once is the limit, so the weights are the tall
     operand.
 
-    stride: from one row of out to the next. PLAIN: see `load_tile`.
+    stride: from one row of out to the next. PLAIN: see `load_tile`. GATED: 0, or as in `apply_gate`, and rows of gates
+    and of what they let through alternate in w.
 
     One program owns BLOCK_N weight rows over the whole depth. All programs stream their weights at the same time.
     """
@@ -81,7 +95,7 @@ def linear_narrow(
         gate, up = tl.split(acc.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         width = columns // 2
-        out = silu_times(gate, up, dtype)
+        out = apply_gate(gate, up, dtype, GATED)
     else:
         n = n0 + tl.arange(0, BLOCK_N)
         width = columns
@@ -147,7 +161,7 @@ def linear_wide(
         gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
         n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
         width = columns // 2
-        out = silu_times(gate, up, dtype)
+        out = apply_gate(gate, up, dtype, GATED)
     else:
         n = n0 + tl.arange(0, BLOCK_N)
         width = columns

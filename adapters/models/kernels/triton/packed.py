@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.linear import silu_times
+from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
-apply_silu = gluon.jit(silu_times.fn)
+apply_gate = gluon.jit(linear.apply_gate.fn)
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def packed_narrow(  # noqa: PLR0912 - branches of constants
     total = add_pieces(acc, num_warps)
     if GATED:
         gate, up = gl.split(total.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
-        out = apply_silu(gate, up, dtype)
+        out = apply_gate(gate, up, dtype, GATED)
         n0 = n0 // 2
         columns = columns // 2
     else:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.packed import (
     add_pieces,
-    apply_silu,
+    apply_gate,
     fetch_x,
     lanes_of,
     load_block,
@@ -51,7 +51,7 @@ def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constex
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(total.reshape((total.shape[0] // 2, 2, total.shape[1])).permute((0, 2, 1)))
-        out = apply_silu(gate, up, dtype)
+        out = apply_gate(gate, up, dtype, GATED)
         n0 = n0 // 2
         columns = columns // 2
     else:

@@ -36,11 +36,13 @@ def bring_table(staged_ptr, tokens_ptr, table_ptr, known, count, BLOCK: tl.const
 def add_norm(
     residual_ptr,
     delta_ptr,
+    bias_ptr,
     weight_ptr,
     out_ptr,
     width,
     eps,
     HAS_DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -48,7 +50,8 @@ def add_norm(
     """Compute residual[row] += delta[row] in place and out[row] = RMSNorm(residual[row]) * weight. One program, one
     row.
 
-    WIDE: the weight is float32, and the normed row is not rounded before it is multiplied.
+    WIDE: the weight is float32, and the normed row is not rounded before it is multiplied. HAS_BIAS: a bias `[width]`
+    is added to delta first, and the sum is rounded.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
@@ -60,14 +63,82 @@ def add_norm(
         gdc_wait()
     x = tl.load(residual_ptr + at, inside, 0.0)
     if HAS_DELTA:
-        x = (x.to(tl.float32) + tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)).to(dtype)
+        delta = tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)
+        if HAS_BIAS:
+            delta = (delta + tl.load(bias_ptr + i, inside, 0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        x = (x.to(tl.float32) + delta).to(dtype)
         tl.store(residual_ptr + at, x, inside)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    normed = x * scale
+    tl.store(out_ptr + at, _norm_row(x.to(tl.float32), weight, width, eps, dtype, WIDE), inside)
+
+
+@triton.jit
+def _norm_row(x, weight, width, eps, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """Return the RMSNorm of a row, float32, times weight, rounded to dtype."""
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     if not WIDE:
         normed = normed.to(dtype).to(tl.float32)
-    tl.store(out_ptr + at, (normed * weight).to(dtype), inside)
+    return (normed * weight).to(dtype)
+
+
+@triton.jit
+def add_normed(
+    residual_ptr,
+    delta_ptr,
+    weight_ptr,
+    parallel_ptr,
+    parallel_weight_ptr,
+    own_weight_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    out_ptr,
+    width,
+    eps,
+    factor,
+    OUTER: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Do what `Kernels.add_normed` says for one row, with the roundings of the operations one by one.
+
+    OUTER: how many norms of the sum are returned, `[OUTER, R, width]`; first, second, third: their weights. PARALLEL:
+    there are other rows. SCALED: the sum is multiplied with `factor`.
+    """
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    at = tl.program_id(0).to(tl.int64) * width + i
+    weight = tl.load(weight_ptr + i, inside, 0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    delta = tl.load(delta_ptr + at, inside, 0.0).to(tl.float32)
+    x = tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)
+    if PARALLEL:
+        parallel = tl.load(parallel_ptr + at, inside, 0.0).to(tl.float32)
+        parallel_weight = tl.load(parallel_weight_ptr + i, inside, 0.0).to(tl.float32)
+        own_weight = tl.load(own_weight_ptr + i, inside, 0.0).to(tl.float32)
+        delta = _norm_row(delta, own_weight, width, eps, dtype, WIDE).to(tl.float32)
+        delta += _norm_row(parallel, parallel_weight, width, eps, dtype, WIDE).to(tl.float32)
+        delta = delta.to(dtype).to(tl.float32)
+    x = (x + _norm_row(delta, weight, width, eps, dtype, WIDE).to(tl.float32)).to(dtype)
+    if SCALED:
+        x = (x.to(tl.float32) * factor).to(dtype)
+    tl.store(residual_ptr + at, x, inside)
+    if OUTER > 0:
+        x = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+        normed = x * scale
+        if not WIDE:
+            normed = normed.to(dtype).to(tl.float32)
+        for j in tl.static_range(OUTER):
+            outer_ptr = first_ptr if j == 0 else second_ptr if j == 1 else third_ptr
+            outer = tl.load(outer_ptr + i, inside, 0.0).to(tl.float32)
+            to = out_ptr + j * tl.num_programs(0).to(tl.int64) * width + at
+            tl.store(to, (normed * outer).to(dtype), inside)
 
 
 @triton.jit

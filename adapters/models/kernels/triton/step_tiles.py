@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from adapters.models.kernels.triton.online_softmax import lowest_key
+
 _NONE = tl.constexpr(2147483647)
 
 
@@ -62,20 +64,26 @@ def plan_tiles(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):
-    """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows)."""
+    """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows).
+
+    WINDOW: keys that a row sees, up to and including its own; 0: all. A tile has the splits that one of its rows sees.
+    """
     i = tl.arange(0, ROWS)
     position = tl.load(positions_ptr + i, i < bucket, -1).to(tl.int32)
     slot = tl.load(slots_ptr + i, i < bucket, 0).to(tl.int32)
     opens, closes, first = _cut_rows(slots_ptr, positions_ptr, bucket, TILE, ROWS)
     tile = tl.cumsum(opens.to(tl.int32), 0) - 1
-    splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT, 0), 0)
+    lowest = (lowest_key(position - (i - first), WINDOW) if WINDOW > 0 else i * 0) // SPLIT
+    splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT - lowest, 0), 0)
     _clear_unused(tiles_ptr, tl.sum(opens.to(tl.int32), 0), tl.max(splits, 0), tile_limit, ROWS)
     tl.store(tiles_ptr + tile * 8, i, opens)
     tl.store(tiles_ptr + tile * 8 + 2, slot, opens)
     tl.store(tiles_ptr + tile * 8 + 3, position, opens)
     tl.store(tiles_ptr + tile * 8 + 1, i - first + 1, closes)
     tl.store(tiles_ptr + tile * 8 + 4, splits, closes)
+    tl.store(tiles_ptr + tile * 8 + 5, lowest, closes)
 
 
 @triton.jit

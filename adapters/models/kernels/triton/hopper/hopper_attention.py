@@ -18,26 +18,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton.hopper.hopper_merge import are_last, clear_padding, merge_row
 from adapters.models.kernels.triton.hopper.hopper_ring import make_ring, request_tile
-from adapters.models.kernels.triton.online_softmax import NOTHING
+from adapters.models.kernels.triton.online_softmax import NOTHING, lowest_key
 
 _NOTHING = gl.constexpr(NOTHING.value)
-_everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
+_lowest_key = gluon.jit(lowest_key.fn)
 
 
 @gluon.jit
-def _row(at, base, page, after, split, kv_head, KV: gl.constexpr, PAGE: gl.constexpr):
-    """Return the cache row of key `at`, which belongs to `split` or to the one after it."""
+def _row(at, split, held, source, KV: gl.constexpr, SPLIT: gl.constexpr, PAGE: gl.constexpr):
+    """Return the cache row of key `at`, which belongs to `split` or to the one after it.
+
+    held: the pages of both, where a page has SPLIT rows. Smaller pages are looked up for each tile. source: see
+    `_ask_first`.
+    """
+    page, after = held
+    base, pages_ptr, capacity, kv_head = source
     row = base + at
-    if PAGE > 0:
+    if PAGE == SPLIT:
         row = (gl.where(at // PAGE == split, page, after) * KV + kv_head) * PAGE + at % PAGE
+    elif PAGE > 0:
+        own = gl.load(pages_ptr + at // PAGE, mask=at < capacity, other=0)
+        row = (own * KV + kv_head) * PAGE + at % PAGE
     return row
 
 
 @gluon.jit
-def _page(pages_ptr, split, capacity, PAGE: gl.constexpr):
+def _page(pages_ptr, split, capacity, SPLIT: gl.constexpr, PAGE: gl.constexpr):
     page = split
-    if PAGE > 0:
+    if PAGE == SPLIT:
         page = gl.load(pages_ptr + split, mask=split < capacity // PAGE, other=0)
     return page
 
@@ -53,18 +63,22 @@ def _ask_first(
     read,
     low,
     high,
+    start,
+    split,
+    held,
     source,
     KV: gl.constexpr,
+    SPLIT: gl.constexpr,
     PAGE: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Load the tiles from `low` to `high` that fit into the rings. source: the run's first key, then arguments of
-    `_row`.
+    """Load the tiles from `low` to `high` that fit into the rings. start: the run's first key, in `split`.
+
+    source: the slot's first row where rows are not paged, its pages, its capacity, and the key head.
     """
-    start, base, page, after, split, kv_head = source
     for ahead in gl.static_range(K_STAGES):
-        row = _row(start + ahead * k_desc.block_type.shape[0], base, page, after, split, kv_head, KV, PAGE)
+        row = _row(start + ahead * k_desc.block_type.shape[0], split, held, source, KV, SPLIT, PAGE)
         wanted = (ahead >= low) & (ahead < high)
         request_tile(k_desc, k_ring, k_come, read + ahead, row, K_STAGES, wanted)
         if ahead < V_STAGES:
@@ -72,14 +86,17 @@ def _ask_first(
 
 
 @gluon.jit
-def _weigh_scores(scores, masked, key0, position, peak, total, scale):
+def _weigh_scores(scores, masked, key0, position, peak, total, scale, WINDOW: gl.constexpr = 0):
     """Return the weights of a tile's keys from `key0` on, the factor by which earlier results fade, and new peak and
-    total.
+    total. WINDOW: see `AttentionRule`.
     """
     layout: gl.constexpr = scores.type.layout
     if masked:
         key = key0 + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
-        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = gl.where(seen, scores, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     spread = gl.zeros(scores.shape, gl.float32, layout=layout) + new_peak[:, None]
     scales = gl.full(scores.shape, 1.0, gl.float32, layout=layout) * scale
@@ -89,12 +106,15 @@ def _weigh_scores(scores, masked, key0, position, peak, total, scale):
 
 
 @gluon.jit
-def _forget(values, most, num_warps: gl.constexpr):
-    """Set a tile's rows behind number `most` to zero. They have not been written, so they may hold anything."""
+def _forget(values, most, num_warps: gl.constexpr, least=0):
+    """Set a tile's rows before number `least` and behind number `most` to zero.
+
+    They are behind a window, or they have not been written. So they may hold anything.
+    """
     HEAD: gl.constexpr = values.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [num_warps, 1], [1, 0])
     row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, ROWS))
-    values.store(gl.where((row <= most)[:, None], values.load(ROWS), 0.0))
+    values.store(gl.where(((row >= least) & (row <= most))[:, None], values.load(ROWS), 0.0))
     fence_async_shared()
 
 
@@ -115,95 +135,6 @@ def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr):
     return row0, count, slot, first, item // splits, splits, low, item % splits
 
 
-@gluon.jit
-def _are_last(left_ptr, here, splits):
-    """Add `here` partials to the count and return whether all of them are written; if so, the others' partials are
-    visible.
-    """
-    _everybody_here()
-    left = gl.atomic_add(left_ptr, here, sem="acq_rel", scope="gpu") + here
-    if left == splits:
-        gl.store(left_ptr, 0)
-    return left == splits
-
-
-@gluon.jit
-def _merge(
-    acc_ptr,
-    sums_ptr,
-    out_ptr,
-    head0,
-    splits,
-    split_limit,
-    GROUP: gl.constexpr,
-    PADDED: gl.constexpr,
-    HEAD: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Merge as `attention.merge` does, for the GROUP heads of a row from `head0` on. Other programs wrote partials as
-    well.
-    """
-    HEADS: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
-    h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, HEADS))
-    d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, HEADS))[None, :]
-    real = h < GROUP
-    head = (head0 + h).to(gl.int64)
-    all_acc = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS)
-    all_peak = gl.full([PADDED], _NOTHING, gl.float32, layout=gl.SliceLayout(1, HEADS))
-    all_total = gl.zeros([PADDED], gl.float32, layout=gl.SliceLayout(1, HEADS))
-    for group in range(0, splits, AT_ONCE):
-        partials = ()
-        for j in gl.static_range(AT_ONCE):
-            used = real & (group + j < splits)
-            at = head * split_limit + group + j
-            acc = gl.load(acc_ptr + at[:, None] * HEAD + d, mask=used[:, None], other=0.0, cache_modifier=".cg")
-            peak = gl.load(sums_ptr + at * 2, mask=used, other=_NOTHING, cache_modifier=".cg")
-            total = gl.load(sums_ptr + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-            partials = partials + ((acc, peak, total),)  # noqa: RUF005 - Triton knows no other way
-        for j in gl.static_range(AT_ONCE):
-            acc, peak, total = partials[j]
-            new_peak = gl.maximum(all_peak, peak)
-            old = gl.exp2(all_peak - new_peak)
-            new = gl.exp2(peak - new_peak)
-            all_total = gl.fma(total, new, all_total * old)
-            spread = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS) + new[:, None]
-            all_acc = gl.fma(acc, spread, all_acc * old[:, None])
-            all_peak = new_peak
-    out = all_acc / gl.where(all_total > 0.0, all_total, 1.0)[:, None]
-    gl.store(out_ptr + head[:, None] * HEAD + d, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
-
-
-@gluon.jit
-def _clear(
-    out_ptr,
-    tiles_ptr,
-    tile_limit,
-    HEADS: gl.constexpr,
-    KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PADDED: gl.constexpr,
-    HEAD: gl.constexpr,
-    PDL: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Set padded rows to zero. The last programs have the least to do, so each of them clears one key head."""
-    kv_head = gl.num_programs(0) - 1 - gl.program_id(0)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
-    h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, WIDE))[None, :]
-    nothing = gl.zeros([PADDED, HEAD], out_ptr.dtype.element_ty, layout=WIDE)
-    if PDL:
-        gdc_wait()
-    for tile in range(gl.where(kv_head < KV, tile_limit, 0)):
-        row0 = gl.load(tiles_ptr + tile * 8)
-        count = gl.load(tiles_ptr + tile * 8 + 1)
-        first = gl.load(tiles_ptr + tile * 8 + 3)
-        for row in range(row0, gl.where(first < 0, row0 + count, row0)):
-            head = (row * HEADS + kv_head * GROUP + h).to(gl.int64)
-            gl.store(out_ptr + head[:, None] * HEAD + d, nothing, mask=(h < GROUP)[:, None])
-
-
 @gluon.jit(do_not_specialize=["tile_limit"])
 def attend_splits_ahead(
     q_ptr,
@@ -219,6 +150,7 @@ def attend_splits_ahead(
     scale,
     left_ptr,
     out_ptr,
+    sinks_ptr,
     HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
@@ -230,15 +162,18 @@ def attend_splits_ahead(
     PAGE: gl.constexpr,
     LIMIT: gl.constexpr,
     AT_ONCE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Do the same as `attention.attend_splits`, for rows that are not coded, in tiles of 64 rows. PAGE: SPLIT, or 0.
+    """Do the same as `attention.attend_splits`, for rows that are not coded, in tiles of 64 rows.
 
     A slot's rows of this step are consecutive in the batch. So the keys up to `row0` positions before a tile's first
     row were written by earlier steps. A tile of several slots (`step_tiles.plan_shared_tiles`) has only splits that all
     of its rows see whole, so none of its keys is masked.
     AT_ONCE: how many partials are merged together. The program that writes the last partial of a tile and key head
     merges them; 0: no program does.
+    With eight warps, two share a row of the output: see `hopper_chain`. WINDOW: tiles were planned for it.
     left: int32, KV numbers for each row of the bucket: how many partials have been written. It is zero before and
     after the launch.
     """
@@ -247,11 +182,13 @@ def attend_splits_ahead(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     HEAD: gl.constexpr = k_desc.block_type.shape[1]
     OF_SPLIT: gl.constexpr = SPLIT // BLOCK_N
+    COLUMNS: gl.constexpr = num_warps // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, HEAD, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    gl.static_assert(PAGE * (PAGE - SPLIT) == 0)
+    gl.static_assert(PAGE % BLOCK_N == 0)
+    gl.static_assert(PAGE <= SPLIT)
     gl.static_assert(V_STAGES <= K_STAGES)
     gl.static_assert(K_STAGES <= OF_SPLIT)
     if PDL:
@@ -273,13 +210,16 @@ def attend_splits_ahead(
         item += here
         base = (slot * KV + kv_head) * capacity
         pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
-        page = _page(pages, split, capacity, PAGE)
-        after = _page(pages, split + 1, capacity, PAGE)
-        start = split * SPLIT
+        page = _page(pages, split, capacity, SPLIT, PAGE)
+        after = _page(pages, split + 1, capacity, SPLIT, PAGE)
+        start = gl.maximum(split * SPLIT, _lowest_key(first, WINDOW) // BLOCK_N * BLOCK_N)
         tiles = gl.cdiv(gl.minimum((split + here) * SPLIT, last + 1) - start, BLOCK_N)
         old = gl.minimum((first - row0 - start) // BLOCK_N, tiles)  # rounded towards zero: never more than there are
-        source = (start, base, page, after, split, kv_head)
-        _ask_first(k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, 0, old, source, KV, PAGE, K_STAGES, V_STAGES)
+        source = (base, pages, capacity, kv_head)
+        _ask_first(
+            k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, 0, old, start, split, (page, after), source, KV,
+            SPLIT, PAGE, K_STAGES, V_STAGES,
+        )  # fmt: skip
         if PDL:
             gdc_wait()
         i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES))
@@ -289,8 +229,9 @@ def attend_splits_ahead(
         q = gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0)
         if old < gl.minimum(tiles, K_STAGES):
             _ask_first(
-                k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, old, tiles, source, KV, PAGE, K_STAGES, V_STAGES
-            )
+                k_desc, v_desc, k_ring, v_ring, k_come, v_come, read, old, tiles, start, split, (page, after), source,
+                KV, SPLIT, PAGE, K_STAGES, V_STAGES,
+            )  # fmt: skip
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         position = gl.minimum(first + m // PADDED, last)
         o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
@@ -301,32 +242,33 @@ def attend_splits_ahead(
             acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
             peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
             total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
-            for _ in range(gl.minimum(tiles - number, OF_SPLIT)):
+            left_here = gl.minimum(tiles, ((at_split + 1) * SPLIT - start) // BLOCK_N) - number
+            for _ in range(left_here):
                 key0 = start + number * BLOCK_N
                 k_at = (read + number) % K_STAGES
                 v_at = (read + number) % V_STAGES
-                masked = key0 + BLOCK_N > first + 1
+                masked = (key0 + BLOCK_N > first + 1) | (key0 < _lowest_key(last, WINDOW))
                 mbarrier.wait(k_come.index(k_at), (read + number) // K_STAGES & 1)
                 nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
                 scores = warpgroup_mma(q, k_ring.index(k_at).permute((1, 0)), nothing, is_async=True)
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 coming = number + K_STAGES
-                row = _row(start + coming * BLOCK_N, base, page, after, at_split, kv_head, KV, PAGE)
+                row = _row(start + coming * BLOCK_N, at_split, (page, after), source, KV, SPLIT, PAGE)
                 request_tile(k_desc, k_ring, k_come, read + coming, row, K_STAGES, coming < tiles)
-                weights, fade, peak, total = _weigh_scores(scores, masked, key0, position, peak, total, scale)
+                weights, fade, peak, total = _weigh_scores(scores, masked, key0, position, peak, total, scale, WINDOW)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
                 mbarrier.wait(v_come.index(v_at), (read + number) // V_STAGES & 1)
                 if masked:
-                    _forget(v_ring.index(v_at), last - key0, num_warps)
+                    _forget(v_ring.index(v_at), last - key0, num_warps, _lowest_key(first, WINDOW) - key0)
                 p = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 acc = warpgroup_mma(p, v_ring.index(v_at), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 coming = number + V_STAGES
-                row = _row(start + coming * BLOCK_N, base, page, after, at_split, kv_head, KV, PAGE)
+                row = _row(start + coming * BLOCK_N, at_split, (page, after), source, KV, SPLIT, PAGE)
                 request_tile(v_desc, v_ring, v_come, read + coming, row, V_STAGES, coming < tiles)
                 number += 1
             page = after
-            after = _page(pages, at_split + 2, capacity, PAGE)
+            after = _page(pages, at_split + 2, capacity, SPLIT, PAGE)
             e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
             gl.store(acc_ptr + (to + at_split)[:, None] * HEAD + e[None, :], acc, mask=kept[:, None])
             sums = sums_ptr + (to + at_split) * 2
@@ -339,9 +281,13 @@ def attend_splits_ahead(
             row0, count, slot, first, kv_head, splits, _, offset = _whose(tiles_ptr, ends, t, item, KV)
             here = gl.minimum(splits - offset, stop_item - item)
             item += here
-            due = gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
+            due = gl.where(are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
             for row in range(due):  # a name: Triton would carry out twice what a range is made of
                 head0 = (row0 + row) * HEADS + kv_head * GROUP
-                own = (first + row) // SPLIT + 1
-                _merge(acc_ptr, sums_ptr, out_ptr, head0, own, split_limit, GROUP, PADDED, HEAD, AT_ONCE, num_warps)
-        _clear(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)
+                begin = _lowest_key(first + row, WINDOW) // SPLIT
+                end = (first + row) // SPLIT + 1
+                merge_row(
+                    acc_ptr, sums_ptr, out_ptr, sinks_ptr + kv_head * GROUP, head0, begin, end, split_limit, GROUP,
+                    PADDED, HEAD, AT_ONCE, SINKS, num_warps,
+                )  # fmt: skip
+        clear_padding(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)

@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from adapters.models.kernels.triton import linear
 from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.linear import silu_times
 
-_silu_times = gluon.jit(silu_times.fn)
+_apply_gate = gluon.jit(linear.apply_gate.fn)
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED: gl.constexpr):
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(acc.reshape((acc.shape[0], acc.shape[1] // 2, 2)))
-        out = _silu_times(gate, up, dtype)
+        out = _apply_gate(gate, up, dtype, GATED)
         n0 = n0 // 2
         columns = columns // 2
     else:

@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.linear import silu_times
+from adapters.models.kernels.triton import linear
 
-_silu_times = gluon.jit(silu_times.fn)
+_apply_gate = gluon.jit(linear.apply_gate.fn)
 bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9 has renamed it
 
 
@@ -83,7 +83,7 @@ def linear_ahead(
     pairs = gl.convert_layout(acc, PAIRS)
     if GATED:
         gate, up = gl.split(pairs.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
-        out = _silu_times(gate, up, dtype)
+        out = _apply_gate(gate, up, dtype, GATED)
         n0 = n0 // 2
         columns = columns // 2
     else:
