@@ -43,6 +43,7 @@ from benchmarks.tables import print_table
 
 SHAPES: Mapping[str, tuple[int, ExpertsShape]] = {
     "30b-a3b": (2048, ExpertsShape(128, 8, 768, is_normalized=True)),
+    "26b-a4b": (2816, ExpertsShape(128, 8, 704, is_normalized=True)),
     "gpt-oss-20b": (2880, BiasedExpertsShape(32, 4, 2880, is_normalized=True)),
 }
 FORMATS: Mapping[str, StepLayout | None] = {
@@ -122,7 +123,7 @@ def products_us(kernels: TritonKernels, layers: list[Experts], x: torch.Tensor, 
     grouped, shape = kernels.grouped_experts, layers[0].shape
     pairs = chosen.numel()
     weights = stack_of(layers[0]).weights
-    tiles = [grouped.choose_tile(one, pairs, shape.count, DTYPE) for one in (weights.gate_up, weights.down)]
+    tiles = [grouped.choose_tile(one, pairs, shape.count) for one in (weights.gate_up, weights.down)]
     dealt = [grouped.deal_pairs(chosen, None, tile.pairs, shape.count) for tile in tiles]
     dealt[1] = evolve(dealt[1], is_early=True)
     gated = weights.activation == SILU
@@ -152,7 +153,7 @@ def measure(
     limit = 1e6 * active * count_bytes(stack.weights) / shape.count / speed
     plain = evolve(layers[0], each=[stack[number] for number in range(shape.count)])
     before = waited_us(lambda: kernels.experts(x, plain, batch)) if formed.layout is None else 0.0
-    tile = kernels.grouped_experts.choose_tile(stack.weights.gate_up, chosen.numel(), shape.count, DTYPE)
+    tile = kernels.grouped_experts.choose_tile(stack.weights.gate_up, chosen.numel(), shape.count)
     return {
         "rows": rows,
         "experts": active,

@@ -240,11 +240,12 @@ class GluonMachine:
         self._threads += threads
 
     def _begin(self, number: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self.own.number, self.own.products = number, []
+        self.own.number, self.own.products, self.own.gathers = number, [], [[]]
         try:
             self._wait_for_turn(number)
             body(*args)
             assert not self.own.products, "a product was never waited for"
+            assert not any(self.own.gathers), "memory may be given back while a copy writes it"
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that runs the program
             self._error = self._error or error
         with self._changed:
@@ -328,6 +329,24 @@ def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: SharedMemory, 
     machine.switch()
     if pred:
         machine.copy_later(copy)
+
+
+def _gather(target: SharedMemory, pointer: Pointer, mask: Any = True) -> None:
+    """Copy later: the numbers come when the group of copies is waited for."""
+    machine.switch()
+    machine.own.gathers[-1].append(lambda: target.data.copy_(_load(pointer, mask)))
+
+
+def _end_group() -> None:
+    machine.own.gathers.append([])
+
+
+def _wait_for_gathers(pending: int) -> None:
+    """Wait until at most so many groups of copies that have ended are left."""
+    while len(machine.own.gathers) > pending + 1:
+        for copy in machine.own.gathers.pop(0):
+            machine.switch()
+            copy()
 
 
 def _multiply(a: Any, b: SharedMemory, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -429,10 +448,6 @@ def _multiply_now(a: Any, b: Any, acc: Any) -> Any:
     return block(total)
 
 
-def _copy_now(target: SharedMemory, pointer: Pointer, mask: Any) -> None:
-    target.data.copy_(_load(pointer, mask))
-
-
 def _check(condition: bool) -> None:
     assert condition, "a kernel's own assertion"
 
@@ -491,7 +506,7 @@ def _make_modules() -> dict[str, ModuleType]:
     ampere = {
         "mma_v2": _multiply_now,
         "async_copy": SimpleNamespace(
-            async_copy_global_to_shared=_copy_now, commit_group=lambda: None, wait_group=lambda _pending: None
+            async_copy_global_to_shared=_gather, commit_group=_end_group, wait_group=_wait_for_gathers
         ),
     }
     hopper = {

@@ -134,12 +134,12 @@ def test_a_pair_has_the_bits_of_the_unpacked_product_at_every_row_count(name, hi
         x = layer.x[:rows].contiguous()
         order = torch.rand(rows, COUNT, generator=layer.generator, device=DEVICE).argsort(1)
         chosen = order[:, :CHOSEN].int().contiguous()
-        tile = grouped.choose_tile(gate, chosen.numel(), COUNT, BF16)
+        tile = grouped.choose_tile(gate, chosen.numel(), COUNT)
         dealt = grouped.deal_pairs(chosen, None, tile.pairs, COUNT)
         inner_rows = torch.full((chosen.numel(), inner), torch.nan, device=DEVICE, dtype=BF16)
         grouped.multiply_pairs(x, gate, inner_rows, dealt, tile, share=CHOSEN)
         out = torch.full((chosen.numel(), hidden), torch.nan, device=DEVICE, dtype=BF16)
-        tile = grouped.choose_tile(down, chosen.numel(), COUNT, BF16)
+        tile = grouped.choose_tile(down, chosen.numel(), COUNT)
         grouped.multiply_pairs(inner_rows, down, out, evolve(dealt, is_early=True), tile)
         for pair, number in enumerate(chosen.flatten().tolist()):
             gated, whole = expected[number]

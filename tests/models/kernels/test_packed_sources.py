@@ -142,7 +142,7 @@ def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(layout: Step
     tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked)
     assert tile.pairs == pairs
     out = torch.full((8, 40), float("nan"), dtype=BF16)
-    triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=1, processors=1, pdl=None)
+    triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=1, gated=0, processors=1, pdl=None)
     for at, pair in enumerate(order.tolist()):
         numbers = each[1 if at < 5 else 2][1]
         expected = multiply(x[pair : pair + 1], numbers, stacked.pieces, stacked.piece).to(BF16)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import triton
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.descriptors import launch_options
+from adapters.models.kernels.cuda.descriptors import describe_blocks, launch_options, shared_layout
 from adapters.models.kernels.cuda.packed import find_only_part
 from adapters.models.kernels.cuda.packed_groups import (
     PackedGroupTile,
@@ -26,6 +26,7 @@ from adapters.models.kernels.cuda.packed_groups import (
     multiply_packed_groups,
 )
 from adapters.models.kernels.cuda.row_launches import apply_gate
+from adapters.models.kernels.cuda.tiles import GroupTile, choose_group_tile, choose_tile_of_experts, count_parts
 from adapters.models.kernels.interfaces.experts_interface import (
     ChosenExperts,
     Experts,
@@ -39,60 +40,23 @@ from adapters.models.kernels.interfaces.experts_interface import (
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
 from adapters.models.kernels.triton.grouped_choice import choose_in_groups
+from adapters.models.kernels.triton.hopper.hopper_experts import multiply_pairs_ahead
 from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
-_FEW = 64  # pairs, whose tiles do not fill the device unless they are narrow
-
-
-@frozen
-class GroupTile:
-    """The step of one program: pairs x columns x depth, its warps, and the steps that are loaded ahead."""
-
-    pairs: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.pairs, self.columns, self.depth
-
-    @property
-    def has_tall_weights(self) -> bool:
-        """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
-        fewer pairs.
-        """
-        return self.pairs < 64
-
-
-def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int) -> GroupTile:
-    """Choose a tile for as many pairs as an expert has on average; weights are read once for each tile.
-
-    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
-    """
-    each = triton.cdiv(pairs, experts)
-    if dtype == torch.float32:
-        tile = GroupTile(16, 32, 32, 4, 3) if each <= 16 else GroupTile(64, 64, 32, 8, 3)
-    elif each <= 16:
-        tile = GroupTile(16, 64, 128, 4, 5) if pairs <= _FEW else GroupTile(16, 128, 128, 4, 3)
-    else:
-        tile = GroupTile(64, 256, 64, 8, 3) if each <= 64 else GroupTile(128, 256, 64, 8, 3)
-    fits = (shared - 4096) // ((tile.pairs + tile.columns) * tile.depth * dtype.itemsize)
-    return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
 
 @define(eq=False)
 class CudaExperts:
     """Layers of experts on one device. shared: bytes of shared memory that a program may have. pdl: see
-    `launch_options`. plain: see `CudaProducts`.
+    `launch_options`. plain, hopper: see `CudaProducts`.
     """
 
     processors: int
     shared: int
     pdl: bool | None
     plain: bool
+    hopper: bool
 
     def run_experts(
         self,
@@ -112,8 +76,8 @@ class CudaExperts:
         rows = len(x)
         logits = kernels.linear(x if deciding is None else deciding, experts.router)
         chosen, shares = self.choose_experts(logits, shape, batch.positions, experts.correction, experts.scales)
-        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count, x.dtype)
-        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count, x.dtype)
+        gate_tile = self.choose_tile(weights.gate_up, chosen.numel(), shape.count)
+        down_tile = self.choose_tile(weights.down, chosen.numel(), shape.count)
         made = x.new_empty(chosen.numel(), x.shape[1])
         for slots_by_expert in self._fetch_experts(experts, chosen):
             dealt = self.deal_pairs(chosen, slots_by_expert, gate_tile.pairs, shape.count)
@@ -147,11 +111,11 @@ class CudaExperts:
         )
         return out
 
-    def choose_tile(self, weight: Any, pairs: int, count: int, dtype: torch.dtype) -> GroupTile | PackedGroupTile:
+    def choose_tile(self, weight: Any, pairs: int, count: int) -> GroupTile | PackedGroupTile:
         """Choose the tile of a product with the weights of all experts, packed or not."""
         part = find_only_part(weight)
         if part is None:
-            return choose_group_tile(pairs, count, dtype, self.shared)
+            return choose_tile_of_experts(weight.weight, pairs, count, self.shared, hopper=self.hopper)
         return choose_packed_group_tile(pairs, count, part)
 
     def multiply_pairs(
@@ -316,6 +280,9 @@ class CudaExperts:
         has its own. gated: see `CudaWeight`.
         """
         _, columns, depth = weight.shape
+        if tile.is_ahead:
+            self._multiply_ahead(x, weight, out, dealt, tile, share, gated=gated)
+            return
         source = weight if self.plain else TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
         launch(
             programs.multiply_groups,
@@ -338,5 +305,40 @@ class CudaExperts:
             GATED=gated,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PLAIN=self.plain,
+            **launch_options(tile.warps, self.pdl),
+        )
+
+    def _multiply_ahead(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        dealt: PairTiles,
+        tile: GroupTile,
+        share: int,
+        *,
+        gated: int,
+    ) -> None:
+        """Do what `_multiply_groups` does, with a kernel for few pairs that requests weights ahead."""
+        slots, columns, depth = weight.shape
+        units = len(dealt.tiles) * count_parts(columns, tile.columns)
+        launch(
+            multiply_pairs_ahead,
+            (min(units, self.processors),),
+            describe_blocks(weight.view(slots * columns, depth), tile.columns, tile.depth),
+            x,
+            out,
+            dealt.pairs,
+            dealt.tiles,
+            dealt.total,
+            columns,
+            depth,
+            SHARE=share,
+            STEPS=count_parts(depth, tile.depth),
+            STAGES=tile.stages,
+            BLOCK_M=tile.pairs,
+            X_LAYOUT=shared_layout((tile.pairs, tile.depth), x.dtype),
+            GATED=gated,
+            EARLY=dealt.is_early,
             **launch_options(tile.warps, self.pdl),
         )

@@ -98,7 +98,7 @@ class TritonKernels:
         self._attention = CudaAttention(self.device, *own, can.has_hopper_kernels)
         self.products = CudaProducts(*own, can.has_hopper_kernels, can.takes_plain_pointers)
         self._packing = CudaPacking(self.device, *own, can.converts_e4m3)
-        self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers)
+        self.grouped_experts = CudaExperts(*own, can.takes_plain_pointers, can.has_hopper_kernels)
 
     @property
     def bit_signature(self) -> tuple[object, ...]:

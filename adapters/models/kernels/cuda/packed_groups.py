@@ -15,6 +15,7 @@ from adapters.models.kernels.triton_launch import launch
 FEW = 8  # pairs of a tile whose sums have their pieces side by side
 _AHEAD = 128  # columns that each warp loads ahead, at most; 256 take as long
 _ROUNDS = 8  # the most times that a program takes further rows
+_BUCKET = 4  # rows of the smallest step, of which one may be real
 _RESIDENT = 3  # programs of few pairs that a processor runs at a time
 
 
@@ -91,7 +92,9 @@ def multiply_packed_groups(
     if tile.pairs > FEW:
         launch(packed_groups.multiply_many, (len(dealt.tiles) * parts,), *tensors, *sizes, **constants, **options)
         return
-    rounds = min(_ROUNDS, parts, count_parts(len(dealt.tiles) * parts, _RESIDENT * processors))
+    # So many rounds that a step of one row has work for every processor. Most of its tiles do not exist.
+    least = count_parts(len(dealt.tiles), _BUCKET)
+    rounds = min(_ROUNDS, parts, count_parts(least * parts, _RESIDENT * processors))
     own = {
         "PIECES": weight.pieces,
         "AHEAD": tile.ahead,

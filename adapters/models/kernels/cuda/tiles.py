@@ -17,6 +17,8 @@ from adapters.models.kernels.interfaces.layer_interface import NARROW
 H200_SHARED = 227 << 10
 PLANNED_ROWS = (128, 1024)
 KV_TILE = 64  # keys of a tile of attention
+FEW_PAIRS = 8  # of a row and an expert, in a tile that has as many or fewer
+_NARROW_PAIRS = 64  # all pairs of a product whose tiles do not fill the device unless they are narrow
 WIDE_HEAD = 256  # tiles of wider heads are smaller, so that they fit into shared memory
 
 
@@ -144,3 +146,71 @@ def limit_stages(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:
     """Return the tile with as many steps loaded ahead as shared memory holds."""
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+@frozen
+class GroupTile:
+    """The step of one program: pairs x columns x depth, its warps, and the steps that are loaded ahead.
+
+    is_ahead: it is a tile of `hopper_experts`.
+    """
+
+    pairs: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    is_ahead: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.pairs, self.columns, self.depth
+
+    @property
+    def has_tall_weights(self) -> bool:
+        """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
+        fewer pairs.
+        """
+        return self.pairs < 64
+
+
+def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int) -> GroupTile:
+    """Choose a tile for as many pairs as an expert has on average; weights are read once for each tile.
+
+    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
+    """
+    each = count_parts(pairs, experts)
+    if dtype == torch.float32:
+        tile = GroupTile(16, 32, 32, 4, 3) if each <= 16 else GroupTile(64, 64, 32, 8, 3)
+    elif each <= 16:
+        tile = GroupTile(16, 64, 128, 4, 5) if pairs <= _NARROW_PAIRS else GroupTile(16, 128, 128, 4, 3)
+    else:
+        tile = GroupTile(64, 256, 64, 8, 3) if each <= 64 else GroupTile(128, 256, 64, 8, 3)
+    fits = (shared - 4096) // ((tile.pairs + tile.columns) * tile.depth * dtype.itemsize)
+    return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+def choose_tile_of_experts(weight: Tensor, pairs: int, experts: int, shared: int, *, hopper: bool) -> GroupTile:
+    """Choose a tile for the weights `[slots, N, K]` of all experts. hopper: see `CudaProducts`.
+
+    Where an expert has few pairs on average, its weights are requested ahead, if they lie in one piece with those of
+    the others.
+    """
+    found = None
+    if hopper and weight.dtype.itemsize == 2 and weight.is_contiguous() and pairs <= FEW_PAIRS * experts:
+        found = choose_tile_of_pairs(weight.shape[2], weight.dtype, shared)
+    return found or choose_group_tile(pairs, experts, weight.dtype, shared)
+
+
+@cache
+def choose_tile_of_pairs(depth: int, dtype: torch.dtype, shared: int) -> GroupTile | None:
+    """Choose a tile of `multiply_pairs_ahead`, or None where rows of x are too long to be in shared memory.
+
+    A program has a processor for itself: all columns of its rows, and as many blocks of weights on their way as there
+    is room for.
+    """
+    columns = 64
+    block = 256
+    rows = FEW_PAIRS * count_parts(depth, block) * block * dtype.itemsize
+    stages = (shared - 2048 - rows) // (columns * block * dtype.itemsize)
+    return GroupTile(FEW_PAIRS, columns, block, 4, min(stages, 6), is_ahead=True) if stages > 1 else None

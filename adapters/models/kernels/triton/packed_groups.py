@@ -46,7 +46,7 @@ def _matrix_of(pointers, apart, slot):
 
 
 @gluon.jit
-def _store(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constexpr):
+def store_pairs(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constexpr):
     """Store the sums `[rows of w, pairs]` of `count` pairs, each at its number. n0: the first row of w."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
@@ -154,7 +154,7 @@ def multiply_few(
                     coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
                     acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
                 held = coming
-            _store(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
+            store_pairs(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
 
 
 @gluon.jit(do_not_specialize=["blocks", "each"])
@@ -237,4 +237,4 @@ def multiply_many(
                 held = coming
             total = total + acc
         async_copy.wait_group(0)
-        _store(add_pieces(total, num_warps), out_ptr, pairs_ptr, n0, count, columns, GATED)
+        store_pairs(add_pieces(total, num_warps), out_ptr, pairs_ptr, n0, count, columns, GATED)
