@@ -74,9 +74,9 @@ async def test_a_redacted_trace_replays_and_has_none_of_the_tokens(tmp_path: Pat
     shown = {token for _, record in records if isinstance(record, Envelope) for token in tokens_of(record)}
     assert len(shown) > 100
     assert shown & set(range(256)) <= {17}, "only the stop token keeps its name"
-    assert "business" in (tmp_path / "open.jsonl").read_text()
+    assert "private text" in (tmp_path / "open.jsonl").read_text()
     with zstandard.open(tmp_path / "shut.jsonl.zst", "rt") as file:
-        assert "business" not in file.read()
+        assert "private text" not in file.read()
 
 
 def tokens_of(envelope: Envelope) -> tuple[int, ...]:
