@@ -161,10 +161,10 @@ def make_figures(rows: Sequence[Mapping[str, Any]], decisions: Mapping[float, fl
     for row in rows:
         if row["router"] != PREFIX:
             continue
-        at = f"{row['replicas']} replicas" + (", shared tier" if row["shared_tier"] else "")
-        what = "routing by prefix: tokens found, of an infinite cache's"
+        at = f"{row['replicas']}" + (" shared" if row["shared_tier"] else "")
+        what = "routing by prefix, replicas: tokens found, of an infinite cache's"
         found.append(Figure("agents", what, at, "%", 100 * row["of_infinite"], goal=Goal(at_least=97)))
-        what = "routing by prefix: longest queue, of least queue's"
+        what = "routing by prefix, replicas: longest queue, of least queue's"
         ratio = row["longest_queue"] / least[row["replicas"], row["shared_tier"]]
         queues.append(Figure("agents", what, at, "x", ratio, goal=Goal(at_most=1.3)))
     decision = Figure("agents", "a routing decision", "256 replicas", "us", decisions[0.5], goal=Goal(at_most=200))

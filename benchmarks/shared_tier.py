@@ -408,9 +408,8 @@ def opened_store(kind: str) -> Iterator[str]:
 def make_exactness(answers: Sequence[dict[str, Any]], store: str) -> list[Figure]:
     found = list[Figure]()
     for row in answers:
-        at = f"{row['model']}, {store}, {row['jobs']} prompts"
-        subject = "restored on B from what A published"
-        found.append(Figure("exactness", subject, at, "differ", row["differing"], goal=Goal(at_most=0)))
+        subject = f"restored on B from what A published, {store}, {row['jobs']} prompts"
+        found.append(Figure("exactness", subject, row["model"], "differ", row["differing"], goal=Goal(at_most=0)))
     return found
 
 
