@@ -29,6 +29,7 @@ triton_cuda = pytest.importorskip(
     "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
+triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -120,6 +121,12 @@ def test_sums_that_cancel_have_the_same_bits_with_every_tile(kernels, monkeypatc
         tile = triton_packed.choose_packed_tile(count, part.pieces, part.block_form.block, shared)
         out = torch.full_like(expected[:count], float("nan"))
         triton_packed.multiply_narrow(x[:count], part, out, tile, gated=False, pdl=kernels.pdl)
+        assert same_bits(out, expected[:count])
+    if not kernels.traits.capability.has_hopper_kernels or not triton_ahead.comes_ahead(1, part, torch.bfloat16):
+        return
+    for count in (1, 4, 7, 8):
+        out = torch.full_like(expected[:count], float("nan"))
+        triton_ahead.multiply_ahead(x[:count], part, out, gated=False, pdl=kernels.pdl)
         assert same_bits(out, expected[:count])
 
 

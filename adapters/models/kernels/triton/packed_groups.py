@@ -31,18 +31,10 @@ from adapters.models.kernels.triton.packed_numbers import weights_of
 
 
 @gluon.jit
-def _matrix_of(pointers, apart, slot):
-    """Return the pointers to the weight of one expert. apart: from one expert to the next, in elements."""
+def _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot):
+    """Return the pointers to the weight of one expert. words_apart, levels_apart: from one expert to the next."""
     at = slot.to(gl.int64)
-    words, scale, inner, least, own = pointers
-    by_words, by_scale, by_inner, by_least, by_own = apart
-    return (
-        words + at * by_words,
-        scale + at * by_scale,
-        inner + at * by_inner,
-        least + at * by_least,
-        own + at * by_own,
-    )
+    return words_ptr + at * words_apart, levels_ptr + at * levels_apart
 
 
 @gluon.jit
@@ -65,20 +57,14 @@ def _store(total, out_ptr, pairs_ptr, n0, count, columns, GATED: gl.constexpr):
 @gluon.jit(do_not_specialize=["blocks", "each", "rounds"])
 def multiply_few(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     x_ptr,
     out_ptr,
     pairs_ptr,
     tiles_ptr,
     total_ptr,
     words_apart,
-    scale_apart,
-    inner_apart,
-    least_apart,
-    own_apart,
+    levels_apart,
     columns,
     depth,
     blocks,
@@ -122,8 +108,7 @@ def multiply_few(
         slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
-        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         first = gl.arange(0, PIECES, layout=PIECE)[:, None, None, None] * each
         coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = ()
@@ -160,20 +145,14 @@ def multiply_few(
 @gluon.jit(do_not_specialize=["blocks", "each"])
 def multiply_many(
     words_ptr,
-    scale_ptr,
-    inner_ptr,
-    least_ptr,
-    own_ptr,
+    levels_ptr,
     x_ptr,
     out_ptr,
     pairs_ptr,
     tiles_ptr,
     total_ptr,
     words_apart,
-    scale_apart,
-    inner_apart,
-    least_apart,
-    own_apart,
+    levels_apart,
     columns,
     depth,
     blocks,
@@ -210,8 +189,7 @@ def multiply_many(
         slot = gl.load(tiles_ptr + tile * 4)
         pairs_ptr += gl.load(tiles_ptr + tile * 4 + 1)
         count = gl.load(tiles_ptr + tile * 4 + 2)
-        pointers = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
-        matrix = _matrix_of(pointers, (words_apart, scale_apart, inner_apart, least_apart, own_apart), slot)
+        matrix = _matrix_of(words_ptr, levels_ptr, words_apart, levels_apart, slot)
         coordinates = locate_piece(n0, columns, BLOCK_N, LANES)
         held = load_block(matrix, coordinates, 0, blocks, FORM)
         if PDL:

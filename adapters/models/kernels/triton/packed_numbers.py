@@ -3,7 +3,7 @@
 Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
 of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
 of the lanes has the shape `[pieces, rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie
-side by side, block after block, and so do their levels, so that one load brings whole lines.
+side by side, block after block, so that one load brings whole lines. `packed_levels` says how their scales lie.
 
 Words of E2M1 (MXFP4) are an exception: both numbers of a pair are moved to bfloat16 by one instruction, so they lie 16
 bits apart.
@@ -11,37 +11,16 @@ bits apart.
 
 from __future__ import annotations
 
-from typing import Any
-
-from attrs import frozen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@frozen
-class BlockForm:
-    """The layout of a packed matrix, as `StepLayout` has it. scale: Triton's dtype. block: columns of a block.
-    converts: the device converts E4M3 by an instruction.
-    """
-
-    steps: str
-    block: int
-    group: int
-    span: int
-    scale: Any
-    inner: bool
-    least: str
-    converts: bool  # the device has an instruction for E4M3
-
-    @property
-    def fuses_scale(self) -> bool:
-        """True if one multiply-add can compute a byte's number times its scale. Its subtrahend has to be exact."""
-        return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
-
-    @property
-    def width(self) -> int:
-        """Bits of a step once it has been looked up."""
-        return 4 if self.steps in {"uint4", "int4"} else 8
+from adapters.models.kernels.triton.packed_levels import (
+    find_power,
+    linear_scales_of,
+    put_in_mantissa,
+    scale_of_e2m1,
+    scales_of,
+)
 
 
 @gluon.jit
@@ -95,73 +74,57 @@ def _look_up(word):
 
 
 @gluon.jit
-def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """Return the level of each word's group in float32."""
-    if GROUP < BLOCK:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
-        held = held.to(gl.int16).to(KIND, bitcast=True)
-    return held.to(gl.float32)
+def _linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
+    """Return 2 ** -EXPONENT of the number of step AT. turned: the word with its halves exchanged.
 
-
-@gluon.jit
-def _times_whole(outer, held, c, power, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
-    """Return outer times the whole number of each word's group.
-
-    Several of them are stored 128 greater in one number, and put into the mantissa of 2 ** 15. With a 16-bit scale
-    what is subtracted again is exact.
+    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So the bits
+    of a step only need to be taken from the word.
     """
-    if GROUP >= BLOCK:
-        product = outer * held.to(gl.float32)
+    factors, below = scales
+    if FORM.block == 64:
+        bits = _move_byte(word, AT)
+        PLACE: gl.constexpr = 0
     else:
-        COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
-        number = _in_mantissa(held.to(gl.int32), c * COUNT // 4, power)
-        if SCALE.primitive_bitwidth == 16:
-            product = gl.fma(number, outer, outer * (-32896.0))
-        else:
-            product = outer * (number - 32896.0)
-    return product
+        DIRECT: gl.constexpr = AT >= 2 and AT < 6
+        BIT: gl.constexpr = 4 * AT if DIRECT else (4 * AT + 16) % 32
+        bits = (word if DIRECT else turned) & (15 << BIT)
+        PLACE: gl.constexpr = BIT // 4 - 2
+    return gl.fma(bits.to(gl.float32, bitcast=True), factors[PLACE], below)
 
 
 @gluon.jit
-def _in_mantissa(word, at, power):
-    """Return 2 ** 15, whose bits `power` has, plus byte `at` of a word."""
+def _move_byte(word, AT: gl.constexpr):
+    """Return byte AT of a word as the third byte of a number."""
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [word, power, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,n",
+        [word, 0, 0x4044 | AT << 8],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
-def find_power(n):
-    """Return the bits of 2 ** 15 for rows of numbers n, none of which is negative.
-
-    An instruction that picks bytes has one constant. The compiler would take these bits for it, and spend another
-    instruction on the number of the byte, each time. So the bits are made from n, which hides that they are constant.
-    """
-    return 0x47000000 | (n >> 31)
+def _four_linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
+    """Return a word's numbers of 16 columns, as `_four` does."""
+    low = gl.join(_linear(word, turned, AT, scales, FORM), _linear(word, turned, AT + 1, scales, FORM))
+    high = gl.join(_linear(word, turned, AT + 2, scales, FORM), _linear(word, turned, AT + 3, scales, FORM))
+    return gl.join(low, high)
 
 
 @gluon.jit
-def _scales(levels, c, power, FORM: gl.constexpr):
-    """Return what steps are multiplied with, and what is subtracted then."""
-    scale, inner, least, own = levels
-    outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
-    factor = outer
-    below = outer
-    if FORM.inner:
-        factor = _times_whole(outer, inner, c, power, FORM.block, FORM.group, FORM.scale)
-    if FORM.least == "own":
-        below = _of_word(own, c, FORM.block, FORM.span, FORM.scale)
-    if FORM.least != "":
-        below = _times_whole(below, least, c, power, FORM.block, FORM.group, FORM.scale)
-    return factor, below
+def _exchange_halves(word):
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, 0x1032;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     factor, below = scales
     if FORM.fuses_scale:
-        found = gl.fma(_in_mantissa(word, AT, power), factor, factor * (-32896.0))
+        found = gl.fma(put_in_mantissa(word, AT, power), factor, factor * (-32896.0))
     else:
         found = _number(word, AT, FORM) * factor
     if FORM.least != "":
@@ -184,12 +147,6 @@ def _four(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
         low = gl.join(_value(word, FIRST, scales, power, FORM), _value(word, FIRST + 1, scales, power, FORM))
         high = gl.join(_value(word, FIRST + 2, scales, power, FORM), _value(word, FIRST + 3, scales, power, FORM))
     return gl.join(low, high)
-
-
-@gluon.jit
-def _scale_e2m1(held, c):
-    """Return the scale of each word in both halves of a number."""
-    return ((held >> (c * 16).to(held.dtype)).to(gl.int32) & 0xFFFF) * 0x10001
 
 
 @gluon.jit
@@ -241,21 +198,37 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
+def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr):
+    """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
+
+    levels: those of the first and of the second 16 of each 32 columns. c: the number of each word. row: see
+    `find_power`. LINEAR: return 2 ** -EXPONENT of the numbers, in fewer instructions.
+    """
+    first, second = levels
+    if FORM.steps == "e2m1":
+        scale = scale_of_e2m1(first[0], c, FORM)
+        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
+    else:
+        power = find_power(row)
+        if LINEAR:
+            turned = _exchange_halves(words)
+            found = _four_linear(words, turned, 0, linear_scales_of(first, c, power, FORM), FORM)
+            if FORM.block == 128:
+                found = gl.join(found, _four_linear(words, turned, 4, linear_scales_of(second, c, power, FORM), FORM))
+        else:
+            found = _four(words, 0, scales_of(first, c, power, FORM), power, FORM)
+            if FORM.block == 128:
+                found = gl.join(found, _four(words, 4, scales_of(second, c, power, FORM), power, FORM))
+    return found.to(dtype)
+
+
+@gluon.jit
 def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
     left side of a product, in another order.
     """
-    words, first, second = packed
+    words, levels = packed
     n, _, c = coordinates
-    if FORM.steps == "e2m1":
-        scale = _scale_e2m1(first[0], c)
-        found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale)).permute((0, 1, 3, 6, 5, 2, 4))
-    else:
-        power = find_power(n)
-        found = _four(words, 0, _scales(first, c, power, FORM), power, FORM)
-        if FORM.block == 128:
-            found = gl.join(found, _four(words, 4, _scales(second, c, power, FORM), power, FORM))
-            found = found.permute((0, 1, 3, 6, 5, 2, 4))
-        else:
-            found = found.permute((0, 1, 3, 5, 2, 4))
-    return found.reshape((words.shape[0], words.shape[1], FORM.block)).to(dtype)
+    found = numbers_of(words, levels, c, n, dtype, FORM, False)
+    found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
+    return found.reshape((words.shape[0], words.shape[1], FORM.block))
