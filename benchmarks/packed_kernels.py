@@ -1,6 +1,7 @@
 """Time single products of a few rows with packed weights on CUDA, tile by tile, beside the limit of their bytes.
 
-    python -m benchmarks.packed_kernels [--formats q4_k ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...] [--check]
+    python -m benchmarks.packed_kernels [--formats q4_k ...] [--rows 1 ...] [--tiles served 8x16x2+128 ...]
+        [--shapes qkv ...] [--check]
 
 The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
 hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
@@ -139,14 +140,15 @@ def seconds_each(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
     return min(seconds(graph.replay) for _ in range(repeats)) / times / len(bodies)
 
 
-def measured(name: str, counts: list[int], tiles: list[str], speed: float) -> list[dict[str, Any]]:
+def measured(name: str, counts: list[int], tiles: list[str], shapes: list[str], speed: float) -> list[dict[str, Any]]:
     kernels = kernels_of()
     found: dict[tuple[int, str], dict[str, Any]] = {
         (count, tile): {"format": name, "rows": count, "tile": tile}
         for count in counts
         for tile in ("bytes' limit", *tiles)
     }
-    for shape, (outputs, columns) in SHAPES.items():
+    for shape in shapes:
+        outputs, columns = SHAPES[shape]
         gated = shape == GATED
         weights = copies(packed(kernels, matrices(name, outputs, columns, gated=gated), gated=gated))
         for (count, label), row in found.items():
@@ -159,7 +161,7 @@ def measured(name: str, counts: list[int], tiles: list[str], speed: float) -> li
                 partial(multiply, kernels, label, x, one, out, gated=gated) for one in weights
             ]
             row[shape] = seconds_each(bodies) * 1e6
-    return [row | {"layer": sum(row[shape] for shape in SHAPES)} for row in found.values()]
+    return [row | {"layer": sum(row[shape] for shape in shapes)} for row in found.values()]
 
 
 def main() -> None:
@@ -167,13 +169,14 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["q4_k", "fp8", "awq", "q8_0"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--tiles", nargs="+", default=["served"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
         print_table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
         return
     speed = max(bandwidth().values())
-    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, speed)]
+    rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, args.shapes, speed)]
     print_table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
     publish(args, "packed_kernels", {"rows": rows})
 

@@ -40,6 +40,7 @@ BF16 = torch.bfloat16
 Q4_K = StepLayout("uint4", 32, per=8, inner=True, least="own")
 LAYOUTS = {
     "Q4_K": Q4_K,
+    "Q5_K": StepLayout("int8", 32, per=8, inner=True, least="own"),
     "Q6_K": StepLayout("int8", 16, per=16, inner=True),
     "Q8_0": StepLayout("int8", 32),
     "IQ4_XS": StepLayout("iq4", 32, per=8, inner=True),
