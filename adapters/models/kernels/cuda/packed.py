@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
+from adapters.models.kernels.cuda.packed_ahead import choose_ahead_tile, comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
@@ -158,7 +158,7 @@ class CudaPacking:
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
             elif self.hopper and comes_ahead(len(x), part, x.dtype):
-                multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
+                multiply_ahead(x, part, columns, choose_ahead_tile(part), gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
                 tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
