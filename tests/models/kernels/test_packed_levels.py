@@ -9,6 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StepLayout
+from adapters.models.kernels.formats.packed_formats import count_device_bits
 from adapters.models.numerics.synthetic import random_matrix
 
 triton_packed = pytest.importorskip(
@@ -49,6 +50,14 @@ def read_level(levels: Tensor, form: levels_of.BlockForm, name: str, columns: in
         number = rows[:, start // 128, bit // 32] >> np.uint64(bit % 32)
         found.append(number & np.uint64((1 << share.bits) - 1))
     return torch.from_numpy(np.stack(found, 1).astype(np.int64))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_packed_matrix_takes_as_many_bits_as_an_estimate_says(layout: StepLayout) -> None:
+    packed = triton_packed.pack_steps(random_matrix((24, 768), layout, "w"), CPU, converts_e4m3=True)
+    taken = sum(tensor.nbytes for tensor in packed.tensors)
+    assert 8 * taken == count_device_bits(layout) * 24 * 768
+    assert count_device_bits(layout) >= layout.bits
 
 
 def as_floats(numbers: Tensor, scale: str) -> Tensor:
