@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
-from adapters.models.kernels.triton.packed_levels import share_of
+from adapters.models.kernels.triton.packed_levels import EXPONENT, is_scaled, share_of
 from adapters.models.kernels.triton.packed_numbers import weights_of
 
 apply_silu = gluon.jit(silu_times.fn)
@@ -244,7 +244,7 @@ def packed_narrow(
         coming = ()
         for ahead in gl.static_range(AHEAD):
             right, x = next_x(x, x_ptr, ring, at, step + ahead, each, depth, EVEN, BLOCK, RIGHT)
-            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+            w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
             block = gl.minimum(first + (step + ahead + AHEAD), blocks - 1)
             coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
             acc = mma_v2(w, right, acc)
@@ -252,12 +252,18 @@ def packed_narrow(
     last = (each - 1) // AHEAD * AHEAD
     for ahead in gl.static_range(AHEAD):
         right, x = next_x(x, x_ptr, ring, at, last + ahead, each, depth, EVEN, BLOCK, RIGHT)
-        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+        w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
     if STAGED:
         async_copy.wait_group(0)
-    total = add_pieces(acc, num_warps)
+    total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
+
+
+@gluon.jit
+def restore(total, dtype: gl.constexpr, FORM: gl.constexpr):
+    """Return sums of the numbers for sums of 2 ** -EXPONENT of them: the same bits but for the exponent."""
+    return total * (2.0**EXPONENT) if is_scaled(FORM, dtype) else total
 
 
 @gluon.jit
@@ -315,7 +321,7 @@ def unpack(
     block = gl.program_id(1)
     coordinates = locate_piece(first + n0, stop, BLOCK_N, LANES)
     packed = load_block((words_ptr, levels_ptr), coordinates, block, blocks, FORM)
-    found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM).reshape((BLOCK_N, BLOCK)), ROWS)
+    found = gl.convert_layout(weights_of(packed, coordinates, dtype, FORM, False).reshape((BLOCK_N, BLOCK)), ROWS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

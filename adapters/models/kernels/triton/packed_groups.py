@@ -25,6 +25,7 @@ from adapters.models.kernels.triton.packed import (
     load_x,
     locate_piece,
     next_x,
+    restore,
     split_pairs,
 )
 from adapters.models.kernels.triton.packed_numbers import weights_of
@@ -131,7 +132,7 @@ def multiply_few(
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
                     x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
-                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
                     after = step + (ahead + AHEAD)
                     wraps = after >= each  # the block belongs to the next round, whose rows may not exist
                     coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)
@@ -139,7 +140,8 @@ def multiply_few(
                     coming = coming + (load_block(matrix, coordinates, block, blocks, FORM),)  # noqa: RUF005
                     acc = mma_v2(w, split_pairs(x, dtype, RIGHT), acc)
                 held = coming
-            _store(add_pieces(acc, num_warps), out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
+            total = restore(add_pieces(acc, num_warps), dtype, FORM)
+            _store(total, out_ptr, pairs_ptr, n0 + turn * BLOCK_N, count, columns, GATED)
 
 
 @gluon.jit(do_not_specialize=["blocks", "each"])
@@ -210,9 +212,10 @@ def multiply_many(
             for step in range(start, gl.minimum(start + each, blocks)):
                 coming = load_block(matrix, coordinates, gl.minimum(step + 1, blocks - 1), blocks, FORM)
                 right, _ = next_x(step, x_ptr, ring, at, step, blocks, depth, False, BLOCK, RIGHT)
-                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM), LEFT, assert_trivial=True)
+                w = gl.convert_layout(weights_of(held, coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
                 acc = mma_v2(w, right, acc)
                 held = coming
             total = total + acc
         async_copy.wait_group(0)
-        _store(add_pieces(total, num_warps), out_ptr, pairs_ptr, n0, count, columns, GATED)
+        found = restore(add_pieces(total, num_warps), dtype, FORM)
+        _store(found, out_ptr, pairs_ptr, n0, count, columns, GATED)

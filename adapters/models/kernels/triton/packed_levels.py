@@ -87,17 +87,16 @@ class BlockForm:
         return LevelShare(0, 0, 0, is_half=False, is_twofold=False)
 
     @property
-    def is_linear(self) -> bool:
-        """True if `_linear` gives the numbers of whole steps. It rounds once, which has to give what two roundings
-        give.
-        """
-        exact = self.least == "" or (self.steps == "uint4" and self.scale.primitive_bitwidth == 16)
-        return self.steps in {"uint4", "int4", "int8"} and exact
+    def is_paired(self) -> bool:
+        """True if steps are whole numbers of four bits. In bfloat16, two of them are computed by one instruction."""
+        return self.steps in {"uint4", "int4"}
 
     @property
-    def least_step(self) -> int:
-        """The number by which whole steps are stored greater."""
-        return {"int8": 128, "int4": 8}.get(self.steps, 0)
+    def is_linear(self) -> bool:
+        """True if bytes are multiplied as bits of a float32. A number is rounded once, which has to give what two
+        roundings give.
+        """
+        return self.steps == "int8" and self.least == ""
 
     @property
     def width(self) -> int:
@@ -106,12 +105,18 @@ class BlockForm:
 
 
 @gluon.constexpr_function
+def is_scaled(form: BlockForm, dtype: Any) -> bool:
+    """Return whether products multiply 2 ** -EXPONENT of the numbers, because that takes fewer instructions."""
+    return dtype == gl.bfloat16 and (form.is_paired or form.is_linear)
+
+
+@gluon.constexpr_function
 def share_of(form: BlockForm, name: str) -> LevelShare:
     return form.find_share(name)
 
 
 LARGEST_SCALE = 4.0  # of steps that are whole: their factors stay in range
-EXPONENT = gl.constexpr(32)  # bits by which `_linear` makes numbers smaller, so that factors stay in range
+EXPONENT = gl.constexpr(32)  # see `is_scaled`; it keeps factors in range, too
 
 
 @gluon.jit
@@ -179,24 +184,19 @@ def scales_of(levels, c, power, FORM: gl.constexpr):
 
 
 @gluon.jit
-def linear_scales_of(levels, c, power, FORM: gl.constexpr):
-    """Return what bits are multiplied with at each place of a word that `_linear` has, and what is added then."""
+def raised_scales_of(levels, c, power, PLACE: gl.constexpr, FORM: gl.constexpr):
+    """Return 2 ** (PLACE - EXPONENT) of what steps are multiplied with, and -2 ** -EXPONENT of what is subtracted."""
     scale, inner, least, own = levels
-    FIRST: gl.constexpr = 16 if FORM.block == 64 else 8
     outer = _of_word(scale, c, share_of(FORM, "scale"), FORM.scale)
-    factor = outer * (2.0 ** (149 - FIRST - EXPONENT))
+    factor = outer * (2.0 ** (PLACE - EXPONENT))
     if FORM.inner:
         factor = _times_whole(factor, inner, c, power, share_of(FORM, "inner"), FORM.scale)
+    below = outer * -(2.0**-EXPONENT)
     if FORM.least == "own":
         below = _of_word(own, c, share_of(FORM, "own"), FORM.scale) * -(2.0**-EXPONENT)
-    else:
-        below = outer * -(2.0**-EXPONENT)
     if FORM.least != "":
         below = _times_whole(below, least, c, power, share_of(FORM, "least"), FORM.scale)
-    else:
-        below = factor * -(2.0 ** (FIRST - 149) * FORM.least_step)
-    factors = (factor, factor * (2.0**-4), factor * (2.0**-8), factor * (2.0**-12))
-    return factors, below
+    return factor, below
 
 
 @gluon.jit

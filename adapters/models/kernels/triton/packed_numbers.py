@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 
 from adapters.models.kernels.triton.packed_levels import (
     find_power,
-    linear_scales_of,
+    is_scaled,
     put_in_mantissa,
+    raised_scales_of,
     scale_of_e2m1,
     scales_of,
 )
@@ -74,28 +75,22 @@ def _look_up(word):
 
 
 @gluon.jit
-def _linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
-    """Return 2 ** -EXPONENT of the number of step AT. turned: the word with its halves exchanged.
+def _four_bytes(word, scales):
+    """Return 2 ** -EXPONENT of a word's numbers, as `_four` does.
 
-    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So the bits
-    of a step only need to be taken from the word.
+    As bits of a float32, a whole number below 2 ** 24 is 2 ** -149 of itself, whatever its leading bit is. So a byte
+    only needs to be moved to where its scale expects it.
     """
-    factors, below = scales
-    if FORM.block == 64:
-        bits = _move_byte(word, AT)
-        PLACE: gl.constexpr = 0
-    else:
-        DIRECT: gl.constexpr = AT >= 2 and AT < 6
-        BIT: gl.constexpr = 4 * AT if DIRECT else (4 * AT + 16) % 32
-        bits = (word if DIRECT else turned) & (15 << BIT)
-        PLACE: gl.constexpr = BIT // 4 - 2
-    return gl.fma(bits.to(gl.float32, bitcast=True), factors[PLACE], below)
+    factor, _ = scales
+    below = factor * -(2.0**-126)  # 128 steps, 2 ** 16 times as great as steps, are stored more
+    low = gl.join(_byte_times(word, 0, factor, below), _byte_times(word, 1, factor, below))
+    high = gl.join(_byte_times(word, 2, factor, below), _byte_times(word, 3, factor, below))
+    return gl.join(low, high)
 
 
 @gluon.jit
-def _move_byte(word, AT: gl.constexpr):
-    """Return byte AT of a word as the third byte of a number."""
-    return gl.inline_asm_elementwise(
+def _byte_times(word, AT: gl.constexpr, factor, below):
+    bits = gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;",
         "=r,r,r,n",
         [word, 0, 0x4044 | AT << 8],
@@ -103,30 +98,69 @@ def _move_byte(word, AT: gl.constexpr):
         is_pure=True,
         pack=1,
     )
+    return gl.fma(bits.to(gl.float32, bitcast=True), factor, below)
 
 
 @gluon.jit
-def _four_linear(word, turned, AT: gl.constexpr, scales, FORM: gl.constexpr):
-    """Return a word's numbers of 16 columns, as `_four` does."""
-    low = gl.join(_linear(word, turned, AT, scales, FORM), _linear(word, turned, AT + 1, scales, FORM))
-    high = gl.join(_linear(word, turned, AT + 2, scales, FORM), _linear(word, turned, AT + 3, scales, FORM))
-    return gl.join(low, high)
+def _pair_scales(levels, c, power, FORM: gl.constexpr):
+    """Return what pairs of steps are multiplied with at the lower and at the upper place of a byte, and what is added.
+    Each is rounded to bfloat16, and there twice.
+    """
+    factor, below = raised_scales_of(levels, c, power, 133, FORM)
+    low = _round_twice(factor)
+    if FORM.steps == "int4":
+        added = multiply_add_pairs(low, -0x7FF77FF8, -0x7FFF8000)  # -8 * 2 ** -133, and nothing
+    else:
+        added = _round_twice(below)
+    return low, multiply_add_pairs(low, 0x3D803D80, -0x7FFF8000), added  # a 16th
 
 
 @gluon.jit
-def _exchange_halves(word):
+def _round_twice(number):
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, 0x1032;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1
+        "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [number], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def multiply_add_pairs(x, factor, added):
+    """Return x * factor + added, for two numbers in bfloat16 each, rounded once."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, added], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _four_paired(word, scales, SCALED: gl.constexpr):
+    """Return numbers of 16 columns in bfloat16, as `_four` does. word: their steps are in the lower half of each half.
+
+    As bits of a bfloat16, a whole number below 256 is 2 ** -133 of itself, whatever its leading bit is.
+    """
+    low, high, added = scales
+    first = multiply_add_pairs(word & 0x000F000F, low, added)
+    second = multiply_add_pairs(word & 0x00F000F0, high, added)
+    if not SCALED:
+        first = multiply_add_pairs(first, 0x4F804F80, -0x7FFF8000)  # 2 ** EXPONENT
+        second = multiply_add_pairs(second, 0x4F804F80, -0x7FFF8000)
+    return gl.join(_split_pair(first), _split_pair(second))
+
+
+@gluon.jit
+def _split_pair(pair):
+    """Return both numbers of pairs in bfloat16."""
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
 
 
 @gluon.jit
 def _value(word, AT: gl.constexpr, scales, power, FORM: gl.constexpr):
     factor, below = scales
+    PLACE: gl.constexpr = AT // 2 + AT % 2 * 4 if FORM.is_paired else AT
     if FORM.fuses_scale:
         found = gl.fma(put_in_mantissa(word, AT, power), factor, factor * (-32896.0))
     else:
-        found = _number(word, AT, FORM) * factor
+        found = _number(word, PLACE, FORM) * factor
     if FORM.least != "":
         found = found - below
     return found
@@ -164,12 +198,7 @@ def _pair_e2m1(word, AT: gl.constexpr, scale):
     UP: gl.constexpr = 6 - 4 * AT
     size = word << UP if UP > 0 else word >> -UP
     bits = ((word << (12 - 4 * AT)) & -0x7FFF8000) | (size & 0x01C001C0)
-    pair = gl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, scale, 0], dtype=gl.int32, is_pure=True, pack=1
-    )
-    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
+    return _split_pair(multiply_add_pairs(bits, scale, 0))
 
 
 @gluon.jit
@@ -198,37 +227,37 @@ def _convert_e4m3(word):
 
 
 @gluon.jit
-def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr):
+def numbers_of(words, levels, c, row, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return the numbers of words `[..., lanes, words]`, one of a pair, half of 16 columns, and half of 32.
 
     levels: those of the first and of the second 16 of each 32 columns. c: the number of each word. row: see
-    `find_power`. LINEAR: return 2 ** -EXPONENT of the numbers, in fewer instructions.
+    `find_power`. SCALED: return 2 ** -EXPONENT of the numbers, where `is_scaled` says so.
     """
     first, second = levels
+    power = find_power(row)
+    LINEAR: gl.constexpr = FORM.is_linear and SCALED and is_scaled(FORM, dtype)
     if FORM.steps == "e2m1":
         scale = scale_of_e2m1(first[0], c, FORM)
         found = gl.join(_four_e2m1(words, 0, scale), _four_e2m1(words, 4, scale))
+    elif FORM.is_paired and dtype == gl.bfloat16:
+        found = _four_paired(words, _pair_scales(first, c, power, FORM), SCALED)
+        found = gl.join(found, _four_paired(words >> 8, _pair_scales(second, c, power, FORM), SCALED))
+    elif LINEAR:
+        found = _four_bytes(words, raised_scales_of(first, c, power, 133, FORM))
     else:
-        power = find_power(row)
-        if LINEAR:
-            turned = _exchange_halves(words)
-            found = _four_linear(words, turned, 0, linear_scales_of(first, c, power, FORM), FORM)
-            if FORM.block == 128:
-                found = gl.join(found, _four_linear(words, turned, 4, linear_scales_of(second, c, power, FORM), FORM))
-        else:
-            found = _four(words, 0, scales_of(first, c, power, FORM), power, FORM)
-            if FORM.block == 128:
-                found = gl.join(found, _four(words, 4, scales_of(second, c, power, FORM), power, FORM))
+        found = _four(words, 0, scales_of(first, c, power, FORM), power, FORM)
+        if FORM.block == 128:
+            found = gl.join(found, _four(words, 4, scales_of(second, c, power, FORM), power, FORM))
     return found.to(dtype)
 
 
 @gluon.jit
-def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr):
+def weights_of(packed, coordinates, dtype: gl.constexpr, FORM: gl.constexpr, SCALED: gl.constexpr):
     """Return loaded blocks as `[pieces, rows, block]` in the dtype of the computation. Their registers are those of the
-    left side of a product, in another order.
+    left side of a product, in another order. SCALED: as in `numbers_of`.
     """
     words, levels = packed
     n, _, c = coordinates
-    found = numbers_of(words, levels, c, n, dtype, FORM, False)
+    found = numbers_of(words, levels, c, n, dtype, FORM, SCALED)
     found = found.permute((0, 1, 3, 6, 5, 2, 4)) if FORM.block == 128 else found.permute((0, 1, 3, 5, 2, 4))
     return found.reshape((words.shape[0], words.shape[1], FORM.block))

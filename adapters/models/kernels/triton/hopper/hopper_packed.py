@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.packed import add_pieces, load_x, split_pairs, store_narrow
-from adapters.models.kernels.triton.packed_levels import EXPONENT, share_of
+from adapters.models.kernels.triton.packed import add_pieces, load_x, restore, split_pairs, store_narrow
+from adapters.models.kernels.triton.packed_levels import share_of
 from adapters.models.kernels.triton.packed_numbers import numbers_of
 
 
@@ -155,7 +155,7 @@ def _levels(planes, like, SECOND: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR: gl.constexpr):
+def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr):
     """Return the weights of a step, `[pieces, rows, columns]`, in registers as the left side of a product has them."""
     words = _take_words(lines)
     planes = _take_planes(levels)
@@ -165,7 +165,7 @@ def _weights(lines, levels, row, dtype: gl.constexpr, FORM: gl.constexpr, LINEAR
         second = _levels(planes, words, True, FORM)
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))))
     c = gl.arange(0, 4, layout=WORD)[None, None, None, None, :]
-    found = numbers_of(words, (first, second), c, row, dtype, FORM, LINEAR)
+    found = numbers_of(words, (first, second), c, row, dtype, FORM, True)
     is_long: gl.constexpr = FORM.block == 128
     found = found.permute((0, 1, 2, 4, 7, 6, 3, 5)) if is_long else found.permute((0, 1, 2, 4, 6, 3, 5))
     return found.reshape((words.shape[0], words.shape[1], words.shape[2] * FORM.block))
@@ -217,7 +217,6 @@ def packed_ahead(
     BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
-    LINEAR: gl.constexpr = FORM.is_linear and dtype == gl.bfloat16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -259,15 +258,13 @@ def packed_ahead(
         gl.thread_barrier()  # all warps have this step in registers: its memory is free
         _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
         _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
-        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM, LINEAR), LEFT, assert_trivial=True)
+        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         w_turn = gl.where(w_slot == W_STAGES - 1, w_turn ^ 1, w_turn)
         w_slot = gl.where(w_slot == W_STAGES - 1, 0, w_slot + 1)
         x_turn = gl.where(x_slot == X_STAGES - 1, x_turn ^ 1, x_turn)
         x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
-    total = add_pieces(acc, num_warps)
-    if LINEAR:
-        total = total * (2.0**EXPONENT)
+    total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
 
 
@@ -299,7 +296,6 @@ def pieces_ahead(
     BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
     STEP: gl.constexpr = BLOCKS * FORM.block
-    LINEAR: gl.constexpr = FORM.is_linear and dtype == gl.bfloat16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -341,11 +337,9 @@ def pieces_ahead(
         if RETURNS:
             gl.thread_barrier()  # all warps have this step in registers: its memory is free
             _request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, step + STAGES < steps)
-        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM, LINEAR), LEFT, assert_trivial=True)
+        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-    total = add_pieces(acc, num_warps)
-    if LINEAR:
-        total = total * (2.0**EXPONENT)
+    total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
