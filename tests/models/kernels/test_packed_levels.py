@@ -11,6 +11,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import MXFP4, PackedMatrix, StepLayout
 from adapters.models.kernels.formats.packed_formats import count_device_bits
 from adapters.models.numerics.synthetic import random_matrix
+from tests.models.kernels.cuda_numbers import unpack_for_cuda
 
 triton_packed = pytest.importorskip(
     "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
@@ -87,37 +88,44 @@ def test_levels_lie_where_kernels_read_them(layout: StepLayout, columns: int) ->
             assert torch.equal(kept, level.float().repeat_interleave(each, 1) * raised)
 
 
-def round_once(exact: Tensor) -> Tensor:
-    """A multiply-add on float32: the exact result is rounded once. Here float64 holds it exactly."""
-    return exact.float()
+def as_float32(numbers: Tensor) -> Tensor:
+    return torch.from_numpy(numbers.int().numpy().view(np.float32)).double()
 
 
-def make_linear(matrix: PackedMatrix, form: levels_of.BlockForm) -> Tensor:
-    """The numbers as `_linear` makes them: bits of a step at one of its places are a float32, and are multiplied."""
-    exponent = levels_of.EXPONENT.value
-    steps = (matrix.steps.view(torch.uint8) ^ (128 if form.block == 64 else 0)).int()
-    if form.steps == "int4":
-        steps = matrix.steps.int()
-    scale, least = (None if one is None else one.repeat_interleave(form.group, 1) for one in matrix.group_levels())
-    found = torch.empty(matrix.shape)
-    places = (16,) if form.block == 64 else (8, 12, 16, 20)
-    for number, place in enumerate(places):
-        bits = torch.from_numpy((steps << place).numpy().view(np.float32)).double()
-        factor = (scale * 2.0 ** (149 - place - exponent)).double()
-        below = (form.least_step * scale if least is None else least).double() * 2.0**-exponent
-        assert bool((factor.float().double() == factor).all())
-        numbers = round_once(bits * factor - below)
-        found[:, number :: len(places)] = numbers[:, number :: len(places)]
-    return found * 2.0**exponent
+def as_bfloat16(numbers: Tensor) -> Tensor:
+    return as_float32(numbers.int() << 16)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q4_0", "AWQ", "AWQ by 16", "int8 by 128"])
-def test_bits_that_are_multiplied_give_the_numbers_that_unpacking_gives(name: str) -> None:
-    layout = LAYOUTS[name]
-    matrix = random_matrix((16, 512), layout, "w")
-    form = triton_packed.form_of(layout, converts_e4m3=True)
+@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "int8 by 128"])
+def test_bytes_that_are_multiplied_as_bits_give_the_numbers_that_unpacking_gives(name: str) -> None:
+    """A model of `_four_bytes`. Results of multiply-adds are rounded once, from what float64 holds exactly."""
+    matrix = random_matrix((16, 512), LAYOUTS[name], "w")
+    form = triton_packed.form_of(matrix.layout, converts_e4m3=True)
     assert form.is_linear
-    assert torch.equal(make_linear(matrix, form), matrix.unpack(torch.float32))
+    raised = 2.0 ** (133 - levels_of.EXPONENT.value)
+    factor = (matrix.group_levels()[0] * raised).repeat_interleave(form.group, 1)
+    bits = (matrix.steps.view(torch.uint8) ^ 128).int() << 16
+    found = (as_float32(bits) * factor.double() - factor.double() * 2.0**-126).float() * 2.0**levels_of.EXPONENT.value
+    assert torch.equal(found, matrix.unpack(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "AWQ", "AWQ by 16"])
+@pytest.mark.parametrize("is_upper", [False, True], ids=["lower", "upper"])
+def test_pairs_of_steps_that_are_multiplied_as_bits_give_one_rounding(name: str, is_upper: bool) -> None:
+    """A model of `_four_paired`. Steps are in the lower or the upper half of a byte."""
+    exponent = levels_of.EXPONENT.value
+    matrix = random_matrix((16, 512), LAYOUTS[name], "w")
+    form = triton_packed.form_of(matrix.layout, converts_e4m3=True)
+    assert form.is_paired
+    scale, least = matrix.group_levels()
+    factor = (scale * 2.0 ** (133 - exponent)).bfloat16()
+    added = factor.double() * -8 * 2.0**-133 if least is None else (least * -(2.0**-exponent)).bfloat16().double()
+    factor = factor.double() / (16 if is_upper else 1)
+    factor, added = (one.repeat_interleave(form.group, 1) for one in (factor, added))
+    steps = matrix.steps + (8 if matrix.steps.dtype == torch.int8 else 0)
+    bits = as_bfloat16(steps.int() << (4 if is_upper else 0))
+    found = (bits * factor + added).float().bfloat16() * 2.0**exponent
+    assert torch.equal(found, unpack_for_cuda(matrix, torch.bfloat16))
 
 
 def test_factors_of_the_largest_scales_are_finite() -> None:
