@@ -50,7 +50,7 @@ def read_steps(words: Tensor, layout: StepLayout) -> Tensor:
     count = block // 16
     bits = 32 // count
     places = torch.arange(count)
-    if layout.steps == "e2m1":
+    if layout.steps in {"e2m1", "uint4", "int4"}:
         places = places // 2 + places % 2 * 4  # pairs lie 16 bits apart
     found = lanes.unsqueeze(-1) >> (places * bits) & (1 << bits) - 1
     # Of each 16 columns lane t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.

@@ -74,7 +74,7 @@ class TritonKernels:
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-2"
+    name = "triton-3"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = True

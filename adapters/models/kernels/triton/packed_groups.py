@@ -132,7 +132,9 @@ def multiply_few(
                 coming = ()
                 for ahead in gl.static_range(AHEAD):
                     x = load_x(x_ptr, at, step + ahead, each, depth, EVEN, BLOCK)  # arrives while w is unpacked
-                    w = gl.convert_layout(weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True)
+                    w = gl.convert_layout(
+                        weights_of(held[ahead], coordinates, dtype, FORM, True), LEFT, assert_trivial=True
+                    )
                     after = step + (ahead + AHEAD)
                     wraps = after >= each  # the block belongs to the next round, whose rows may not exist
                     coordinates = locate_piece(n0 + gl.where(wraps, turn + 1, turn) * BLOCK_N, columns, BLOCK_N, LANES)

@@ -108,10 +108,8 @@ def _pair_scales(levels, c, power, FORM: gl.constexpr):
     """
     factor, below = raised_scales_of(levels, c, power, 133, FORM)
     low = _round_twice(factor)
-    if FORM.steps == "int4":
-        added = multiply_add_pairs(low, -0x7FF77FF8, -0x7FFF8000)  # -8 * 2 ** -133, and nothing
-    else:
-        added = _round_twice(below)
+    eight: gl.constexpr = -0x7FF77FF8  # -8 * 2 ** -133, twice
+    added = multiply_add_pairs(low, eight, -0x7FFF8000) if FORM.steps == "int4" else _round_twice(below)
     return low, multiply_add_pairs(low, 0x3D803D80, -0x7FFF8000), added  # a 16th
 
 
