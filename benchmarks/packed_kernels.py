@@ -59,15 +59,16 @@ def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
     served = choose_packed_tile(count, weight.pieces, weight.block_form.block, shared)
     if name in {"served", "registers"}:
         return served
-    sizes, _, registers = name.partition("+")
+    staged = name.startswith("staged:")
+    sizes, _, registers = name.removeprefix("staged:").partition("+")
     rows, columns, ahead = map(int, sizes.split("x"))
-    return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None)
+    return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None, staged)
 
 
 def find_ahead_tile(name: str, weight: CudaPackedMatrix) -> AheadTile | None:
     """Return the tile of this name for weights that come ahead; None for other names."""
     if name == "served":
-        return choose_ahead_tile(weight)
+        return choose_ahead_tile(weight) if weight.pieces == 1 else None
     if not name.startswith("ahead:"):
         return None
     return AheadTile(*map(int, name.removeprefix("ahead:").replace("+", "x").split("x")))

@@ -271,6 +271,7 @@ class PackedTile:
     ahead: int
     warps: int = PIECES
     registers: int | None = None
+    is_staged: bool = False
 
 
 def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> PackedTile:
@@ -298,6 +299,7 @@ def multiply_narrow(
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "AHEAD": tile.ahead,
+        "STAGED": tile.is_staged or tile.rows > 8,
         "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
         "FORM": form,
         "GATED": gated,

@@ -35,6 +35,7 @@ class AheadTile:
     stages: int
     warps: int
     registers: int
+    x_stages: int = 0
 
 
 FOUR_WARPS = AheadTile(64, 512, 2, 4, 128)
@@ -67,11 +68,13 @@ def multiply_ahead(
     options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
     grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
     descriptors = _describe_weight(weight, words, tile)
-    if weight.pieces > 1:
+    if weight.pieces > 1 and not tile.x_stages:
         own = {"STAGES": min(tile.stages, steps), "BLOCK_M": AHEAD_ROWS, "RETURNS": steps > tile.stages}
         launch(hopper_packed.pieces_ahead, grid, *descriptors, x, out, *sizes, **constants, **own, **options)
         return
-    own = {"W_STAGES": tile.stages, "X_STAGES": tile.stages}
+    x_stages = tile.x_stages or tile.stages
+    own = {"W_STAGES": min(tile.stages, steps), "X_STAGES": min(x_stages, steps)}
+    own["RETURNS"] = steps > min(tile.stages, x_stages)
     rows = _describe_rows(x, weight.pieces, tile.columns)
     launch(hopper_packed.packed_ahead, grid, *descriptors, rows, out, *sizes, **constants, **own, **options)
 

@@ -201,6 +201,7 @@ def packed_ahead(
     stride,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
+    RETURNS: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -255,9 +256,10 @@ def packed_ahead(
         lines = w_ring.index(w_slot).load(WORDS)
         levels = l_ring.index(w_slot).load(LEVELS)
         right = x_ring.index(x_slot).permute((1, 2, 0)).load(RIGHT)
-        gl.thread_barrier()  # all warps have this step in registers: its memory is free
-        _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
-        _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
+        if RETURNS:
+            gl.thread_barrier()  # all warps have this step in registers: its memory is free
+            _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
+            _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
         w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         w_turn = gl.where(w_slot == W_STAGES - 1, w_turn ^ 1, w_turn)
