@@ -6,8 +6,7 @@
 The figures are microseconds a product, of one recorded graph of many, over weights in turn that are more than caches
 hold. The shapes are those of an 8B layer. A tile has rows of x, rows of the weight and blocks loaded ahead, as
 `PackedTile` has them, and `+128` for at most 128 registers; `served` is what serves, and `registers` what serves where
-weights do not come ahead through shared memory. `ahead:16x128x4x8+80` is an `AheadTile`: outputs, columns of a step,
-steps in shared memory, warps and registers. --check instead compares the bits of each tile with those of wide
+weights do not come ahead through shared memory. --check instead compares the bits of each tile with those of wide
 products of unpacked weights.
 """
 
@@ -33,7 +32,7 @@ from adapters.models.kernels.cuda.packed import (
     choose_packed_tile,
     multiply_narrow,
 )
-from adapters.models.kernels.cuda.packed_ahead import AheadTile, choose_ahead_tile, comes_ahead, multiply_ahead
+from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
@@ -55,36 +54,23 @@ PRODUCTS = 200  # of a graph, about
 
 
 def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
-    shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
-    served = choose_packed_tile(count, weight.pieces, weight.block_form.block, shared)
+    device = triton.runtime.driver.active.utils.get_device_properties(0)
+    served = choose_packed_tile(count, weight, device["multiprocessor_count"], device["max_shared_mem"])
     if name in {"served", "registers"}:
         return served
-    staged = name.startswith("staged:")
-    sizes, _, registers = name.removeprefix("staged:").partition("+")
+    sizes, _, registers = name.partition("+")
     rows, columns, ahead = map(int, sizes.split("x"))
-    return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None, staged)
-
-
-def find_ahead_tile(name: str, weight: CudaPackedMatrix) -> AheadTile | None:
-    """Return the tile of this name for weights that come ahead; None for other names."""
-    if name == "served":
-        return choose_ahead_tile(weight) if weight.pieces == 1 else None
-    if not name.startswith("ahead:"):
-        return None
-    return AheadTile(*map(int, name.removeprefix("ahead:").replace("+", "x").split("x")))
+    return PackedTile(rows, columns, ahead, served.warps, int(registers) if registers else None)
 
 
 def multiply(
     kernels: TritonKernels, name: str, x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: bool
 ) -> None:
     """Multiply with the tile of this name."""
-    ahead = find_ahead_tile(name, weight)
-    can = kernels.traits.capability.has_hopper_kernels and comes_ahead(len(x), weight, x.dtype)
-    if ahead is not None and can:
-        multiply_ahead(x, weight, out, ahead, gated=gated, pdl=kernels.pdl)
-        return
-    tile = tile_of("served" if ahead is not None else name, len(x), weight)
-    multiply_narrow(x, weight, out, tile, gated=gated, pdl=kernels.pdl)
+    if name == "served" and kernels.traits.capability.has_hopper_kernels and comes_ahead(len(x), weight, x.dtype):
+        multiply_ahead(x, weight, out, gated=gated, pdl=kernels.pdl)
+    else:
+        multiply_narrow(x, weight, out, tile_of(name, len(x), weight), gated=gated, pdl=kernels.pdl)
 
 
 def kernels_of() -> TritonKernels:

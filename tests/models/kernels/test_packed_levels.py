@@ -145,3 +145,12 @@ def test_weights_come_ahead_for_few_rows_of_one_chain_in_measured_formats(name: 
     assert triton_ahead.comes_ahead(8, many, torch.bfloat16) == (name != "IQ4_XS")
     assert not triton_ahead.comes_ahead(9, many, torch.bfloat16)
     assert not triton_ahead.comes_ahead(8, many, torch.float16)
+
+
+@pytest.mark.parametrize(("outputs", "registers"), [(4096, 128), (6144, 80), (8192, 128), (12288, 80)])
+def test_three_programs_share_a_processor_where_two_would_leave_another_round(outputs: int, registers: int) -> None:
+    packed = triton_packed.pack_steps(random_matrix((8, 1024), LAYOUTS["Q4_K"], "w"), CPU, converts_e4m3=True)
+    weight = evolve(packed, outputs=outputs)
+    tiles = {count: triton_packed.choose_packed_tile(count, weight, 132, 227 << 10) for count in (1, 8, 9)}
+    assert (tiles[1].registers, tiles[8].registers, tiles[9].registers) == (registers, registers, 128)
+    assert [tile.columns for tile in tiles.values()] == [16, 16, 16]

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.descriptors import launch_options
-from adapters.models.kernels.cuda.packed_ahead import choose_ahead_tile, comes_ahead, multiply_ahead
+from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.formats.packed_formats import block_columns, has_packed_kernel
 from adapters.models.kernels.triton import packed
@@ -36,6 +36,7 @@ _AHEAD = 256  # columns that each warp loads ahead
 _TILES = 8  # tiles of rows that a chunk of 1,024 has
 _PIECE = 1 << 24  # steps that are rearranged together
 _SIDE = 8  # rows that lie side by side
+_LOW = 16  # rows of the weight that a program with pieces has
 _ROOMY = 200 << 10  # bytes of shared memory
 # The largest scales that are kept. Those of E2M1 are stored 2 ** 127 times as great. Those of E4M3 are stored 2 ** 120
 # times as great on devices without instructions for it. Those of whole steps are stored as they are, and multiplied
@@ -159,9 +160,9 @@ class CudaPacking:
             if not isinstance(part, CudaPackedMatrix):
                 plain(x, part.weight, columns, gated=False)
             elif self.hopper and comes_ahead(len(x), part, x.dtype):
-                multiply_ahead(x, part, columns, choose_ahead_tile(part), gated=weight.gated, pdl=self.pdl)
+                multiply_ahead(x, part, columns, gated=weight.gated, pdl=self.pdl)
             elif len(x) <= NARROW_PACKED:
-                tile = choose_packed_tile(len(x), part.pieces, part.block_form.block, self.shared)
+                tile = choose_packed_tile(len(x), part, self.processors, self.shared)
                 multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
             else:
                 self._multiply_wide(x, part, columns, plain, gated=weight.gated)
@@ -271,20 +272,32 @@ class PackedTile:
     ahead: int
     warps: int = PIECES
     registers: int | None = None
-    is_staged: bool = False
 
 
-def choose_packed_tile(count: int, pieces: int, block: int, shared: int) -> PackedTile:
-    """Choose the tile of a packed product of this many rows. block: columns of a block of the weight. shared: bytes of
-    shared memory that a program may have.
+def choose_packed_tile(count: int, weight: CudaPackedMatrix, processors: int, shared: int) -> PackedTile:
+    """Choose the tile of a packed product of this many rows. processors: of the device. shared: bytes of shared memory
+    that a program may have.
 
     A thread's registers hold the words that are on their way, so their number is given: the compiler would take fewer
     and request words later. 32 rows of eight pieces need more shared memory than small GPUs have.
     """
-    rows = 8 if count <= 8 else 16 if count <= 16 or (pieces > 1 and shared < _ROOMY) else 32
-    if pieces > 1:
-        return PackedTile(rows, 16, _AHEAD // block, registers=128 if rows <= 16 else None)
-    return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
+    rows = 8 if count <= 8 else 16 if count <= 16 or (weight.pieces > 1 and shared < _ROOMY) else 32
+    block = weight.block_form.block
+    if weight.pieces == 1:
+        return PackedTile(rows, 64, _AHEAD // block if rows <= 16 else 2, warps=4, registers=168)
+    if rows == 8 and saves_round(count_parts(weight.outputs, _LOW), processors):
+        return PackedTile(rows, _LOW, 1, registers=80)
+    return PackedTile(rows, _LOW, _AHEAD // block, registers=128 if rows <= 16 else None)
+
+
+def saves_round(programs: int, processors: int) -> bool:
+    """Return whether programs of 80 registers run in fewer rounds than those of 128.
+
+    A processor has 65,536 registers. So it has two programs of 256 threads with 128 registers at a time, and three with
+    80, which request half as many words ahead. With 132 processors and 6,144 outputs, the last of 384 programs would
+    have to wait until others have ended.
+    """
+    return count_parts(programs, 3 * processors) < count_parts(programs, 2 * processors)
 
 
 def multiply_narrow(
@@ -299,7 +312,6 @@ def multiply_narrow(
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "AHEAD": tile.ahead,
-        "STAGED": tile.is_staged or tile.rows > 8,
         "EVEN": weight.columns == weight.pieces * weight.piece and each % tile.ahead == 0,
         "FORM": form,
         "GATED": gated,

@@ -35,65 +35,43 @@ class AheadTile:
     stages: int
     warps: int
     registers: int
-    x_stages: int = 0
 
 
 FOUR_WARPS = AheadTile(64, 512, 2, 4, 128)
 EIGHT_WARPS = AheadTile(128, 256, 3, 8, 80)
-PIECES_TILE = AheadTile(16, 128, 4, 8, 80)
 
 
 def comes_ahead(count: int, weight: CudaPackedMatrix, dtype: torch.dtype) -> bool:
-    """Return whether products of so many rows are quicker in this way."""
-    is_whole = weight.pieces == 1 or weight.columns == weight.pieces * weight.piece
-    return is_whole and count <= AHEAD_ROWS and dtype == torch.bfloat16 and weight.layout.steps in _STEPS
+    """Return whether products of so many rows are quicker in this way. With pieces they are not (decision 042)."""
+    is_chain = weight.pieces == 1 and count <= AHEAD_ROWS
+    return is_chain and dtype == torch.bfloat16 and weight.layout.steps in _STEPS
 
 
 def choose_ahead_tile(weight: CudaPackedMatrix) -> AheadTile:
     """Choose the tile of such a product."""
-    if weight.pieces > 1:
-        return PIECES_TILE
     return EIGHT_WARPS if weight.layout.steps == "e4m3" else FOUR_WARPS
 
 
-def multiply_ahead(
-    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: AheadTile, *, gated: bool, pdl: bool | None
-) -> None:
-    """Multiply x `[M, K]` with a weight for which `comes_ahead` is true."""
-    lines = 4 * tile.columns // weight.block_form.block
-    words = weight.words.view(len(weight.words), weight.pieces, -1, 32)
-    steps = count_parts(words.shape[2], lines)
-    sizes = (len(x), weight.outputs, steps, out.stride(0))
-    constants: dict[str, Any] = {"FORM": weight.block_form, "GATED": gated}
-    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
-    grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
-    descriptors = _describe_weight(weight, words, tile)
-    if weight.pieces > 1 and not tile.x_stages:
-        own = {"STAGES": min(tile.stages, steps), "BLOCK_M": AHEAD_ROWS, "RETURNS": steps > tile.stages}
-        launch(hopper_packed.pieces_ahead, grid, *descriptors, x, out, *sizes, **constants, **own, **options)
-        return
-    x_stages = tile.x_stages or tile.stages
-    own = {"W_STAGES": min(tile.stages, steps), "X_STAGES": min(x_stages, steps)}
-    own["RETURNS"] = steps > min(tile.stages, x_stages)
-    rows = _describe_rows(x, weight.pieces, tile.columns)
-    launch(hopper_packed.packed_ahead, grid, *descriptors, rows, out, *sizes, **constants, **own, **options)
-
-
-def _describe_weight(
-    weight: CudaPackedMatrix, words: Tensor, tile: AheadTile
-) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return descriptors by which bulk copies bring the words and levels of a step. words: `[N / 8, pieces, lines,
-    32]`.
-    """
+def multiply_ahead(x: Tensor, weight: CudaPackedMatrix, out: Tensor, *, gated: bool, pdl: bool | None) -> None:
+    tile = choose_ahead_tile(weight)
+    pieces = weight.pieces
+    planes = weight.levels.shape[2]
     height = tile.outputs // 8
     lines = 4 * tile.columns // weight.block_form.block
-    planes = weight.levels.shape[2]
-    levels = weight.levels.view(len(weight.levels), weight.pieces, -1, planes, 8)
-    box = [height, weight.pieces, tile.columns // 128, round_up_to_power(planes), 8]
-    return (
-        TensorDescriptor.from_tensor(words, [height, weight.pieces, lines, 32], _WORDS),
-        TensorDescriptor.from_tensor(levels, box, _LEVELS),
+    words = weight.words.view(len(weight.words), pieces, -1, 32)
+    levels = weight.levels.view(len(weight.levels), pieces, -1, planes, 8)
+    descriptors: tuple[Any, ...] = (
+        TensorDescriptor.from_tensor(words, [height, pieces, lines, 32], _WORDS),
+        TensorDescriptor.from_tensor(
+            levels, [height, pieces, tile.columns // 128, round_up_to_power(planes), 8], _LEVELS
+        ),
+        _describe_rows(x, pieces, tile.columns),
     )
+    sizes = (len(x), weight.outputs, count_parts(words.shape[2], lines), out.stride(0))
+    constants = {"W_STAGES": tile.stages, "X_STAGES": tile.stages, "FORM": weight.block_form, "GATED": gated}
+    options = launch_options(tile.warps, pdl) | {"maxnreg": tile.registers}
+    grid = (count_parts(weight.outputs, tile.outputs), count_parts(len(x), AHEAD_ROWS))
+    launch(hopper_packed.packed_ahead, grid, *descriptors, out, *sizes, **constants, **options)
 
 
 def _describe_rows(x: Tensor, pieces: int, columns: int) -> TensorDescriptor:

@@ -181,7 +181,6 @@ def packed_narrow(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     AHEAD: gl.constexpr,
-    STAGED: gl.constexpr,
     EVEN: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
@@ -211,6 +210,7 @@ def packed_narrow(
     held = ()
     for ahead in gl.static_range(AHEAD):
         held = held + (load_block(matrix, coordinates, gl.minimum(first + ahead, blocks - 1), blocks, FORM),)  # noqa: RUF005
+    STAGED: gl.constexpr = BLOCK_M > 8
     STAGES: gl.constexpr = 3
     ring = None
     x = gl.to_tensor(0)  # never read where x comes from shared memory

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.hopper.hopper_products import bring
-from adapters.models.kernels.triton.packed import add_pieces, load_x, restore, split_pairs, store_narrow
+from adapters.models.kernels.triton.packed import add_pieces, restore, store_narrow
 from adapters.models.kernels.triton.packed_levels import share_of
 from adapters.models.kernels.triton.packed_numbers import numbers_of
 
@@ -201,7 +201,6 @@ def packed_ahead(
     stride,
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
-    RETURNS: gl.constexpr,
     FORM: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -256,92 +255,14 @@ def packed_ahead(
         lines = w_ring.index(w_slot).load(WORDS)
         levels = l_ring.index(w_slot).load(LEVELS)
         right = x_ring.index(x_slot).permute((1, 2, 0)).load(RIGHT)
-        if RETURNS:
-            gl.thread_barrier()  # all warps have this step in registers: its memory is free
-            _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
-            _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
+        gl.thread_barrier()  # all warps have this step in registers: its memory is free
+        _request_weights(descriptors, rings, w_come, w_slot, n0 // 8, step + W_STAGES, step + W_STAGES < steps)
+        _request_x(x_desc, x_ring, x_come, x_slot, m0, step + X_STAGES, step + X_STAGES < steps)
         w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
         acc = mma_v2(w, right, acc)
         w_turn = gl.where(w_slot == W_STAGES - 1, w_turn ^ 1, w_turn)
         w_slot = gl.where(w_slot == W_STAGES - 1, 0, w_slot + 1)
         x_turn = gl.where(x_slot == X_STAGES - 1, x_turn ^ 1, x_turn)
         x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
-    total = restore(add_pieces(acc, num_warps), dtype, FORM)
-    store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
-
-
-@gluon.jit(do_not_specialize=["rows", "steps"])
-def pieces_ahead(
-    words_desc,
-    levels_desc,
-    x_ptr,
-    out_ptr,
-    rows,
-    columns,
-    steps,
-    stride,
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    RETURNS: gl.constexpr,
-    FORM: gl.constexpr,
-    GATED: gl.constexpr,
-    PDL: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """Compute out[rows, columns] = x @ w.T for few rows and weights in pieces, as `packed_ahead` does.
-
-    Every piece has `steps` whole steps. BLOCK_M: rows of x of a program. RETURNS: steps are more than memory holds, so
-    that memory is used again; otherwise no warp waits for another until the pieces are added.
-    """
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    PIECES: gl.constexpr = words_desc.block_type.shape[1]
-    BLOCKS: gl.constexpr = words_desc.block_type.shape[2] // 4
-    BLOCK_N: gl.constexpr = words_desc.block_type.shape[0] * 8
-    STEP: gl.constexpr = BLOCKS * FORM.block
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [PIECES, num_warps // PIECES, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HALVES: gl.constexpr = gl.DotOperandLayout(1, MMA, 1)
-    WORDS: gl.constexpr = lines_of_words(PIECES, num_warps, BLOCK_N, BLOCKS)
-    RECORDS: gl.constexpr = levels_desc.block_type.shape[2]
-    LEVELS: gl.constexpr = lines_of_levels(PIECES, num_warps, BLOCK_N, RECORDS, levels_desc.block_type.shape[3])
-    n0 = gl.program_id(0) * BLOCK_N
-    m0 = gl.program_id(1) * BLOCK_M
-    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + words_desc.block_type.shape, words_desc.layout)  # noqa: RUF005
-    l_ring = gl.allocate_shared_memory(gl.int32, [STAGES] + levels_desc.block_type.shape, levels_desc.layout)  # noqa: RUF005
-    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(STAGES):
-        mbarrier.init(come.index(at), count=1)
-    gl.thread_barrier()
-    descriptors = (words_desc, levels_desc)
-    rings = (w_ring, l_ring)
-    for at in gl.static_range(STAGES):
-        _request_weights(descriptors, rings, come, at, n0 // 8, at, at < steps)
-    depth = PIECES * steps * STEP
-    k = gl.arange(0, STEP // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :, None]
-    before = gl.arange(0, PIECES, layout=gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None, None]
-    before = before * (steps * (STEP // 2))
-    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, gl.SliceLayout(1, HALVES)))[None, None, :]
-    place = (gl.minimum(m, rows - 1) * (depth // 2) + before, before, k)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    x = load_x(x_ptr, place, 0, steps, depth, True, STEP)
-    acc = gl.zeros([PIECES, BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    slot = 0
-    turn = 0
-    for step in range(steps):
-        right = split_pairs(x, dtype, RIGHT)
-        x = load_x(x_ptr, place, gl.minimum(step + 1, steps - 1), steps, depth, True, STEP)
-        mbarrier.wait(come.index(slot), turn)
-        lines = w_ring.index(slot).load(WORDS)
-        levels = l_ring.index(slot).load(LEVELS)
-        if RETURNS:
-            gl.thread_barrier()  # all warps have this step in registers: its memory is free
-            _request_weights(descriptors, rings, come, slot, n0 // 8, step + STAGES, step + STAGES < steps)
-        w = gl.convert_layout(_weights(lines, levels, n0, dtype, FORM), LEFT, assert_trivial=True)
-        acc = mma_v2(w, right, acc)
-        turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     total = restore(add_pieces(acc, num_warps), dtype, FORM)
     store_narrow(total, out_ptr, n0, m0, rows, columns, stride, dtype, GATED)
