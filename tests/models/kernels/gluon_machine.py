@@ -10,6 +10,7 @@ Layouts are ignored. Sums have one order for every shape, so that equal arithmet
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import threading
@@ -21,15 +22,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
+
+from tests.models.kernels.gluon_instructions import run_instructions
 
 # Where kernels are: these packages are imported once more, with this machine in place of Triton.
 KERNELS = ("adapters.models.kernels.triton", "benchmarks.candidates")
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
-@define
+@frozen
 class NumberType:
     """What a pointer points to."""
 
@@ -49,8 +52,11 @@ class TensorBlock(torch.Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
-    def to(self, dtype: Any) -> Any:  # type: ignore[override]
-        return super().to(find_dtype(dtype))
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.contiguous().view(find_dtype(dtype)) if bitcast else super().to(find_dtype(dtype))
+
+    def permute(self, *order: Any) -> Any:  # type: ignore[override]
+        return super().permute(*order)
 
 
 def block(tensor: Any) -> Any:
@@ -71,25 +77,31 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.numbers, self.at + offset)
 
+    def to(self, dtype: Any) -> Pointer:
+        """The same memory, as numbers of another type."""
+        assert isinstance(self.at, int)
+        share = find_dtype(dtype).itemsize // self.numbers.itemsize
+        return Pointer(self.numbers.contiguous().view(find_dtype(dtype)), self.at // share)
+
 
 @define
 class Descriptor:
-    """A descriptor of blocks of a matrix. Data behind its ends is zeros, and is not written."""
+    """A descriptor of blocks of a tensor. Data behind its ends is zeros, and is not written."""
 
     matrix: Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     layout: Any = None
 
     @property
     def dtype(self) -> Any:
-        return self.matrix.dtype
+        return NumberType(self.matrix.dtype)
 
     @property
     def block_type(self) -> Any:
-        return SimpleNamespace(shape=self.shape, nbytes=self.shape[0] * self.shape[1] * self.matrix.itemsize)
+        return SimpleNamespace(shape=[*self.shape], nbytes=math.prod(self.shape) * self.matrix.itemsize)
 
-    def find(self, row: int, column: int) -> Tensor:
-        return self.matrix[row : row + self.shape[0], column : column + self.shape[1]]
+    def find(self, *at: int) -> Tensor:
+        return self.matrix[tuple(slice(first, first + size) for first, size in zip(at, self.shape, strict=True))]
 
 
 @define
@@ -107,6 +119,9 @@ class SharedMemory:
 
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.data.permute(order))
+
+    def _reinterpret(self, *_: Any) -> SharedMemory:
+        return self
 
     def load(self, _layout: Any) -> Any:
         return block(self.data.clone())
@@ -299,7 +314,7 @@ def _bring(desc: Descriptor, at: list[int], bar: Barrier, target: SharedMemory, 
     def copy() -> None:
         found = desc.find(*at)
         target.data.zero_()
-        target.data[: found.shape[0], : found.shape[1]] = found
+        target.data[tuple(map(slice, found.shape))] = found
         bar.bytes -= desc.block_type.nbytes
         assert bar.bytes >= 0, "a copy that its barrier does not expect"
         bar.settle()
@@ -344,9 +359,17 @@ def _wait_for_products(num_outstanding: int = 0, deps: tuple[Any, ...] = ()) -> 
     return found[0] if len(found) == 1 else found
 
 
+class WholeNumber(int):
+    """A number that a kernel has loaded."""
+
+    def to(self, _dtype: Any) -> WholeNumber:
+        return self
+
+
 def _load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Any:
     if isinstance(pointer.at, int):
-        return pointer.numbers.flatten()[pointer.at].item() if mask else other
+        found = pointer.numbers.flatten()[pointer.at].item() if mask else other
+        return WholeNumber(found) if isinstance(found, int) else found
     kept = torch.broadcast_to(torch.as_tensor(mask), pointer.at.shape)
     at = torch.where(kept, pointer.at, 0).as_subclass(Tensor)
     return block(torch.where(kept, pointer.numbers.flatten()[at], torch.as_tensor(other, dtype=pointer.numbers.dtype)))
@@ -383,10 +406,28 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return block(torch.where(torch.as_tensor(condition), a, b))
 
 
-def _allocate(dtype: Any, shape: list[int], layout: Any) -> SharedMemory:
+def _allocate(dtype: Any, shape: list[int], layout: Any, values: Any = None) -> SharedMemory:
+    if values is not None:
+        return SharedMemory(values.clone())
     if layout == "barriers":
         return SharedMemory(torch.zeros(0), [Barrier() for _ in range(shape[0])])
-    return SharedMemory(torch.full([int(size) for size in shape], float("nan"), dtype=find_dtype(dtype)))
+    return SharedMemory(_make_garbage([int(size) for size in shape], find_dtype(dtype)))
+
+
+def _make_garbage(shape: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+
+
+def _multiply_now(a: Any, b: Any, acc: Any) -> Any:
+    """A product `[..., M, K] @ [..., K, N]` in steps of 16, each of which is rounded once."""
+    a, b, total = (one.as_subclass(Tensor) for one in (a.double(), b.double(), acc))
+    for k in range(0, a.shape[-1], 16):
+        total = (total.double() + a[..., k : k + 16] @ b[..., k : k + 16, :]).float()
+    return block(total)
+
+
+def _copy_now(target: SharedMemory, pointer: Pointer, mask: Any) -> None:
+    target.data.copy_(_load(pointer, mask))
 
 
 def _check(condition: bool) -> None:
@@ -400,7 +441,10 @@ def _jit(body: Any = None, **_: Any) -> Any:
     return body
 
 
-TYPES = {"float32": torch.float32, "int64": torch.int64, "int32": torch.int32}
+TYPES = {
+    **{name: getattr(torch, name) for name in ("float32", "int64", "int32", "int16")},
+    "bfloat16": NumberType(torch.bfloat16),
+}
 OPERATIONS: dict[str, Any] = {
     "constexpr": lambda value: value,
     "static_range": range,
@@ -409,7 +453,15 @@ OPERATIONS: dict[str, Any] = {
     "arange": lambda low, high, layout=None: block(torch.arange(low, high)),  # noqa: ARG005
     "zeros": lambda shape, dtype, layout=None: block(torch.zeros(shape, dtype=dtype)),  # noqa: ARG005
     "full": lambda shape, value, dtype, layout=None: block(torch.full(shape, value, dtype=dtype)),  # noqa: ARG005
-    "convert_layout": lambda values, _layout: values,
+    "convert_layout": lambda values, _layout, **_: values,
+    "inline_asm_elementwise": lambda *args, **options: (
+        block(run_instructions(*args, **options))
+        if not isinstance(options["dtype"], tuple)
+        else tuple(map(block, run_instructions(*args, **options)))
+    ),
+    "join": lambda a, b: block(torch.stack(torch.broadcast_tensors(a, b), -1)),
+    "pointer_type": lambda dtype: dtype,
+    "to_tensor": lambda value: block(torch.tensor(value)),
     "where": _where,
     "maximum": _of_two("maximum"),
     "minimum": _of_two("minimum"),
@@ -430,8 +482,14 @@ OPERATIONS: dict[str, Any] = {
 
 def _make_modules() -> dict[str, ModuleType]:
     """Return the modules of Triton that kernels import, as far as they use them."""
-    names = ("SwizzledShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked")
+    names = ("SwizzledShared", "NVMMADistributed", "DotOperand", "Slice", "Blocked", "DistributedLinear")
     layouts = {f"{name}Layout": lambda *_: None for name in names}
+    ampere = {
+        "mma_v2": _multiply_now,
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=_copy_now, commit_group=lambda: None, wait_group=lambda _pending: None
+        ),
+    }
     hopper = {
         "fence_async_shared": lambda: None,
         "warpgroup_mma": _multiply,
@@ -454,9 +512,10 @@ def _make_modules() -> dict[str, ModuleType]:
         "triton.language.extra": {},
         "triton.language.extra.cuda": waits,
         "triton.experimental": {},
-        "triton.experimental.gluon": {"jit": _jit},
+        "triton.experimental.gluon": {"jit": _jit, "constexpr_function": lambda body: body},
         "triton.experimental.gluon.language": TYPES | layouts | OPERATIONS,
         "triton.experimental.gluon.language.nvidia": {},
+        "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
     }
     modules = {name: ModuleType(name) for name in contents}

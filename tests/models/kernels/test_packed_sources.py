@@ -1,0 +1,167 @@
+"""Kernels of packed weights run from their own source, without a GPU: every format, number of rows, and kernel.
+
+Their launches are those that serve. So this shows that words and levels are read where they were put, and that
+instructions make the numbers that `unpack_for_cuda` makes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from attrs import asdict, evolve
+from torch import Tensor
+
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.models.kernels.functions.seeded import make_generator
+from adapters.models.numerics.synthetic import random_matrix
+from tests.models.kernels.cuda_numbers import unpack_for_cuda
+from tests.models.kernels.gluon_machine import Descriptor, NumberType, Pointer, launch, load_kernels
+from tests.models.kernels.test_packed_levels import LAYOUTS
+
+triton_packed = pytest.importorskip(
+    "adapters.models.kernels.cuda.packed", reason="Triton comes with CUDA builds of torch"
+)
+triton_ahead = pytest.importorskip("adapters.models.kernels.cuda.packed_ahead")
+triton_groups = pytest.importorskip("adapters.models.kernels.cuda.packed_groups")
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+ROOM = "adapters.models.kernels.triton"
+LAUNCHERS = {f"{ROOM}.packed": triton_packed, f"{ROOM}.hopper.hopper_packed": triton_ahead}
+LAUNCHERS[f"{ROOM}.packed_groups"] = triton_groups
+
+
+def convert(value: Any, forms: Any) -> Any:
+    """Return an argument of a launch as the machine has it."""
+    if isinstance(value, Tensor):
+        return Pointer(value)
+    if hasattr(value, "block_shape"):
+        return Descriptor(value.base, tuple(value.block_shape))
+    if isinstance(value, triton_packed.BlockForm):
+        scale = {"fp16": torch.float16, "bf16": BF16, "fp32": torch.float32}[value.scale.name]
+        return forms.BlockForm(**asdict(value) | {"scale": NumberType(scale)})
+    return value
+
+
+@pytest.fixture(autouse=True)
+def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches run on the machine. Return the names of kernels that ran."""
+    forms, ran = load_kernels(f"{ROOM}.packed_levels"), list[str]()
+    for name, launcher in LAUNCHERS.items():
+        module = load_kernels(name)
+
+        def run(kernel: Any, grid: tuple[int, ...], *args: Any, module: Any = module, **options: Any) -> None:
+            body = getattr(module, kernel.fn.__name__)
+            ran.append(kernel.fn.__name__)
+            parameters = inspect.signature(body).parameters
+            kept = {key: convert(one, forms) for key, one in options.items() if key in parameters}
+            launch(body, grid, 0, *(convert(one, forms) for one in args), **kept)
+
+        monkeypatch.setattr(launcher, "launch", run)
+    return ran
+
+
+def multiply(x: Tensor, w: Tensor, pieces: int, piece: int) -> Tensor:
+    """The product as `packed` adds it up, float32: pieces in order, each a chain in steps of 16."""
+    total = None
+    for first in range(0, pieces * piece, piece):
+        part = torch.zeros(len(x), len(w))
+        for k in range(first, min(first + piece, w.shape[1]), 16):
+            part = (part.double() + x[:, k : k + 16].double() @ w[:, k : k + 16].double().T).float()
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def make_x(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=make_generator(1, CPU)).to(BF16)
+
+
+def pack(layout: StepLayout, outputs: int, columns: int, *, converts: bool = True) -> tuple[Any, Tensor]:
+    """Return a packed matrix, and its numbers."""
+    matrix = random_matrix((outputs, columns), layout, "w")
+    return triton_packed.pack_steps(matrix, CPU, converts_e4m3=converts), unpack_for_cuda(matrix, BF16)
+
+
+@pytest.mark.parametrize("converts", [True, False], ids=["instruction", "bits"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_are_unpacked_to_their_numbers(layout: StepLayout, converts: bool) -> None:
+    packed, numbers = pack(layout, 72, 768, converts=converts)
+    out = torch.full((40, 768), float("nan"), dtype=BF16)
+    triton_packed.unpack_rows(packed, 24, out, None)
+    assert torch.equal(out, numbers[24:64])
+
+
+@pytest.mark.parametrize("few", [0, 1 << 14], ids=["one chain", "pieces"])
+@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_few_rows_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout, rows: int, few: int) -> None:
+    """Columns of 768 leave pieces without any, and 1,024 are whole pieces."""
+    monkeypatch.setattr(triton_packed, "FEW", few)
+    for columns in (768, 1024):
+        packed, numbers = pack(layout, 24, columns)
+        x = make_x(rows, columns)
+        expected = multiply(x, numbers, packed.pieces, packed.piece).to(BF16)
+        for processors in (1, 132):
+            tile = triton_packed.choose_packed_tile(rows, packed, processors, 227 << 10)
+            out = torch.full((rows, 24), float("nan"), dtype=BF16)
+            triton_packed.multiply_narrow(x, packed, out, tile, gated=False, pdl=None)
+            assert torch.equal(out, expected), (columns, processors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, layout: StepLayout) -> None:
+    monkeypatch.setattr(triton_packed, "FEW", 0)
+    for columns in (768, 1280):
+        packed, numbers = pack(layout, 72, columns // layout.span * layout.span)
+        columns = packed.columns
+        x = make_x(5, columns)
+        out = torch.full((5, 72), float("nan"), dtype=BF16)
+        triton_ahead.multiply_ahead(x, packed, out, gated=False, pdl=True)
+        assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
+
+
+@pytest.mark.parametrize("pairs", [8, 16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_pairs_of_experts_are_multiplied_with_the_numbers_of_theirs(layout: StepLayout, pairs: int) -> None:
+    """Expert 1 of three has five pairs, and expert 2 has three."""
+    matrices = [random_matrix((40, 1024), layout, f"expert {number}") for number in range(3)]
+    each = [(triton_packed.pack_steps(one, CPU, converts_e4m3=True), unpack_for_cuda(one, BF16)) for one in matrices]
+    first = each[0][0]
+    stacked = evolve(
+        first,
+        words=torch.stack([packed.words for packed, _ in each]),
+        levels=torch.stack([packed.levels for packed, _ in each]),
+    )
+    x = make_x(8, 1024)
+    order = torch.tensor([3, 0, 7, 5, 2, 1, 6, 4], dtype=torch.int32)
+    tiles = torch.tensor([[1, 0, 5, 0], [2, 5, 3, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    dealt = triton_groups.PairTiles(order, tiles, torch.tensor([2], dtype=torch.int32))
+    tile = triton_groups.choose_packed_group_tile(pairs, 1, stacked)
+    assert tile.pairs == pairs
+    out = torch.full((8, 40), float("nan"), dtype=BF16)
+    triton_groups.multiply_packed_groups(x, stacked, out, dealt, tile, share=1, processors=1, pdl=None)
+    for at, pair in enumerate(order.tolist()):
+        numbers = each[1 if at < 5 else 2][1]
+        expected = multiply(x[pair : pair + 1], numbers, stacked.pieces, stacked.piece).to(BF16)
+        assert torch.equal(out[pair : pair + 1], expected), pair
+
+
+def test_gates_and_what_they_gate_are_multiplied_together(on_the_machine: list[str]) -> None:
+    layout = LAYOUTS["Q6_K"]
+    matrices = [random_matrix((16, 1024), layout, name) for name in ("gate", "up")]
+    kernels = pytest.importorskip("adapters.models.kernels.cuda.kernels").TritonKernels(CPU)
+    both = kernels.pack_gated(StackedWeight(tuple(matrices), BF16, CPU)).parts[0]
+    x = make_x(4, 1024)
+    gate, up = (multiply(x, unpack_for_cuda(one, BF16), both.pieces, both.piece).to(BF16).float() for one in matrices)
+    out = torch.full((4, 16), float("nan"), dtype=BF16)
+    tile = triton_packed.choose_packed_tile(4, both, 132, 227 << 10)
+    triton_packed.multiply_narrow(x, both, out, tile, gated=True, pdl=None)
+    silu = (gate / (1 + torch.exp(-gate.double()).float())).to(BF16).float()
+    assert torch.equal(out, (silu * up).to(BF16))
+    assert on_the_machine == ["packed_narrow"]
