@@ -119,8 +119,7 @@ def test_words_that_come_ahead_are_multiplied_with_their_numbers(monkeypatch, la
     monkeypatch.setattr(triton_packed, "FEW", 0)
     for columns in (768, 1280):
         packed, numbers = pack(layout, 72, columns // layout.span * layout.span)
-        columns = packed.columns
-        x = make_x(5, columns)
+        x = make_x(5, packed.columns)
         out = torch.full((5, 72), float("nan"), dtype=BF16)
         triton_ahead.multiply_ahead(x, packed, out, gated=False, pdl=True)
         assert torch.equal(out, multiply(x, numbers, packed.pieces, packed.piece).to(BF16)), columns
