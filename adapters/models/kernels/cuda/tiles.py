@@ -209,7 +209,8 @@ def choose_tile_of_pairs(depth: int, dtype: torch.dtype, shared: int) -> GroupTi
     A program has a processor for itself: all columns of its rows, and as many blocks of weights on their way as there
     is room for.
     """
-    columns, block = 64, 256
+    columns = 64
+    block = 256
     rows = FEW_PAIRS * count_parts(depth, block) * block * dtype.itemsize
     stages = (shared - 2048 - rows) // (columns * block * dtype.itemsize)
     return GroupTile(FEW_PAIRS, columns, block, 4, min(stages, 6), is_ahead=True) if stages > 1 else None
