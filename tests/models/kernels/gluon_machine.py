@@ -24,8 +24,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-# Where kernels are: these packages are imported once more, with this machine in place of Triton.
-KERNELS = ("adapters.models.kernels.triton", "benchmarks.candidates")
+# Where kernels are: this package is imported once more, with this machine in place of Triton.
+KERNELS = "adapters.models.kernels.triton"
 PATIENCE = 20.0  # seconds until a deadlock of the machine itself is an error
 
 
@@ -177,6 +177,7 @@ class GluonMachine:
     _slow: int = field(init=False, default=0)
     _changed: threading.Condition = field(init=False, factory=threading.Condition)
     _error: BaseException | None = field(init=False, default=None)
+    _threads: list[threading.Thread] = field(init=False, factory=list)
 
     def run_program(
         self, choice: random.Random, program: tuple[int, int], grid: tuple[int, int], body: Callable[[], None]
@@ -189,10 +190,12 @@ class GluonMachine:
         self._waiting.clear()
         self._copies.clear()
         self._living.clear()
-        [thread] = self._start([(body, ())])
+        self._threads.clear()
+        self._start([(body, ())])
         with self._changed:
             self._choose()
-        thread.join()
+        while self._threads:  # where one has failed, all must have ended before the next program begins
+            self._threads.pop(0).join()
         if self._error is not None:
             raise self._error
         assert not self._copies, "memory may be given back while a copy writes it"
@@ -203,7 +206,7 @@ class GluonMachine:
         self._start(tasks)
         self.switch(lambda: self._living <= before)
 
-    def _start(self, tasks: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[threading.Thread]:
+    def _start(self, tasks: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         threads = []
         with self._changed:
             for body, args in tasks:
@@ -213,7 +216,7 @@ class GluonMachine:
                 threads.append(threading.Thread(target=self._begin, args=(number, body, args), daemon=True))
         for thread in threads:
             thread.start()
-        return threads
+        self._threads += threads
 
     def _begin(self, number: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.own.number, self.own.products = number, []
@@ -449,8 +452,9 @@ def _make_modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def _in_place_of_triton() -> Iterator[None]:
-    parents = [(import_module(package), own) for package, _, own in (name.rpartition(".") for name in KERNELS)]
-    real = [vars(parent).get(own) for parent, own in parents]
+    package, _, own = KERNELS.rpartition(".")
+    parent = import_module(package)
+    real = vars(parent).get(own)
     kept = dict(sys.modules)
     for name in kept:
         if name.split(".")[0] == "triton" or name.startswith(KERNELS):
@@ -461,11 +465,10 @@ def _in_place_of_triton() -> Iterator[None]:
     finally:
         sys.modules.clear()
         sys.modules.update(kept)
-        for (parent, own), module in zip(parents, real, strict=True):
-            if module is None:
-                vars(parent).pop(own, None)
-            else:
-                vars(parent)[own] = module
+        if real is None:
+            vars(parent).pop(own, None)
+        else:
+            vars(parent)[own] = real
 
 
 def load_kernels(name: str) -> ModuleType:
