@@ -8,11 +8,11 @@ from adapters.models.kernels.cuda.tiles import KV_TILE
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton.hopper import hopper_chain
-from benchmarks.candidates import chain_memory, chain_overlapped
+from benchmarks.candidates import chain_deep, chain_memory, chain_overlapped
 from benchmarks.prefill_kernels import measure_us, same_bits
 from effects.ids import PAGE
 dev = torch.device("cuda")
-K = {"serving": hopper_chain.attend_chain_ahead, "overlap": chain_overlapped.attend_chain_overlapped, "memory": chain_memory.attend_chain_memory}
+K = {"serving": hopper_chain.attend_chain_ahead, "overlap": chain_overlapped.attend_chain_overlapped, "memory": chain_memory.attend_chain_memory, "deep": chain_deep.attend_chain_deep}
 def attend(kern, opts, kernels, q, kc, vc, batch, out):
     _, heads, head = q.shape
     slots, kv, cap = cache_sizes(kc, batch)
@@ -23,8 +23,8 @@ def attend(kern, opts, kernels, q, kc, vc, batch, out):
     launch(K[kern], (len(tiles) * kv,), q, *(describe_blocks(x.view(-1, head), KV_TILE, head) for x in (kc, vc)), tiles, out,
         batch.pages, cap, len(tiles), head**-0.5 * LOG2_E, HEADS=heads, KV=kv, GROUP=heads // kv, SPLIT=SPLIT, **o,
         PAGE=page_size(kc, batch), enable_fp_fusion=False, **launch_options(4 if c == 2 else 8, kernels.pdl))
-V = {128: [("serving", {}), ("overlap", {}), ("memory", {}), ("overlap", {"K_STAGES": 2, "V_STAGES": 2}), ("overlap", {"K_STAGES": 5, "V_STAGES": 5}), ("memory", {"K_STAGES": 3, "V_STAGES": 3}), ("overlap", {"REGISTERS": 232})],
-     256: [("serving", {}), ("overlap", {}), ("memory", {})]}
+V = {128: [("serving", {}), ("overlap", {}), ("deep", {}), ("memory", {}), ("deep", {"K_STAGES": 3, "V_STAGES": 3}), ("deep", {"K_STAGES": 2, "V_STAGES": 2}), ("overlap", {"K_STAGES": 2, "V_STAGES": 2}), ("overlap", {"K_STAGES": 5, "V_STAGES": 5}), ("overlap", {"REGISTERS": 232})],
+     256: [("serving", {}), ("overlap", {}), ("deep", {}), ("memory", {})]}
 for heads, kv, head in ((32, 8, 128), (24, 4, 256)):
     for behind in (31744, 7168, 0):
         rows = 1024

@@ -36,6 +36,8 @@ HOPPER = "adapters.models.kernels.triton.hopper"
 CHAINS = {
     f"{HOPPER}.hopper_chain": "attend_chain_ahead",
     "benchmarks.candidates.chain_overlapped": "attend_chain_overlapped",
+    "benchmarks.candidates.chain_memory": "attend_chain_memory",
+    "benchmarks.candidates.chain_deep": "attend_chain_deep",
 }
 
 
