@@ -1,0 +1,339 @@
+"""Attention of many rows on Hopper (compute capability 9.0): a candidate for `hopper_chain.attend_chain_ahead`.
+
+The arithmetic is that of `attention`: tiles of keys in order, and splits folded in order. Loads are those of
+`hopper_chain`: one warp brings keys and values to rings of shared memory, by bulk copies that run ahead. Consumers
+compute 64 rows of queries each and read the same rings. What differs is when a consumer does what.
+
+A consumer keeps the tensor cores busy while it computes weights. Step n begins the product of the queries and the keys
+of tile n + 1. Meanwhile it folds the split that has ended, or fades the sums of the one that goes on. Then it begins
+to add the values of tile n. It computes the weights of tile n + 1 while these are added. Products of the other
+consumer fill what is left.
+
+The assembler moves arithmetic across the wait for a product as it likes, but not across a loop. So a step waits for
+the values of tile n + 1, which is a loop, between its weights and the end of its products. A branch around the mask
+would do harm in the same way. So the last tiles, of which rows see a part, have a loop of their own. The fold of
+all splits before is in registers, and queries are in shared memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.hopper.hopper_attention import (
+    _NOTHING,
+    _everybody_here,
+    _forget,
+    _weigh_scores,
+)
+from adapters.models.kernels.triton.hopper.hopper_chain import BLOCK_M, _make_barriers, _multiply_keys, _produce
+
+
+@gluon.jit
+def _fold(all_acc, acc, peak, total, all_peak, all_total):
+    """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
+    layout: gl.constexpr = acc.type.layout
+    new_peak = gl.maximum(all_peak, peak)
+    old = gl.exp2(all_peak - new_peak)
+    new = gl.exp2(peak - new_peak)
+    all_total = gl.fma(total, new, all_total * old)
+    spread = gl.zeros(acc.shape, gl.float32, layout=layout) + gl.convert_layout(new, gl.SliceLayout(1, layout))[:, None]
+    faded = all_acc * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
+    return gl.fma(acc, spread, faded), new_peak, all_total
+
+
+@gluon.jit
+def _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT: gl.constexpr):
+    """Prepare the sums for the values of tile `number`: fold the split that has ended before it, or fade the sums."""
+    all_acc, all_peak, all_total = folded
+    if number % OF_SPLIT == 0:
+        peak, total = ended
+        all_acc, all_peak, all_total = _fold(all_acc, acc, peak, total, all_peak, all_total)
+    else:
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, (all_acc, all_peak, all_total)
+
+
+@gluon.jit
+def _walk(
+    low,
+    high,
+    p,
+    acc,
+    fade,
+    sums,
+    ended,
+    folded,
+    q,
+    k_ring,
+    v_ring,
+    bars,
+    position,
+    scale,
+    SCORES: gl.constexpr,
+    OF_SPLIT: gl.constexpr,
+    MASKED: gl.constexpr,
+    NUMBER: gl.constexpr,
+    TURNS: gl.constexpr,
+    MODE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):
+    """Take the steps from `low` to `high`. Step n adds the values of tile n and computes the weights of tile n + 1.
+
+    p: the weights of tile n. acc: the sums up to tile n - 1, and `fade` is how much of them is left in tile n. sums:
+    peak and total up to tile n. ended: peak and total of the split before. folded: the splits before that one.
+    """
+    k_come, k_free, v_come, v_free, turns = bars
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    WEIGHTS: gl.constexpr = p.type.layout
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
+    for number in range(low, high):
+        if TURNS:
+            mbarrier.wait(turns.index(NUMBER), (number & 1) ^ (1 - NUMBER))
+        if MODE & 4 == 0:
+            begun = _multiply_keys(q, k_ring, k_come, number + 1, nothing, K_STAGES)
+        else:
+            mbarrier.wait(k_come.index((number + 1) % K_STAGES), (number + 1) // K_STAGES & 1)
+        if MODE & 8 == 0:
+            acc, folded = _open_or_fade(number, acc, fade, ended, folded, OF_SPLIT)
+        values = v_ring.index(number % V_STAGES)
+        if MODE & 2 == 0:
+            adding = warpgroup_mma(p, values, acc, use_acc=number % OF_SPLIT > 0, is_async=True)
+        if TURNS == 1:
+            mbarrier.arrive(turns.index(1 - NUMBER), count=1)
+        if MODE & 4 == 0:
+            if MODE & 2 == 0:
+                scores = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
+            else:
+                scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
+        else:
+            scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES) + fade[:, None]
+        if TURNS == 2:
+            mbarrier.arrive(turns.index(1 - NUMBER), count=1)
+        mbarrier.arrive(k_free.index((number + 1) % K_STAGES), count=1)
+        ended = sums
+        ends = (number + 1) % OF_SPLIT == 0
+        peak = gl.where(ends, _NOTHING, sums[0])
+        total = gl.where(ends, 0.0, sums[1])
+        key0 = (number + 1) * BLOCK_N
+        if MODE & 1 == 0:
+            weights, fade, peak, total = _weigh_scores(scores, MASKED, key0, position, peak, total, scale)
+        else:
+            weights = scores
+        sums = (peak, total)
+        coming = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
+        mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
+        if MODE & 2 == 0:
+            acc, p, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p, coming))
+        mbarrier.arrive(v_free.index(number % V_STAGES), count=1)
+        p = coming
+    return p, acc, fade, sums, ended, folded
+
+
+@gluon.jit
+def _consume(
+    q_ptr,
+    out_ptr,
+    k_ring,
+    v_ring,
+    queries,
+    bars,
+    tile_rows,
+    kv_head,
+    scale,
+    NUMBER: gl.constexpr,
+    ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    TURNS: gl.constexpr,
+    MODE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Compute consumer NUMBER's rows of a tile. tile_rows: the tile's first row, rows, first position, tiles of keys.
+
+    ROWS: of one consumer. COLUMNS: warps that share a row of the output. Each of them computes all weights of the row,
+    which takes less time than to exchange them, and adds them in the order of `attention`.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    HEAD: gl.constexpr = k_ring.shape[2]
+    OF_SPLIT: gl.constexpr = SPLIT // BLOCK_N
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * COLUMNS, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, COLUMNS], [16, HEAD // COLUMNS, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4 * COLUMNS, 1], [1, 0])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    row0, count, first, tiles = tile_rows
+    if tiles > 0:
+        i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
+        d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, LOADED))
+        row = NUMBER * ROWS + i // GROUP
+        real = (row < count) & (i < ROWS * GROUP)
+        of_head = ((row0 + row) * HEADS + kv_head * GROUP + i % GROUP).to(gl.int64)
+        q = queries.index(NUMBER)
+        q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0))
+        fence_async_shared()
+        _everybody_here()
+        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+        last = first + count - 1
+        begin = first + NUMBER * ROWS
+        position = gl.minimum(begin + m // GROUP, last)
+        k_come, k_free, v_come, _v_free, _turns = bars
+        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
+        acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
+        no_peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        no_total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
+        begun = _multiply_keys(q, k_ring, k_come, 0, nothing, K_STAGES)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
+        mbarrier.arrive(k_free.index(0), count=1)
+        weights, fade, peak, total = _weigh_scores(scores, True, 0, position, no_peak, no_total, scale)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        mbarrier.wait(v_come.index(0), 0)
+        sums = (peak, total)
+        ended = (no_peak, no_total)
+        folded = (acc, no_peak, no_total)
+        end = tiles - 1
+        clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1, 0), end)  # steps whose new weights are not masked
+        p, acc, fade, sums, ended, folded = _walk(
+            0, clear, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
+            False, NUMBER, TURNS, MODE, K_STAGES, V_STAGES,
+        )  # fmt: skip
+        p, acc, fade, sums, ended, folded = _walk(
+            clear, end, p, acc, fade, sums, ended, folded, q, k_ring, v_ring, bars, position, scale, SCORES, OF_SPLIT,
+            True, NUMBER, TURNS, MODE, K_STAGES, V_STAGES,
+        )  # fmt: skip
+        acc, folded = _open_or_fade(end, acc, fade, ended, folded, OF_SPLIT)
+        values = v_ring.index(end % V_STAGES)
+        if tiles * BLOCK_N > last + 1:
+            _forget(values, last - end * BLOCK_N, 4 * COLUMNS)
+        adding = warpgroup_mma(p, values, acc, use_acc=end % OF_SPLIT > 0, is_async=True)
+        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
+        all_acc, _peak, all_total = _fold(folded[0], acc, sums[0], sums[1], folded[1], folded[2])
+        total = gl.convert_layout(all_total, gl.SliceLayout(1, OUT))
+        out = all_acc / gl.where(total > 0.0, total, 1.0)[:, None]
+        o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
+        e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
+        own = NUMBER * ROWS + o // GROUP
+        kept = (own < count) & (o < ROWS * GROUP)
+        to = ((row0 + own) * HEADS + kv_head * GROUP + o % GROUP).to(gl.int64) * HEAD
+        out = gl.where(first < 0, 0.0, out)  # a padded row, whose first tile may hold anything
+        gl.store(out_ptr + to[:, None] + e[None, :], out.to(dtype), mask=kept[:, None])
+
+
+@gluon.jit(do_not_specialize=["tile_limit"])
+def attend_chain_turns(
+    q_ptr,
+    k_desc,
+    v_desc,
+    tiles_ptr,
+    out_ptr,
+    pages_ptr,
+    capacity,
+    tile_limit,
+    scale,
+    HEADS: gl.constexpr,
+    KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TURNS: gl.constexpr,
+    MODE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+    PAGE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
+
+    A tile has CONSUMERS * (64 // GROUP) rows. With one consumer, eight warps share its rows of the output.
+    """
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    HEAD: gl.constexpr = k_desc.block_type.shape[1]
+    ROWS: gl.constexpr = BLOCK_M // GROUP
+    COLUMNS: gl.constexpr = num_warps // 4
+    gl.static_assert(PAGE % BLOCK_N == 0)
+    gl.static_assert(CONSUMERS == 1 or num_warps == 4)
+    if PDL:
+        gdc_launch_dependents()
+    tile = tile_limit - 1 - gl.program_id(0) // KV
+    kv_head = gl.program_id(0) % KV
+    row0 = gl.load(tiles_ptr + tile * 8)
+    count = gl.load(tiles_ptr + tile * 8 + 1)
+    slot = gl.load(tiles_ptr + tile * 8 + 2)
+    first = gl.load(tiles_ptr + tile * 8 + 3)
+    tiles = gl.where(count > 0, gl.maximum(gl.cdiv(first + count, BLOCK_N), 1), 0)
+    k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
+    queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
+    k_come = _make_barriers(K_STAGES, 1)
+    k_free = _make_barriers(K_STAGES, CONSUMERS)
+    v_come = _make_barriers(V_STAGES, 1)
+    v_free = _make_barriers(V_STAGES, CONSUMERS)
+    turns = _make_barriers(2, 1)
+    loads = (k_come, k_free, v_come, v_free)
+    bars = (k_come, k_free, v_come, v_free, turns)
+    if PDL:
+        gdc_wait()
+    tile_rows = (row0, count, first, tiles)
+    base = (slot * KV + kv_head) * capacity
+    pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
+    # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        SPLIT, TURNS, MODE, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, ROWS, HEADS, GROUP,
+                        SPLIT, TURNS, MODE, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, loads, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        q_ptr, out_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS, GROUP,
+                        SPLIT, TURNS, MODE, K_STAGES, V_STAGES, COLUMNS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        k_desc, v_desc, k_ring, v_ring, loads, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
