@@ -6,9 +6,11 @@ from adapters.models.kernels.step_batch import Batch
 from benchmarks.prefill_kernels import measure_us, same_bits
 from effects.ids import PAGE
 def T(t, m, k=4, v=4): return ("turns", {"TURNS": t, "MODE": m, "K_STAGES": k, "V_STAGES": v})
-V = [("serving", {}), ("overlap", {"K_STAGES": 5, "V_STAGES": 5}), T(1, 0), T(2, 0), T(1, 0, 5, 5), T(0, 1), T(0, 2), T(0, 4), T(0, 8), T(0, 6), T(0, 7), T(0, 14), ("deep", {"K_STAGES": 5, "V_STAGES": 3}), ("deep", {"K_STAGES": 6, "V_STAGES": 2}), T(1, 8)]
+def P(k, v): return ("pair", {"K_STAGES": k, "V_STAGES": v})
+V = [(128, "serving", {}), (128, "overlap", {"K_STAGES": 5, "V_STAGES": 5}), (128, *P(4, 4)), (128, *P(5, 5)), (128, *T(2, 0)), (128, *T(0, 1)), (128, *T(0, 2)), (128, *T(0, 4)), (128, *T(0, 8)), (128, *T(0, 6)), (128, *T(0, 7)),
+     (128, *T(1, 8)), (128, "deep", {"K_STAGES": 6, "V_STAGES": 2}), (256, "serving", {}), (256, *P(2, 2)), (256, *P(3, 2))]
 only = os.environ.get("ONLY")
-for heads, kv, head in ((32, 8, 128),):
+for heads, kv, head in ((32, 8, 128), (24, 4, 256)):
     for behind in ((31744, 7168, 0) if only is None else (0,)):
         rows = 1024
         torch.manual_seed(0)
@@ -22,7 +24,8 @@ for heads, kv, head in ((32, 8, 128),):
         batch.load(Step((Segment(0, behind, rows),), rows), [0] * rows)
         kernels.prepare_step(batch)
         want = None
-        for i, (name, opts) in enumerate(V):
+        for i, (of, name, opts) in enumerate(V):
+            if of != head: continue
             if only is not None and i != int(only): continue
             if behind < 31744 and (opts.get("MODE") or name == "deep") and only is None: continue
             out = torch.full_like(q, float("nan"))

@@ -9,18 +9,24 @@ from adapters.models.kernels.cuda.step_tiles import TileKind
 from adapters.models.kernels.cuda.tiles import KV_TILE, count_parts
 from adapters.models.kernels.triton.hopper import hopper_chain
 from adapters.models.kernels.triton_launch import launch
-from benchmarks.candidates import chain_deep, chain_memory, chain_overlapped, chain_turns, wide
+from benchmarks.candidates import chain_deep, chain_memory, chain_overlapped, chain_pair, chain_turns, wide
 dev = torch.device("cuda")
 K = {"serving": hopper_chain.attend_chain_ahead, "overlap": chain_overlapped.attend_chain_overlapped, "memory": chain_memory.attend_chain_memory,
-     "deep": chain_deep.attend_chain_deep, "turns": chain_turns.attend_chain_turns}
+     "deep": chain_deep.attend_chain_deep, "turns": chain_turns.attend_chain_turns, "pair": chain_pair.attend_chain_pair}
+ASIDE = {}
 def attend(kern, opts, planner, pdl, q, kc, vc, batch, out):
     _, heads, head = q.shape
     slots, kv, cap = cache_sizes(kc, batch)
     o = CHAIN_AHEAD[head] | opts
-    if kern == "turns" and head == 256: kern = "overlap"; o = dict(CHAIN_AHEAD[head])
-    c = o["CONSUMERS"]
+    c = 2 if kern == "pair" else o["CONSUMERS"]
     tiles = planner.find_tiles(batch, TileKind(c * (64 // (heads // kv))), slots)
-    launch(K[kern], (len(tiles) * kv,), q, *(describe_blocks(x.view(-1, head), KV_TILE, head) for x in (kc, vc)), tiles, out,
+    more = ()
+    if kern == "pair":
+        o = {n: o[n] for n in ("K_STAGES", "V_STAGES")} | {"ASIDE": head == 256}
+        size = len(tiles) * kv * 128 * head if head == 256 else 1
+        if size not in ASIDE: ASIDE[size] = torch.empty(size, device=dev)
+        more = (ASIDE[size],)
+    launch(K[kern], (len(tiles) * kv,), q, *(describe_blocks(x.view(-1, head), KV_TILE, head) for x in (kc, vc)), tiles, out, *more,
         batch.positions if batch.pages is None else batch.pages, cap, len(tiles), head**-0.5 * LOG2_E, HEADS=heads, KV=kv, GROUP=heads // kv, SPLIT=SPLIT, **o,
         PAGE=page_size(kc, batch), enable_fp_fusion=False, **launch_options(4 if c == 2 else 8, pdl))
 @define(eq=False)

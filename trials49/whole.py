@@ -7,7 +7,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import config_8b
 O = ("overlap", {"K_STAGES": 5, "V_STAGES": 5})
-Tn = ("turns", {"TURNS": 1, "MODE": 0, "K_STAGES": 5, "V_STAGES": 5})
+Tn = ("pair", {"K_STAGES": 5, "V_STAGES": 5})
 C = {"A": (None, None), "B": (O, None), "F": (None, "torch"), "G": (None, "wide"), "C": (Tn, None), "D": (Tn, "torch"), "E": (Tn, "wide")}
 names = sys.argv[1]
 config = config_8b(36, 33 * 1024)

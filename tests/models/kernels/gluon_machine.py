@@ -352,8 +352,8 @@ def _load(pointer: Pointer, mask: Any = True, other: Any = 0, **_: Any) -> Any:
     return block(torch.where(kept, pointer.numbers.flatten()[at], torch.as_tensor(other, dtype=pointer.numbers.dtype)))
 
 
-def _store(pointer: Pointer, values: Any, mask: Any) -> None:
-    kept = torch.broadcast_to(mask, pointer.at.shape).as_subclass(Tensor)
+def _store(pointer: Pointer, values: Any, mask: Any = True) -> None:
+    kept = torch.broadcast_to(torch.as_tensor(mask), pointer.at.shape).as_subclass(Tensor)
     pointer.numbers.view(-1)[pointer.at.as_subclass(Tensor)[kept]] = values.as_subclass(Tensor)[kept]
 
 

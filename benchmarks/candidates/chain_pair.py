@@ -1,0 +1,366 @@
+"""Attention of many rows on Hopper (compute capability 9.0): `attention.attend_chain` with a warp for loads alone.
+
+The arithmetic is that of `attention`: tiles of keys in order, and splits folded in order. What differs is who does
+what, and when.
+
+One warp looks up pages and brings keys and values to rings of shared memory, by bulk copies that run ahead. Two
+consumers compute 64 rows of queries each and read the same rings.
+
+Step n of a consumer begins the product of the queries and the keys of tile n + 1. Meanwhile it folds the split that has
+ended, or fades the sums of the one that goes on. Then it begins to add the values of tile n. It computes the weights of
+tile n + 1 while these are added. Consumers take turns: one begins its products, and the other one computes its weights
+in that time. Without turns both would wait for the tensor cores at once, and leave them idle at once.
+
+The assembler moves arithmetic across the wait for a product as it likes, but not across a loop. So a step waits for
+the values of tile n + 1, which is a loop, between its weights and the end of its products. A branch around the mask
+would do harm in the same way. So the last tiles, of which rows see a part, have a loop of their own.
+
+The fold of all splits before is in registers, or in memory aside if heads are so wide that registers have no room. It
+is touched once in a split, and each thread reads what it has written itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from adapters.models.kernels.triton.hopper.hopper_attention import (
+    _NOTHING,
+    _everybody_here,
+    _forget,
+    _weigh_scores,
+)
+from adapters.models.kernels.triton.hopper.hopper_products import bring
+
+CONSUMERS = gl.constexpr(2)
+BLOCK_M = gl.constexpr(64)  # rows of queries of one consumer: heads of one key head, row after row
+
+
+@gluon.jit
+def _make_barriers(STAGES: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(bars.index(at), count=count)
+    return bars
+
+
+@gluon.jit
+def _produce(
+    k_desc,
+    v_desc,
+    k_ring,
+    v_ring,
+    bars,
+    pages_ptr,
+    base,
+    kv_head,
+    tiles,
+    KV: gl.constexpr,
+    PAGE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):
+    """Bring all tiles of keys and values in order, each as soon as its slot of the ring is free."""
+    k_come, k_free, v_come, v_free, _turns = bars
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    for number in range(tiles):
+        at = number * BLOCK_N
+        row = base + at
+        if PAGE > 0:
+            row = (gl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
+        k_at = number % K_STAGES
+        mbarrier.wait(k_free.index(k_at), (number // K_STAGES & 1) ^ 1)
+        mbarrier.expect(k_come.index(k_at), k_desc.block_type.nbytes)
+        bring(k_desc, [row, 0], k_come.index(k_at), k_ring.index(k_at))
+        v_at = number % V_STAGES
+        mbarrier.wait(v_free.index(v_at), (number // V_STAGES & 1) ^ 1)
+        mbarrier.expect(v_come.index(v_at), v_desc.block_type.nbytes)
+        bring(v_desc, [row, 0], v_come.index(v_at), v_ring.index(v_at))
+
+
+@gluon.jit
+def _multiply_keys(q, k_ring, k_come, number, nothing, STAGES: gl.constexpr):
+    """Begin the product of queries and the keys of tile `number`."""
+    at = number % STAGES
+    mbarrier.wait(k_come.index(at), number // STAGES & 1)
+    return warpgroup_mma(q, k_ring.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _fold(all_acc, acc, peak, total, all_peak, all_total):
+    """Add a split to the fold of those before, as `online_softmax.fold_split` does."""
+    layout: gl.constexpr = acc.type.layout
+    new_peak = gl.maximum(all_peak, peak)
+    old = gl.exp2(all_peak - new_peak)
+    new = gl.exp2(peak - new_peak)
+    all_total = gl.fma(total, new, all_total * old)
+    spread = gl.zeros(acc.shape, gl.float32, layout=layout) + gl.convert_layout(new, gl.SliceLayout(1, layout))[:, None]
+    faded = all_acc * gl.convert_layout(old, gl.SliceLayout(1, layout))[:, None]
+    return gl.fma(acc, spread, faded), new_peak, all_total
+
+
+@gluon.jit
+def _open_or_fade(number, acc, fade, ended, folded, aside, OF_SPLIT: gl.constexpr, ASIDE: gl.constexpr):
+    """Prepare the sums for the values of tile `number`: fold the split that has ended before it, or fade the sums.
+
+    folded: the fold, its peak and its total. aside: where the fold is, if ASIDE; else it is the first of `folded`.
+    """
+    all_acc, all_peak, all_total = folded
+    if number % OF_SPLIT == 0:
+        peak, total = ended
+        if ASIDE:
+            faded, all_peak, all_total = _fold(gl.load(aside), acc, peak, total, all_peak, all_total)
+            gl.store(aside, faded)
+        else:
+            all_acc, all_peak, all_total = _fold(all_acc, acc, peak, total, all_peak, all_total)
+    else:
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, (all_acc, all_peak, all_total)
+
+
+@gluon.jit
+def _walk(
+    low,
+    high,
+    p,
+    acc,
+    fade,
+    sums,
+    ended,
+    folded,
+    aside,
+    q,
+    k_ring,
+    v_ring,
+    bars,
+    position,
+    scale,
+    SCORES: gl.constexpr,
+    OF_SPLIT: gl.constexpr,
+    MASKED: gl.constexpr,
+    NUMBER: gl.constexpr,
+    ASIDE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):
+    """Take the steps from `low` to `high`. Step n adds the values of tile n and computes the weights of tile n + 1.
+
+    p: the weights of tile n. acc: the sums up to tile n - 1, and `fade` is how much of them is left in tile n. sums:
+    peak and total up to tile n. ended: peak and total of the split before. folded: the splits before that one.
+    """
+    k_come, k_free, v_come, v_free, turns = bars
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    WEIGHTS: gl.constexpr = p.type.layout
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
+    for number in range(low, high):
+        mbarrier.wait(turns.index(NUMBER), number + NUMBER + 1 & 1)  # consumer 0 has the first turn
+        begun = _multiply_keys(q, k_ring, k_come, number + 1, nothing, K_STAGES)
+        acc, folded = _open_or_fade(number, acc, fade, ended, folded, aside, OF_SPLIT, ASIDE)
+        values = v_ring.index(number % V_STAGES)
+        adding = warpgroup_mma(p, values, acc, use_acc=number % OF_SPLIT > 0, is_async=True)
+        mbarrier.arrive(turns.index(1 - NUMBER), count=1)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
+        mbarrier.arrive(k_free.index((number + 1) % K_STAGES), count=1)
+        ended = sums
+        ends = (number + 1) % OF_SPLIT == 0
+        peak = gl.where(ends, _NOTHING, sums[0])
+        total = gl.where(ends, 0.0, sums[1])
+        key0 = (number + 1) * BLOCK_N
+        weights, fade, peak, total = _weigh_scores(scores, MASKED, key0, position, peak, total, scale)
+        sums = (peak, total)
+        coming = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
+        mbarrier.wait(v_come.index((number + 1) % V_STAGES), (number + 1) // V_STAGES & 1)
+        acc, p, coming = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p, coming))
+        mbarrier.arrive(v_free.index(number % V_STAGES), count=1)
+        p = coming
+    return p, acc, fade, sums, ended, folded
+
+
+@gluon.jit
+def _consume(
+    q_ptr,
+    out_ptr,
+    aside_ptr,
+    k_ring,
+    v_ring,
+    queries,
+    bars,
+    tile_rows,
+    kv_head,
+    scale,
+    NUMBER: gl.constexpr,
+    ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ASIDE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):
+    """Compute consumer NUMBER's rows of a tile. tile_rows: the tile's first row, rows, first position, tiles of keys.
+
+    ROWS: of one consumer. aside: BLOCK_M * HEAD numbers of each consumer of this program, if ASIDE.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCK_N: gl.constexpr = k_ring.shape[1]
+    HEAD: gl.constexpr = k_ring.shape[2]
+    OF_SPLIT: gl.constexpr = SPLIT // BLOCK_N
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    row0, count, first, tiles = tile_rows
+    if tiles > 0:
+        i = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADED))
+        d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, LOADED))
+        row = NUMBER * ROWS + i // GROUP
+        real = (row < count) & (i < ROWS * GROUP)
+        of_head = ((row0 + row) * HEADS + kv_head * GROUP + i % GROUP).to(gl.int64)
+        q = queries.index(NUMBER)
+        q.store(gl.load(q_ptr + of_head[:, None] * HEAD + d[None, :], mask=real[:, None], other=0.0))
+        fence_async_shared()
+        _everybody_here()
+        m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+        last = first + count - 1
+        begin = first + NUMBER * ROWS
+        position = gl.minimum(begin + m // GROUP, last)
+        k_come, k_free, v_come, _v_free, _turns = bars
+        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
+        acc = gl.zeros([BLOCK_M, HEAD], gl.float32, layout=OUT)
+        no_peak = gl.full([BLOCK_M], _NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        no_total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
+        o = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUT))
+        e = gl.arange(0, HEAD, layout=gl.SliceLayout(0, OUT))
+        place = (gl.program_id(0) * CONSUMERS + NUMBER) * BLOCK_M * HEAD
+        aside = aside_ptr + (place + o[:, None] * HEAD + e[None, :])
+        if ASIDE:
+            gl.store(aside, acc)
+            folded = (0.0, no_peak, no_total)
+        else:
+            folded = (acc, no_peak, no_total)
+        begun = _multiply_keys(q, k_ring, k_come, 0, nothing, K_STAGES)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(begun,))
+        mbarrier.arrive(k_free.index(0), count=1)
+        weights, fade, peak, total = _weigh_scores(scores, True, 0, position, no_peak, no_total, scale)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        mbarrier.wait(v_come.index(0), 0)
+        sums = (peak, total)
+        ended = (no_peak, no_total)
+        end = tiles - 1
+        clear = gl.minimum(gl.maximum((begin + 1) // BLOCK_N - 1, 0), end)  # steps whose new weights are not masked
+        p, acc, fade, sums, ended, folded = _walk(
+            0, clear, p, acc, fade, sums, ended, folded, aside, q, k_ring, v_ring, bars, position, scale, SCORES,
+            OF_SPLIT, False, NUMBER, ASIDE, K_STAGES, V_STAGES,
+        )  # fmt: skip
+        p, acc, fade, sums, ended, folded = _walk(
+            clear, end, p, acc, fade, sums, ended, folded, aside, q, k_ring, v_ring, bars, position, scale, SCORES,
+            OF_SPLIT, True, NUMBER, ASIDE, K_STAGES, V_STAGES,
+        )  # fmt: skip
+        acc, folded = _open_or_fade(end, acc, fade, ended, folded, aside, OF_SPLIT, ASIDE)
+        values = v_ring.index(end % V_STAGES)
+        if tiles * BLOCK_N > last + 1:
+            _forget(values, last - end * BLOCK_N, 4)
+        adding = warpgroup_mma(p, values, acc, use_acc=end % OF_SPLIT > 0, is_async=True)
+        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(adding, p))
+        all_acc = folded[0]
+        if ASIDE:
+            all_acc = gl.load(aside)
+        all_acc, _peak, all_total = _fold(all_acc, acc, sums[0], sums[1], folded[1], folded[2])
+        total = gl.convert_layout(all_total, gl.SliceLayout(1, OUT))
+        out = all_acc / gl.where(total > 0.0, total, 1.0)[:, None]
+        own = NUMBER * ROWS + o // GROUP
+        kept = (own < count) & (o < ROWS * GROUP)
+        to = ((row0 + own) * HEADS + kv_head * GROUP + o % GROUP).to(gl.int64) * HEAD
+        out = gl.where(first < 0, 0.0, out)  # a padded row, whose first tile may hold anything
+        gl.store(out_ptr + to[:, None] + e[None, :], out.to(dtype), mask=kept[:, None])
+
+
+@gluon.jit(do_not_specialize=["tile_limit"])
+def attend_chain_pair(
+    q_ptr,
+    k_desc,
+    v_desc,
+    tiles_ptr,
+    out_ptr,
+    aside_ptr,
+    pages_ptr,
+    capacity,
+    tile_limit,
+    scale,
+    HEADS: gl.constexpr,
+    KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ASIDE: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+    PAGE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Do the same as `attention.attend_chain`, for plain attention of rows that are not coded.
+
+    A tile has 2 * (64 // GROUP) rows. aside: float32, 2 * 64 * HEAD numbers for each program, if ASIDE. They need no
+    values at the beginning.
+    """
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    HEAD: gl.constexpr = k_desc.block_type.shape[1]
+    ROWS: gl.constexpr = BLOCK_M // GROUP
+    gl.static_assert(PAGE % BLOCK_N == 0)
+    gl.static_assert(num_warps == 4)
+    if PDL:
+        gdc_launch_dependents()
+    tile = tile_limit - 1 - gl.program_id(0) // KV
+    kv_head = gl.program_id(0) % KV
+    row0 = gl.load(tiles_ptr + tile * 8)
+    count = gl.load(tiles_ptr + tile * 8 + 1)
+    slot = gl.load(tiles_ptr + tile * 8 + 2)
+    first = gl.load(tiles_ptr + tile * 8 + 3)
+    tiles = gl.where(count > 0, gl.maximum(gl.cdiv(first + count, BLOCK_N), 1), 0)
+    k_ring = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
+    queries = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, BLOCK_M, HEAD], k_desc.layout)
+    bars = (
+        _make_barriers(K_STAGES, 1),
+        _make_barriers(K_STAGES, CONSUMERS),
+        _make_barriers(V_STAGES, 1),
+        _make_barriers(V_STAGES, CONSUMERS),
+        _make_barriers(CONSUMERS, 1),
+    )
+    if PDL:
+        gdc_wait()
+    tile_rows = (row0, count, first, tiles)
+    base = (slot * KV + kv_head) * capacity
+    pages = pages_ptr + slot * (capacity // PAGE if PAGE else 0)
+    # Tuples stand in the calls, because a sum of tuples or a name for one would turn constants into tensors.
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_ptr, out_ptr, aside_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 0, ROWS, HEADS,
+                    GROUP, SPLIT, ASIDE, K_STAGES, V_STAGES,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_ptr, out_ptr, aside_ptr, k_ring, v_ring, queries, bars, tile_rows, kv_head, scale, 1, ROWS, HEADS,
+                    GROUP, SPLIT, ASIDE, K_STAGES, V_STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (k_desc, v_desc, k_ring, v_ring, bars, pages, base, kv_head, tiles, KV, PAGE, K_STAGES, V_STAGES),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
