@@ -8,8 +8,8 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
 1. An effect that needs no work (a model that is loaded already) is answered at once.
 2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. A running launch grows by
    `lane.join_waiting` where `lane.can_join` allows it, so a rule about the batch belongs there, too.
-3. Where the numerics allow it, the next rows of one prompt go with that batch in the same forward
-   (`choose_mixed_chunk`).
+3. Where the numerics allow it, the next rows of prompts go with that batch in the same forward
+   (`choose_mixed_chunks`).
 4. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
    most, and decode steps delay a prefill by one launch at most. The chunk is shorter where a step after it would come
    later than `Settings.latency_target_ns` (`choose_turn_rows`).
@@ -77,12 +77,11 @@ def choose_launch(
     others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
     lane_after_other, other = choose_other_effect(lane, others, requests) if others else (lane, None)
     if decode_steps and other is not None:
-        prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
-        prompt_chunk = choose_mixed_chunk(decode_steps, other, prompt_count, settings)
-        if prompt_chunk is not None:
+        lane_after_chunks, chunks = choose_mixed_chunks(lane, decode_steps, others, requests, settings)
+        if chunks:
             single_steps = (with_decode_plan(one, propose=0, steps=1) for one in decode_steps)
-            batch = (*single_steps, prompt_chunk)
-            return start_mixed_launch(lane_after_other, batch), models, Launch(batch)
+            batch = (*single_steps, *chunks)
+            return start_mixed_launch(lane_after_chunks, batch, len(decode_steps)), models, Launch(batch)
     if decode_steps and (other is None or not lane.last_was_decode):
         draft_is_lost = models["draft"].location == "lost"
         batch, plan, step_count = plan_decode_launch(
@@ -124,34 +123,58 @@ def plan_decode_launch(
     return batch, plan, max(step_counts)
 
 
-def choose_mixed_chunk(
-    decode_steps: Sequence[EffectRequest], other: EffectRequest, prompt_count: int, settings: Settings
-) -> EffectRequest | None:
-    """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
+def choose_mixed_chunks(
+    lane: Lane,
+    decode_steps: Sequence[EffectRequest],
+    others: Sequence[EffectRequest],
+    requests: Mapping[RequestId, State],
+    settings: Settings,
+) -> tuple[Lane, tuple[EffectRequest, ...]]:
+    """Return the next rows of prompts that go with these decode steps in one forward, in the order of choice.
 
-    The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
-    wider if several prompts wait (prompt_count). With positional state the rows are at most a block, unless the kernels
-    update a prompt's state separately from decode rows (CUDA); there, several prompts do not widen the forward.
+    No rows: decode steps and the others take turns. The lane counts the turns in which a prompt is overtaken.
 
-    The two take turns where any of the following is true:
-
-    * Mixing is off (`mixed_rows` is 0), for instance because the bits of a row would depend on the other rows of its
-      forward.
-    * The other effect is no prefill.
-    * The state that the slot has must be kept before it moves (`keeps_state_first`).
-    * Logprobs of the prompt are asked for.
-    * The decode steps leave no room in the forward.
+    others: the waiting effects that are no decode steps. The first prompt is the one whose turn it is
+    (`choose_other_effect`), and it gets all rows that `count_mixed_rows` allows, if it needs them. The prompts behind
+    it share what is left. Each of them gets all rows that it needs, or at least a block. With positional state one
+    prompt goes along.
     """
-    effect = other.effect
-    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or effect.keeps_state_first or effect.logprobs >= 0:
-        return None
+    rest = list(others)
+    chosen = list[EffectRequest]()
+    room = count_mixed_rows(decode_steps, others, settings)
+    while rest and room > 0:
+        after, other = choose_other_effect(lane, rest, requests)
+        effect = other.effect
+        if not isinstance(effect, RunPrefill) or effect.keeps_state_first or effect.logprobs >= 0:
+            break
+        rows = effect.stop - effect.start
+        if chosen and (settings.stateful or room < min(rows, settings.block_size)):
+            break
+        lane = after
+        chosen.append(shorten_prefill(other, room))
+        rest.remove(other)
+        room -= rows
+    return lane, tuple(chosen)
+
+
+def count_mixed_rows(decode_steps: Sequence[EffectRequest], others: Sequence[EffectRequest], settings: Settings) -> int:
+    """Return how many rows of prompts a forward has room for behind these decode steps. 0: the two take turns.
+
+    Mixing is off (`mixed_rows` is 0), for instance, because the bits of a row would depend on the other rows of its
+    forward. Most rows of a forward are the prompts', so that they make progress, and it is wider if several wait. With
+    positional state the rows are at most a block, unless the kernels update a prompt's state separately from decode
+    rows (CUDA); there, several prompts do not widen the forward.
+    """
+    if not settings.mixed_rows:
+        return 0
     least = step_prices.round_up_to_bucket(MIXED_ROWS_PER_STEP * len(decode_steps))
+    prompt_count = sum(isinstance(one.effect, RunPrefill) for one in others)
     is_wider = prompt_count > 1 and not settings.commits_per_segment
     forward_rows = max(settings.mixed_rows * (SEVERAL_PROMPTS_FACTOR if is_wider else 1), least)
     prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
     if settings.stateful and not settings.commits_per_segment:
         prompt_rows = min(prompt_rows, settings.block_size)
-    return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
+    return prompt_rows
 
 
 def choose_turn_rows(
@@ -177,12 +200,12 @@ def choose_turn_rows(
     return round_down_to_block(settings, rows)
 
 
-def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
-    """Start a launch of decode steps whose last member is a prompt's chunk.
+def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...], step_count: int) -> Lane:
+    """Start a launch whose first members (step_count) are decode steps, and whose others are rows of prompts.
 
     Nothing is proposed in it, but its time is not that of a plain step. So `proposing_steps` stays as it was.
     """
-    plan = Plan((0,) * (len(batch) - 1))
+    plan = Plan((0,) * step_count)
     return evolve(start_launch(lane, batch, plan), proposing_steps=lane.proposing_steps)
 
 
@@ -329,7 +352,7 @@ def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[Re
     The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
     """
     states = dict[RequestId, State]()
-    # A mixed launch has one member more than proposals: the prompt's chunk, which is the last.
+    # A mixed launch has more members than proposals: the rows of prompts, which come last.
     for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
         state = requests[effect_request.request]
         if isinstance(state, Speculating) and isinstance(state.speculation, MayPropose):

@@ -269,16 +269,16 @@ class DeviceExecutor:
             raise
 
     def _dispatch(self, effect_requests: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
-        """Carry out decode steps and behind them one other effect, or the next rows of several prompts.
+        """Carry out one effect, or decode steps and the next rows of prompts behind them, or the rows of several prompts.
 
-        A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
+        Pieces of prompts go into one forward with the decode steps where that is possible, else behind them.
         """
         decode_steps = tuple(takewhile(lambda one: isinstance(one.effect, RunDecode), effect_requests))
         rest = effect_requests[len(decode_steps) :]
         outcomes = tuple[Outcome, ...]()
         only_prefills = all(isinstance(one.effect, RunPrefill) for one in rest)
-        if (len(rest) > 1 and (decode_steps or not only_prefills)) or (decode_steps and not only_prefills):
-            raise ValueError("only decode steps are batched, and a piece of a prompt with them, or several prompts")
+        if not only_prefills and (decode_steps or len(rest) > 1):
+            raise ValueError("only decode steps and pieces of prompts are batched")
         for request, count in Counter(one.request for one in effect_requests).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
@@ -289,19 +289,26 @@ class DeviceExecutor:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
-            [(request, effect)] = [(one.request, one.effect) for one in rest]
-            piece = self._find_piece(rest[0])
-            outcomes = self.decoding.step(decode_steps, piece)
-            if piece is not None and isinstance(effect, RunPrefill) and isinstance(outcomes[-1], PrefillAdvanced):
-                self._checkpoints.keep_after_chunk(request, effect, piece.state)
-        if len(rest) > 1:
+            outcomes = self._step_with_prompts(decode_steps, rest)
+        elif len(rest) > 1:
             self._prefills.run_together(rest, steps)
             self._report_used_experts()
             return
-        # If the piece went with the decode steps, its outcome is there already.
+        # Pieces that went with the decode steps have their outcomes already.
         outcomes = (*outcomes, *(self._carry_out_one(one, steps) for one in effect_requests[len(outcomes) :]))
         self._report_used_experts()
         steps.put([(one.request, outcome) for one, outcome in zip(effect_requests, outcomes, strict=True)])
+
+    def _step_with_prompts(
+        self, decode_steps: Sequence[EffectRequest], prompts: Sequence[EffectRequest]
+    ) -> tuple[Outcome, ...]:
+        """Take a decode step with pieces of prompts, up to the first prompt that cannot share its forward."""
+        pieces = list(takewhile(bool, map(self._find_piece, prompts)))
+        outcomes = self.decoding.step(decode_steps, [piece for piece in pieces if piece is not None])
+        for one, piece, outcome in zip(prompts, pieces, outcomes[len(decode_steps) :], strict=False):
+            if piece is not None and isinstance(one.effect, RunPrefill) and isinstance(outcome, PrefillAdvanced):
+                self._checkpoints.keep_after_chunk(one.request, one.effect, piece.state)
+        return outcomes
 
     def _find_piece(self, effect_request: EffectRequest) -> PromptPiece | None:
         effect: RunPrefill = effect_request.effect  # type: ignore[assignment] # `_dispatch` has checked it

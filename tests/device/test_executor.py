@@ -177,7 +177,7 @@ async def test_an_effect_without_a_handler_and_an_odd_batch_are_bugs(on_fake):
     (client,) = await ready(on_fake, 1)
     with pytest.raises(LookupError, match="UnloadModel has no handler"):
         await on_fake.perform(EffectRequest(client.request, UnloadModel("draft")))
-    with pytest.raises(ValueError, match="only decode steps are batched"):
+    with pytest.raises(ValueError, match="only decode steps and pieces of prompts are batched"):
         await on_fake.perform(client.round(), EffectRequest(client.request, UnloadModel("draft")))
     assert (await on_fake.decode(client))[0].kind == "broken", "nobody knows what a bug has left in a slot"
 

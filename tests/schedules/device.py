@@ -245,11 +245,15 @@ class Device:
         return queue.popleft().effect_requests
 
     def mixes(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
-        """Decode steps of one token, and then rows of a prompt, in a forward that there is."""
-        *decode_steps, last = (effect_request.effect for effect_request in effect_requests)
-        plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
-        prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
-        return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
+        """Decode steps of one token, and then rows of prompts, in a forward that there is."""
+        effects = [effect_request.effect for effect_request in effect_requests]
+        steps = [one for one in effects if isinstance(one, RunDecode)]
+        prompts = [one for one in effects if isinstance(one, RunPrefill)]
+        plain = all((one.propose, one.steps) == (0, 1) for one in steps)
+        most = 1 if self.settings.stateful else len(prompts)
+        fitting = self.settings.mixed_rows > 0 and all(one.logprobs < 0 for one in prompts) and len(prompts) <= most
+        rows = len(steps) + sum(one.stop - one.start for one in prompts)
+        return effects == [*steps, *prompts] and plain and fitting and rows <= self.settings.chunk
 
     def share_forward(self, effect_requests: tuple[EffectRequest, ...]) -> bool:
         """Rows of several prompts, in a forward that there is."""

@@ -164,6 +164,29 @@ def test_a_mixed_forward_is_wider_where_several_prompts_wait() -> None:
     assert chosen == Launch((a_decode(3), usual)), "a model that comes and goes is no prompt"
 
 
+def test_prompts_share_a_mixed_forward_the_shortest_first() -> None:
+    """Behind two steps 62 rows are left: for the prompts of 20 and 30 rows, and for 12 rows of the longest."""
+    prompts = (a_prompt(1, 0, 300), a_prompt(2, 0, 30), a_prompt(3, 0, 20))
+    steps, settings = (a_decode(4), a_decode(5)), evolve(MIXED, mixed_rows=64, block_size=8)
+    waiting = reading(r1=300, r2=30, r3=20)
+    after, _, chosen = launch_choice.choose_launch(Lane((*prompts, *steps)), NOBODY, settings, waiting, Rates())
+    assert chosen == Launch((*steps, prompts[2], prompts[1], a_prompt(1, 0, 12)))
+    assert (after.overtakes, after.plan) == (0, control.Plan((0, 0))), "the first in line goes along"
+    coarse = launch_choice.choose_launch(
+        Lane((*prompts, *steps)), NOBODY, evolve(settings, block_size=16), waiting, Rates()
+    )
+    assert coarse[2] == Launch((*steps, prompts[2], prompts[1])), "12 rows are less than a block"
+    assert coarse[0].overtakes == 2
+    stateful = evolve(settings, stateful=True, commits_per_segment=True)
+    alone = launch_choice.choose_launch(Lane((*prompts, *steps)), NOBODY, stateful, waiting, Rates())[2]
+    assert alone == Launch((*steps, prompts[2])), "with positional state one prompt goes along"
+    told = (a_prompt(1, 0, 300), a_prompt(2, 0, 30, logprobs=2), a_prompt(3, 0, 20))
+    apart = launch_choice.choose_launch(Lane((*told, *steps)), NOBODY, settings, waiting, Rates())[2]
+    assert apart == Launch((*steps, told[2])), (
+        "a prompt whose logprobs are asked for is no part of it, and ends the list"
+    )
+
+
 def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> None:
     assert choose(a_prompt(1, 60, 63), a_decode(2), settings=MIXED)[2] == Launch((a_decode(2), a_prompt(1, 60, 63)))
 

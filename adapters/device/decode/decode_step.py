@@ -196,17 +196,17 @@ class DecodeRunner:
     def step(
         self,
         effect_requests: Sequence[EffectRequest],
-        piece: PromptPiece | None = None,
+        pieces: Sequence[PromptPiece] = (),
         *,
         may_copy: bool = True,
         more: bool = False,
     ) -> tuple[Outcome, ...]:
         """Take one decode step of all requests. more: of the outcomes, as in `Decoded`.
 
-        piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
-        missing where the piece was not computed: no request was left to decode. may_copy: their rules still hold.
+        pieces: rows of prompts that go behind the decode rows in one forward. Their outcomes are the last ones. They
+        are missing where no piece was computed: no request was left to decode. may_copy: their rules still hold.
         """
-        if self.native is not None and piece is None and len(effect_requests) == 1:
+        if self.native is not None and not pieces and len(effect_requests) == 1:
             outcome = self._step_natively(self.native, effect_requests[0], may_copy=may_copy, more=more)
             if outcome is not None:
                 return (outcome,)
@@ -224,49 +224,50 @@ class DecodeRunner:
             return tuple(outcomes)
         started_ns = time.perf_counter_ns()
         is_settling = False
-        if piece is not None:
+        for piece in pieces:
             piece.state.rows_ahead = 0  # they are overwritten
         try:
-            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and piece is None else {}
+            copies = self.copies.choose([one for _, one in taken.values()]) if may_copy and not pieces else {}
             spec = self.shard.spec
             members = make_members(self.proposer, copies, taken, spec.capacity, runs_ahead=spec.runs_ahead)
-            verified = self._verify(members, piece)
+            verified = self._verify(members, pieces)
             is_settling = True
-            self._settle(verified, members, piece)
+            self._settle(verified, members, pieces)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failures = self._fail_step(taken, error, piece, is_settling=is_settling)
+            failures = self._fail_step(taken, error, pieces, is_settling=is_settling)
             if failures is None:
-                # The decode steps alone may find the memory that they did not find together with the piece.
-                return (*self.step(effect_requests), out_of_memory_failure(error))
+                # The decode steps alone may find the memory that they did not find together with the pieces.
+                return (*self.step(effect_requests), *(out_of_memory_failure(error) for _ in pieces))
             for index, failure in failures.items():
                 outcomes[index] = failure
-            return tuple(outcomes) if piece is None else (*outcomes, self.fail_half_settled(piece.slot, error))
+            return (*outcomes, *(self.fail_half_settled(piece.slot, error) for piece in pieces))
         matches = self.copies.find_matches([(member.slot, member.state) for member in members])
-        # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
-        took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
+        # With pieces it is not known how much of the time was the decode rows' share, so none is reported.
+        took_ns = 0 if pieces else time.perf_counter_ns() - started_ns
         found = [
             decode_outcome(member, one, took_ns, matched, more=more)
             for member, one, matched in zip(members, verified.found, matches, strict=True)
         ]
         for member, outcome in zip(members, self.copies.describe(found, members, copies), strict=True):
             outcomes[member.index] = outcome
-        return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
+        return (*outcomes, *(PrefillAdvanced(piece.stop) for piece in pieces))
 
     def _fail_step(
         self,
         taken: Mapping[int, tuple[int, DecodingSlot]],
         error: Exception,
-        piece: PromptPiece | None,
+        pieces: Sequence[PromptPiece],
         *,
         is_settling: bool,
     ) -> dict[int, DeviceFailed] | None:
         """Return the failure of each decode step for which memory was missing, by its index.
 
-        Return None if nothing was changed yet and the steps can be taken again without the piece.
+        Return None if nothing was changed yet and the steps can be taken again without the pieces.
         """
-        if piece is not None and not is_settling and not (self.shard.states.specs and piece.rows > UNSETTLED):
+        has_moved = self.shard.states.specs and any(piece.rows > UNSETTLED for piece in pieces)
+        if pieces and not is_settling and not has_moved:
             return None
         return {
             index: self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
@@ -288,11 +289,11 @@ class DecodeRunner:
         self.slots.put(slot, failure)
         return failure
 
-    def _verify(self, members: Sequence[StepMember], piece: PromptPiece | None) -> VerifiedStep:
+    def _verify(self, members: Sequence[StepMember], pieces: Sequence[PromptPiece]) -> VerifiedStep:
         """Run one forward for all, and find how far the target picks what was proposed.
 
-        The rows of a prompt piece come last and need no logits. So the logits are those of a step without them, and
-        its bits do not depend on the piece.
+        The rows of prompt pieces come last and need no logits. So the logits are those of a step without them, and
+        its bits do not depend on the pieces.
         """
         segments: list[Segment] = []
         rows: list[Draw] = []
@@ -305,10 +306,10 @@ class DecodeRunner:
             tokens += member.tree.tokens
         step = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
         whole = step
-        if piece is not None:
-            whole = piece.append_to(step, self.buckets)
+        for piece in pieces:
+            whole = piece.append_to(whole, self.buckets)
             tokens = tokens + piece.tokens
-        state = members[0].state if len(members) == 1 and piece is None else None
+        state = members[0].state if len(members) == 1 and not pieces else None
         chains = {first: one.launched for one, first in zip(members, first_rows, strict=True) if one.launched}
         forward = forward_unless_kept(self.shard, whole, feed_tokens(tokens, chains), state)
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
@@ -316,23 +317,21 @@ class DecodeRunner:
         found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]
         return VerifiedStep(whole, forward, found)
 
-    def _settle(self, verified: VerifiedStep, members: Sequence[StepMember], piece: PromptPiece | None) -> None:
+    def _settle(self, verified: VerifiedStep, members: Sequence[StepMember], pieces: Sequence[PromptPiece]) -> None:
         """Commit what the target picked, and roll the rows of all other proposals back."""
         step = verified.step
         kept: list[Kept] = [rows_to_keep(one.path) if isinstance(one, Acceptance) else 0 for one in verified.found]
         states = [member.state for member in members]
-        if piece is not None:
+        for piece in pieces:
             kept.append(piece.rows)
             states.append(piece.state)
         self.shard.commit(step, kept)
         for member, one in zip(members, verified.found, strict=True):
             if isinstance(one, Acceptance):
                 member.state.commit(one.tokens)
-        if piece is None:
-            self.follow(step, verified.forward, kept, states)
-        else:
-            # The core asks for no proposals together with a piece, so all rows stay, as in a prefill.
-            self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
+        # The core asks for no proposals together with pieces, so all rows stay, as in a prefill.
+        self.follow(evolve(step, rows_only=True) if pieces else step, verified.forward, kept, states)
+        for piece in pieces:
             piece.state.mark_computed(piece.stop)
 
     def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:

@@ -12,8 +12,9 @@ from attrs import evolve
 
 from effects.all import EffectRequest
 from effects.decode import Decoded
-from effects.ids import DeviceFailed, SlotId
+from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel
 from tests.device.driver import (
     CHUNK,
     GREEDY,
@@ -61,6 +62,38 @@ async def test_a_prompt_that_came_in_pieces_and_those_who_decoded_meanwhile_are_
     assert [client.answer[:12] for client in clients] == alone
     assert newcomer.answer[:6] == late
     assert all(len(one.logprobs) == 1 for one in clients[2].done)
+
+
+async def test_rows_of_several_prompts_go_with_decode_steps_in_one_forward_and_all_are_answered_as_alone(driver):
+    prompts = [prompt_of(70, 9), prompt_of(80, 90), prompt_of(81, 41), prompt_of(82, 12)]
+    alone = [await driver.answer(prompt, SAMPLED, 6) for prompt in prompts]
+    client, *late = [await driver.open(prompt, SAMPLED, slot) for slot, prompt in enumerate(prompts)]
+    await client.prefill()
+    while waiting := [one for one in late if one.valid < one.prompt - 1]:
+        each = (CHUNK - 1) // len(waiting)
+        stops = [min(one.valid + each, one.prompt - 1) for one in waiting]
+        chunks = [one.chunk(stop) for one, stop in zip(waiting, stops, strict=True)]
+        decoded, *advanced = await driver.perform(client.round(), *chunks)
+        assert isinstance(decoded, Decoded)
+        client.take(decoded)
+        assert advanced == [PrefillAdvanced(stop) for stop in stops]
+        for one, stop in zip(waiting, stops, strict=True):
+            one.valid = stop
+    while min(len(one.answer) for one in (client, *late)) < 6:
+        await driver.decode(client, *late)
+    assert [one.answer[:6] for one in (client, *late)] == alone
+
+
+async def test_a_prompt_that_cannot_share_the_forward_and_those_behind_it_follow_it(on_fake, fake):
+    (client,) = await ready(on_fake, 1)
+    first, second, third = [await on_fake.open(prompt_of(80 + slot, 40), slot=slot) for slot in (1, 2, 3)]
+    wrong = EffectRequest(second.request, RunPrefill(second.slot, 5, 9))
+    before = len(fake.steps)
+    decoded, *others = await on_fake.perform(client.round(), first.chunk(8), wrong, third.chunk(7))
+    assert isinstance(decoded, Decoded)
+    misfit = DeviceFailed("broken", "slot 2 has 0 rows; a chunk cannot start at 5")
+    assert others == [PrefillAdvanced(8), misfit, PrefillAdvanced(7)]
+    assert [[one.slot for one in step.segments] for step in fake.steps[before:]] == [[0, 1], [3]]
 
 
 @pytest.mark.parametrize("who", ["prompt", "decode step"])
@@ -136,9 +169,9 @@ async def test_what_is_no_batch_is_a_bug(on_fake):
     for block_requests in (
         (first.chunk(1), second.round()),
         (first.chunk(1), second.chunk(1), second.round()),
-        (first.round(), second.chunk(1), EffectRequest(second.request, RunPrefill(SlotId(3), 0, 1))),
+        (first.round(), EffectRequest(second.request, LoadModel("draft"))),
     ):
-        with pytest.raises(ValueError, match="only decode steps are batched"):
+        with pytest.raises(ValueError, match="only decode steps and pieces of prompts are batched"):
             await on_fake.perform(*block_requests)
 
 
