@@ -66,7 +66,9 @@ class Copying:
 
     counts: tuple[int, ...]  # tokens, for each of MATCH_CLASSES; 0: nothing is copied
     rows: int  # that a step with copies feeds at most, of all members
-    steps: int  # with proposals that the launch may take without asking, however many of them are right
+    # Steps with proposals that the launch may take without asking, however many of them are right. Plain steps between
+    # them do not count.
+    steps: int
     # Tokens of a branch of the chain of `counts`, for each of MATCH_CLASSES: what followed at another position.
     branches: tuple[int, ...] = (0,) * len(MATCH_CLASSES)
 
@@ -88,6 +90,10 @@ class RunDecode:
     there is a draft. `StopLaunch` ends it for all members. With `copying`, the rules hold for the members that the
     launch begins with. Once one of them has ended or another request has joined, nothing is copied any more, and a
     match to copy from ends the launch for all members.
+
+    Three limits are called `steps`. `RunDecode.steps` is that of one member. It counts steps as a rule, but tokens if
+    there is a rule for copies, since it is not known in advance how many tokens a step gives. `Copying.steps` counts
+    steps with proposals only. `Plan.steps` (`states/speculation_plan.py`) is the core's own, of which both are made.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)

@@ -20,7 +20,7 @@ PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their 
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "scorer"]
-# Where rows were found: `none`, `device` (a slot), or the name of one of the store's tiers (`host`, `disk`).
+# Where rows were found: `none`, `device` (a slot), or the name of one of the store's tiers (`host`, `disk`, `shared`).
 Tier: TypeAlias = str
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost", "dead_end"]
 

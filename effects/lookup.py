@@ -1,4 +1,4 @@
-"""Lookups in the block store: is a prefix of this prompt kept in host memory or on disk?"""
+"""Lookups in the block store: is a prefix of this prompt kept in one of its tiers (host memory, disk, shared)?"""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def replay(
     """Run a recorded trace through the engine again and compare every decision.
 
     Exit status 0: identical. 1: a difference, which is shown. 2: the file is no trace. 3: everything agrees, but the
-    trace has no end, because its server was killed or still runs.
+    trace has no end, because its server was killed, could not write on, or still runs.
 
     `rekindle replay today.jsonl.zst`
 

@@ -8,7 +8,8 @@ Idea. A branch takes rows from the chain: a quarter of the copied tokens. So cha
 one forward of the same size, and differ in price and in gain only.
 
 * The price is learned from steps that had a branch (`Rates.branch_times`). Before there is one, it is taken to be that
-  of a chain. The first step with a branch is alone in its launch, which has one request, and is charged what it took.
+  of a chain. Then only a request that decodes alone may try a branch. Its launch may take plain steps first, but its
+  first step with copies is the last one (`Copying.steps` is 1). That step is charged what it took.
 * The gain is known before anything is paid for. Every outcome of a chain says whether the branch would have begun with
   the token that the target picked instead of the chain's next one (`Decoded.on_branch`).
 

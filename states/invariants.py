@@ -116,7 +116,7 @@ def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
             isinstance(one.effect, RunDecode) and one.request in world.slots.short_of_pages for one in lane.waiting
         )
         assert bool(lane.running) or stuck, "a lane idles although something waits"
-        assert not is_blocking(lane), "a launch goes on although something waits"
+        assert not is_blocking(lane), "a launch goes on although something waits for its end"
 
 
 def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:

@@ -14,18 +14,21 @@ Life of a launch:
 2. When nothing runs, `choose_launch` moves some waiting effects to `running` (`start_launch`).
 3. A launch may run unattended: it does several decode steps, or several chunks of a prompt, without asking the core.
    Each outcome on the way says `more`. Its last outcome takes the member off `running` (`record_outcome`).
-4. When an effect arrives while a launch runs unattended, it either joins the launch (`can_join`), or the executor is
-   asked once to stop the launch after its current step (`StopLaunch`). `runs_unattended` is False from then on.
+4. When an effect arrives while a launch runs unattended, one of three things happens. It joins the launch (`can_join`).
+   Or it waits without stopping the launch: a prompt does so while another one goes along. Or the executor is asked
+   once to stop the launch after its current step (`StopLaunch`). `runs_unattended` is False from then on.
 
 Invariants, asserted in `states/invariants.py`:
 
 * A request has at most one effect on all lanes together.
 * A lane on which something waits is running, unless all that waits are decode steps without free pages.
-* No launch runs unattended while something waits (`is_blocking` is False between two events).
+* Nothing that waits needs an unattended launch to end (`is_blocking` is False between two events). Only prompts may
+  wait beside such a launch, while another prompt goes along with it (`states/mixed_launch.py`).
 
 Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3
 takes part from the next step on. Had request 3 asked for a prefill, the world would have sent `StopLaunch` instead.
+With `Settings.mixed_launches` the prefill joins as well, if its rows may go along and no text may be copied.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ class Lane:
     waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
     running: tuple[EffectRequest, ...] = ()  # members of the launch whose last outcome has not come
     last_was_decode: bool = False  # the last launch was a batch of decode steps (mixed ones too)
-    # Members of the last launch when it began, or when an effect last joined it; where text may be copied, those of its
-    # last whole step.
+    # Members of the last launch when it began, or when an effect last joined it. If members of a launch that may copy
+    # text have ended since then, those that are left (`record_outcome`).
     member_count: int = 0
     proposing_steps: int = 0  # decode steps since the last one in which no request proposed anything
     plan: Plan = NO_PLAN  # of the last launch
@@ -96,6 +99,14 @@ def remove_abandoned(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
 def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) -> Lane:
     """Return the lane after an outcome of its launch. The lane is free once every member has had its last outcome.
 
+    An outcome with `more` leaves its member in `running`, and any other outcome removes it. Two counts are kept, too:
+
+    * `proposing_steps` grows with the first outcome of each step in which all counted members take part
+      (`is_first_of_step`), unless all steps are plain. If only copies are proposed, a plain step sets it to 0
+      (`count_proposing_steps`).
+    * `member_count` follows `running` once members have ended, in a launch that may copy text or whose plan gives a
+      reason for proposing nothing (`may_copy_later`). So the steps of the other members are counted again.
+
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended.
     """
@@ -120,7 +131,11 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
 
 
 def may_copy_later(lane: Lane) -> bool:
-    """Was it considered what the launch copies, so that its steps bring the next trial nearer?"""
+    """May the launch copy text, or does its plan give a reason for proposing nothing (`Plan.reason`)?
+
+    The steps of such a launch are counted although members have ended. They bring the next trial nearer, or say how
+    long ago the last plain step was.
+    """
     return bool(lane.plan.copying or lane.plan.reason)
 
 
@@ -193,9 +208,14 @@ def may_go_along(effect: Effect) -> bool:
 
 
 def can_join(lane: Lane, settings: Settings) -> bool:
-    """May all waiting effects join the running launch, or go along with it later?
+    """May the waiting effects join the running launch, all but prompts whose turn to go along comes later?
 
-    Decode steps can, and only where there is no draft: what each member proposes was chosen for the members of this
+    The answer is a condition and no promise. Decode steps do not join while one of them waits for pages
+    (`World.join_launch`), and a prompt does not where a forward has no room for its rows (`choose_mixed_chunk`). If
+    something is left that needs the launch to end (`is_blocking`), the world sends `StopLaunch`. So a new rule here
+    needs its counterpart in `launch_choice.join_launch` and `mixed_launch.join_mixed_launch`.
+
+    Decode steps may join only where there is no draft: what each member proposes was chosen for the members of this
     launch, so such a launch keeps them to its end. Where text may be copied, a launch copies nothing from then on. With
     `Settings.mixed_launches` a prompt can join as well, unless another one goes along already or text may be copied.
     """

@@ -9,12 +9,17 @@ Idea. There are two forms of a mixed launch:
 * One forward: decode steps of one token each, and the rows of a prompt that fill the forward.
 * Several forwards (`Settings.mixed_launches`): the decode steps run unattended, and the prompt's rows go along step
   after step. The executor launches each forward before it has read the tokens of the one before. The prompt gets
-  FORWARDS forwards at most, then it is the turn of another one.
+  FORWARDS forwards at most. Then one of the waiting prompts is chosen again, as a rule the shortest
+  (`prompt_choice.choose_other_effect`). It may be the same prompt.
 
 A launch of the second form need not end for anything that is usual. Decode steps join it, also the first one of the
 prompt that went along. A prompt joins it as well, unless another prompt goes along: then it waits for that one's rows.
-Where earlier text may be copied, nothing is copied while a prompt goes along. There the launch ends with the prompt's
-rows, so that the next one is planned with copies, and no prompt joins.
+
+A server that may copy earlier text (`max_copied`) copies nothing while a prompt goes along. So on such a server no
+prompt joins a launch, and a mixed launch is short: a member may take as many steps as the prompt has forwards when the
+launch begins (`count_forwards`). Then the next launch is planned with copies. Decode steps may join all the same, and
+leave the prompt fewer rows in each forward. If the launch ends before all rows were launched, the prompt's last outcome
+says how far they go, and the core asks for the others anew.
 
 Example. Requests 1 and 2 decode in one launch. Request 3 comes with a prompt of 1,000 rows, and forwards have 512 rows.
 It joins the launch. The next steps take 510 and 490 of its rows along; then its first decode step joins the launch.
@@ -50,7 +55,7 @@ def choose_mixed_chunk(
 ) -> EffectRequest | None:
     """Return the next rows of a prompt that go along with decode steps; None: the two take turns.
 
-    step_count: the requests that decode. prompt_count: the prompts that wait.
+    step_count: the requests that decode. prompt_count: the prompts that wait, with `other`.
 
     The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The forward is
     wider if several prompts wait. With positional state the rows are at most a block, unless the kernels update a
@@ -100,7 +105,7 @@ def start_mixed_launch(
 
 
 def count_forwards(prompt_chunk: EffectRequest, step_count: int) -> int:
-    """Count the forwards that these rows of a prompt take together with decode steps."""
+    """Count the forwards that these rows of a prompt take together with decode steps, if no further step joins."""
     effect = prompt_chunk.effect
     assert isinstance(effect, RunPrefill), "nothing else goes along"
     return -(-(effect.stop - effect.start) // (effect.forward_rows - step_count))
@@ -112,6 +117,7 @@ def join_mixed_launch(
     """Let waiting decode steps and one prompt join the running launch. Returns them as they are launched.
 
     No prompt joins where one goes along already, or where there is no room for its rows. The decode steps come first.
+    What does not join keeps waiting.
     """
     joining = tuple(one for one in lane.waiting if isinstance(one.effect, RunDecode))
     prompts = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]

@@ -17,7 +17,7 @@ things are known, all learned from earlier steps:
 
 `plan_launch` lists the ways in which the next step could propose. It takes the one that gives most tokens for its time,
 if that is more than a plain step gives. If none gives more, one request tries proposals now and then. The number of
-plain steps between two trials doubles each time, up to LONGEST_TRIAL_GAP, and halves again whenever proposals pay.
+plain steps between two trials doubles each time, up to LONGEST_TRIAL_GAP. A step that is expected to pay halves it.
 
 Invariants. No step begins that would cost more than is left on the server's account, or on that of any member, even if
 every proposal were wrong. There is one exception: members may lose again what they have gained themselves. If every

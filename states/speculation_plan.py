@@ -36,9 +36,13 @@ class Plan:
     charges_measured_time: bool = False  # a trial, or the draft first catches up with rows: its price says little
     price_doubted: bool = False  # the price may be too low: a step is charged its measured time if that is more
     self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
-    # Machine-readable: why some members propose nothing. Empty: a plain step is due, or no member wants proposals.
+    # Machine-readable: why some members propose nothing. `does_not_pay`: no way to propose is expected to give more
+    # than a plain step. `loss_limit`: some way is, but the accounts cannot bear it. `draft_lost`: the draft's process
+    # has gone. Empty: a plain step is due, or no member wants proposals.
     reason: str = ""
-    steps: int = 1  # how many steps the launch may take by this plan, however many proposals are right
+    # How many steps the launch may take by this plan, plain ones included, however many proposals are right. Steps with
+    # copies have a limit of their own (`Copying.steps`).
+    steps: int = 1
     # What the members copy, as `states/suffix_control.py` has chosen; empty: nothing.
     copying: tuple[Copying | None, ...] = ()
     copy_prices: CopyPrices = NO_COPY_PRICES

@@ -187,7 +187,8 @@ def plan_copies(
 ) -> Plan:
     """Return the plan of a launch with what each member copies. plan: what a draft proposes, if there is one.
 
-    The result holds for as many steps as `plan` at most.
+    `Plan.steps` of the result, which counts steps of any kind, is at most that of `plan`. Steps with proposals are
+    limited by `Copying.steps` besides.
 
     row_limit: rows of a step; 0: a plain step is due.
     """

@@ -10,7 +10,7 @@ tiers are a tuple, the quickest first. The first one is host memory; the others 
   means that no tier evicts them, until the caller releases the lease.
 * Keeping (`find_missing_runs`, then `keep_run` for each): a run is taken into host memory and queued for every lower
   tier that lacks it. Its entry in host memory is leased until each of them has written it or given it up.
-* Promotion (`promote`): rows that were read from a lower tier stay in host memory, if it has room.
+* Promotion (`promote`): rows that were read from a lower tier stay in host memory, if eviction can make room there.
 
 Invariants, all of them under `lock`, which the tiers share:
 

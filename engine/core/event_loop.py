@@ -87,8 +87,9 @@ class EventLoop:
     `post` never blocks. An event is folded at once, in the task that posts it: a turn of the asyncio loop for each
     event would make it wait for the interpreter, which the device thread needs as well.
 
-    The inbox holds events that come before `run` has begun, or while another event is folded. It is bounded: `limit`
-    live requests are allowed, and each has at most its submission, a cancellation and what an executor answers at once.
+    The inbox holds events that come before `run` has begun, or while another event is folded. It is bounded, because
+    `Submissions` refuses a job where `limit` requests are live (`submission.py`). Each of them has at most its
+    submission, a cancellation and what an executor answers at once.
     """
 
     world: World

@@ -28,7 +28,10 @@ class ReplayDiffers(Exception):
 
 
 class TraceCutShort(ReplayDiffers):
-    """The trace has no end: its server was killed, or still runs. Everything that is in it agrees."""
+    """The trace has no end, and everything that is in it agrees.
+
+    Its server was killed or still runs, or the trace has ended early: a disk was full or too slow (`Recorder`).
+    """
 
 
 @define
@@ -92,7 +95,8 @@ class Replay:
             return
         missing = " What came of the last event was not recorded to its end." if self.expected else ""
         raise TraceCutShort(
-            f"the trace was cut short after event {self.events - 1}: its server was killed, or it still runs.\n"
+            f"the trace was cut short after event {self.events - 1}: "
+            "its server was killed, could not write on, or still runs.\n"
             f"  replayed: {self.events} events, and everything that was recorded of them agrees.{missing}"
         )
 

@@ -2,7 +2,7 @@
 
 The format is JSON Lines, compressed with zstd if the name ends in `.zst`. First comes a header. Then comes every event
 (`Envelope`), followed by what it asked for (`EffectRequest`, `Launch`). A `Digest` of the world follows every 64
-events, and one stands at the end. docs/TRACE.md shows a trace.
+events, and one stands at the end. `engine/core/replay.py` checks a trace, and docs/TRACE.md shows one.
 """
 
 from __future__ import annotations

@@ -103,8 +103,9 @@ class OverlappedDecode:
         self._pace_ns = interval_ns if evenly else None
 
     def can_run(self, effect_requests: Sequence[EffectRequest], batch: RunningBatch | None) -> bool:
-        """Can these effects run overlapped? The device must run ahead, and nothing may be proposed or copied.
+        """Can these effects run overlapped? The device must run ahead, and no draft may propose.
 
+        No member may copy text in its next step either, unless members have ended or joined: then nothing is copied.
         batch: the launch, if it has begun.
         """
         if not self.shard.spec.runs_ahead:

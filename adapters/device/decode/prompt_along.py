@@ -4,17 +4,19 @@ Overlapped decode (`overlapped_decode.py`) launches each step before it has read
 need nothing of the step before but that it was launched. So they can go along with such steps:
 
     device:   16 decode rows, prompt rows 0..496 | 16 decode rows, prompt rows 496..992 | 17 decode rows
-    host:     launch the second step, report rows 496..992 | read the first one's picks | launch the third step | ...
+    host:     launch the second step, report 992 rows | read the first one's picks | launch the third step | ...
 
 The last rows are reported as soon as they are launched. Whatever the lane launches behind them finds them in place, and
 copies on other streams wait for all that it has launched. So the prompt's first decode step, or its next rows, can go
-with the next step already.
+with the next step already. The rows of the step in front are covered by that outcome. So rows 0..496 of the example
+have none of their own, although the step that computes them is read later.
 
 Invariants:
 
 * One prompt goes along at a time. The decode rows come first in a forward, so their logits have the bits that they have
   alone.
-* All rows but the last ones count as valid when the step that computes them has been read.
+* Rows count as valid when the step that computes them has been read, or when the last rows of the prompt have been
+  launched, if that is sooner.
 * A prompt has outcomes with `more`, then one without. That one comes with its last rows, or sooner: where it is given
   up, or where the launch ends.
 * Without memory for a step with its rows the prompt fails. Its positional state may have moved by then, so such a slot
@@ -96,7 +98,11 @@ class PlaceAlong:
     _prompt: PromptAlong | None = field(init=False, default=None)  # with rows that were not launched yet
 
     def begin(self, effect_request: EffectRequest) -> list[tuple[RequestId, Outcome]]:
-        """Let a prompt go along from the next step on. Return its failure if it cannot, else nothing."""
+        """Let a prompt go along from the next step on. Return its failure if it cannot, else nothing.
+
+        A second prompt, or rows that cannot share a forward, are a bug: the core asks for neither (`may_go_along` and
+        `can_join` of `states/lane.py`). So such a prompt fails and is not computed by itself, which would hide the bug.
+        """
         effect = effect_request.effect
         assert isinstance(effect, RunPrefill), effect_request
         if self.is_abandoned(effect_request.request):

@@ -1,9 +1,13 @@
-"""Launches of a layer of experts on a CUDA device: six, however many experts there are, and none waits for the host.
-A gate that no product has built in is one more.
+"""Launches of a layer of experts on a CUDA device: six as a rule, however many experts there are.
+
+They are the router's product, the choice, the tiles (`deal`), the gate product, the down product and the sum. A gate
+that no product has built in, down tiles of another height, and zeros for a missing correction are one more each. A
+shared expert adds its own products. Nothing waits for the host if all experts are on the device.
 
 Where a layer's experts lie in one piece, an expert's number is also the index of its weights. Of experts in host
 memory, those on the device have slots in one piece. They go through the same kernels, in as many turns as it takes to
-bring the others. Tiles are free, as everywhere: no tile cuts a sum.
+bring the others. Then the host reads the choice, and each turn launches tiles and both products again. Tiles are free,
+as everywhere: no tile cuts a sum.
 """
 
 from __future__ import annotations
@@ -174,8 +178,10 @@ class CudaExperts:
         correction: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`,
-        followed by the shared expert's. correction, scales: see `Experts`.
+        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`.
+
+        n: the smallest power of two that holds k weights, and the shared expert's behind them if there is one. Further
+        places are not read. correction, scales: see `Experts`.
         """
         assert scales is None or not isinstance(shape, GroupedExpertsShape), "no family has scales and groups"
         rows = len(logits)
