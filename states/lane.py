@@ -105,7 +105,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
       (`is_first_of_step`), unless all steps are plain. If only copies are proposed, a plain step sets it to 0
       (`count_proposing_steps`).
     * `member_count` follows `running` once members have ended, in a launch that may copy text or whose plan gives a
-      reason for proposing nothing (`may_copy_later`). So the steps of the other members are counted again.
+      reason for proposing nothing (`copies_were_considered`). So the steps of the other members are counted again.
 
     ends_together: there is a draft, so the first member that ends stops the launch for all, and it no longer runs
     unattended.
@@ -115,7 +115,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
         step_change = count_proposing_steps(lane, answer.outcome) - lane.proposing_steps
     if isinstance(answer.outcome, (Decoded, PrefillAdvanced)) and answer.outcome.more:
         if (
-            may_copy_later(lane)
+            copies_were_considered(lane)
             and len(lane.running) != lane.member_count
             and lane.running[0].request == answer.request
         ):
@@ -130,7 +130,7 @@ def record_outcome(lane: Lane, answer: EffectOutcome, *, ends_together: bool) ->
     return evolve(after, runs_unattended=False) if after.runs_unattended and ends_together else after
 
 
-def may_copy_later(lane: Lane) -> bool:
+def copies_were_considered(lane: Lane) -> bool:
     """May the launch copy text, or does its plan give a reason for proposing nothing (`Plan.reason`)?
 
     The steps of such a launch are counted although members have ended. They bring the next trial nearer, or say how
