@@ -181,7 +181,8 @@ class Store(Generic[D]):
     def find_missing_runs(self, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> list[Run]:
         """Return the runs to save: rows from `start` on that no tier has, of at most `run_bytes` each.
 
-        Blocks that are kept, but were not written because a queue was full, are queued again on the way.
+        Blocks that host memory still holds, but that a lower tier lacks because its queue was full, are queued again on
+        the way.
         """
         path = self._search.hash_blocks(tokens, kind, salt)
         block_size = self.layout.block_size
@@ -219,7 +220,10 @@ class Store(Generic[D]):
             return is_queued or entry.handle in self.memory_tier.rows
 
     def lacks_checkpoint(self, tokens: Tokens, salt: str = "") -> bool:
-        """Say whether no tier has the state behind `tokens` (whole blocks). An unwritten one is queued again."""
+        """Say whether no tier has the state behind `tokens` (whole blocks).
+
+        One that host memory holds and a lower tier lacks is queued again.
+        """
         path = self._search.hash_blocks(tokens, salt=salt)
         with self.lock:
             key, _ = self._search.get_checkpoint_key(path, len(tokens))
@@ -278,7 +282,7 @@ class Store(Generic[D]):
         self.memory.wake_waiters()
 
     def _retry_write(self, key: bytes) -> None:
-        """Queue a kept run again, if a lower tier lacks it because its queue was full."""
+        """Queue a run again, if host memory still holds it and a lower tier lacks it because its queue was full."""
         entry = self.memory_tier.index.get_holder(key)
         if entry is not None:
             self._queue_write(entry)

@@ -169,7 +169,10 @@ def goes_along(effect_request: EffectRequest) -> bool:
 
 
 def limit_to_forward(effect_request: EffectRequest, decode_rows: int) -> EffectRequest:
-    """Return the effect with the rows that go with a single step of so many decode rows, if it `goes_along`."""
+    """Return the effect with the rows that go with a single step of so many decode rows, if it `goes_along`.
+
+    It is called where steps are not overlapped. If rows are cut, the effect keeps no checkpoint: its end is another.
+    """
     effect = effect_request.effect
     if not (isinstance(effect, RunPrefill) and effect.forward_rows):
         return effect_request
