@@ -147,15 +147,16 @@ def format_shortfall(figure: Figure) -> str:
 
 
 def draw_table(rows: Sequence[TableRow]) -> Iterator[str]:
-    yield "| what | ours | beside it | goal | | run |"
-    yield "|---|---|---|---|---|---|"
+    """Draw a row for each group of figures, without the bar at its end that Markdown does not need."""
+    yield "| what | ours | beside it | goal | | run"
+    yield "|---|---|---|---|---|---"
     for row in rows:
         first = row.first
         what = f"{first.subject}, {'/'.join(figure.at for figure in row.figures)}"
         ours = f"{join_numbers([figure.ours for figure in row.figures])} {first.unit}".strip()
         goal = "" if first.goal is None else format_goal(first.goal, len(first.peers))
         cells = (what, ours, format_peers(row.figures), goal, format_verdict(row), str(row.run))
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(cells)}"
 
 
 def format_peers(figures: Sequence[Figure]) -> str:

@@ -23,7 +23,7 @@ Invariants, asserted in `states/invariants.py`:
 * A request has at most one effect on all lanes together.
 * A lane on which something waits is running, unless all that waits are decode steps without free pages.
 * Nothing that waits needs an unattended launch to end (`is_blocking` is False between two events). Only prompts may
-  wait beside such a launch, while another prompt goes along with it (`states/mixed_launch.py`).
+  wait during such a launch, while another prompt goes along with it (`states/mixed_launch.py`).
 
 Example. Requests 1 and 2 decode in one launch that runs unattended. Request 3 has finished its prefill and asks for its
 first decode step. Its effect is enqueued, `can_join` holds, and the world sends `Launch(..., joins=True)`: request 3

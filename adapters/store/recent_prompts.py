@@ -89,8 +89,8 @@ class RecentPrompts:
     ) -> tuple[int, RecentPrompt, Divergence | None]:
         """Add a prompt, and compare it with the others.
 
-        Return three things: how many tokens it has in common with the most similar of the last `count` prompts; the
-        prompt as it was added; and where it diverges from the most similar of all prompts.
+        The first result is how many tokens it has in common with the most similar of the last `count` prompts. The
+        second one is the prompt as it was added. The third one is where it diverges from the most similar of all.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)

@@ -41,7 +41,7 @@ def test_lines_are_objects_for_what_collects_them(capsys: pytest.CaptureFixture[
     log = logging.getLogger("rekindle.http")
     before = datetime.now(UTC).replace(microsecond=0)
     log.warning('line one\nline "two"', extra={"request": 7})
-    logging.getLogger("another.library").debug("noise")
+    logging.getLogger("another.package").debug("noise")
     log.debug("POST", extra={"answer": "chatcmpl-1", "requests": [7, 8]})
     try:
         int("lost")
