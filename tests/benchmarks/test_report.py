@@ -43,7 +43,7 @@ def test_figures_of_one_subject_share_a_row_beside_their_peers() -> None:
         for at, ours, peer in (("2k", 245, 189), ("64k", 1500, 2000))
     ]
     page = make_page([make_result(*figures)])
-    assert "| 8B, 2k/64k | 245/1,500 tok/s | vLLM 189/2,000 | ≥ vLLM | **missed** at 64k | 1 |" in page
+    assert "| 8B, 2k/64k | 245/1,500 tok/s | vLLM 189/2,000 | ≥ vLLM | **missed** at 64k | 1\n" in page
     assert "* **Decode**\n  * 8B (vLLM): 64k by 33 %" in page
     assert "1 of 2 figures that have a goal miss it:" in page
     runs = make_runs_page([make_result(*figures)])
