@@ -176,8 +176,13 @@ class CacheFigures(Collector):
                 yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
         yield CounterMetricFamily(
             "rekindle_cache_dropped_rows",
-            "Rows of snapshots that were dropped for lack of memory or time",
+            "Rows of the model that snapshots did not keep for lack of memory or time",
             value=figures["dropped_rows"],
+        )
+        yield CounterMetricFamily(
+            "rekindle_cache_dropped_draft_rows",
+            "Rows of the draft that snapshots did not keep for lack of memory or time, or because it had lost them",
+            value=figures["dropped_draft_rows"],
         )
         if "shared" in named:
             yield from iterate_shared_metrics(named["shared"])

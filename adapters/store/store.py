@@ -91,7 +91,8 @@ class Store(Generic[D]):
     restores: dict[str, RestoreTotals] = field(factory=dict[str, RestoreTotals])  # by tier
     memory_ready: threading.Event = field(factory=create_set_event)
     upkeep: Upkeep | None = None
-    dropped_rows: int = 0  # rows of snapshots that there was no memory or no time for
+    dropped_rows: int = 0  # rows of the target that snapshots did not keep, for lack of memory or time
+    dropped_draft_rows: int = 0  # the same of its draft; a draft in another process may also have lost them
     _search: PrefixSearch = field(init=False)
     _by_name: Mapping[Tier, StoreTier] = field(init=False)
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
@@ -181,8 +182,7 @@ class Store(Generic[D]):
     def find_missing_runs(self, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> list[Run]:
         """Return the runs to save: rows from `start` on that no tier has, of at most `run_bytes` each.
 
-        Blocks that host memory still holds, but that a lower tier lacks because its queue was full, are queued again on
-        the way.
+        Blocks of host memory that a lower tier lacks, because its queue was full, are queued again on the way.
         """
         path = self._search.hash_blocks(tokens, kind, salt)
         block_size = self.layout.block_size
@@ -345,5 +345,6 @@ class Store(Generic[D]):
                 "restores": {tier: asdict(totals) for tier, totals in self.restores.items()},
                 "leases": len(self._leases),
                 "dropped_rows": self.dropped_rows,
+                "dropped_draft_rows": self.dropped_draft_rows,
                 "recent": len(self.recent_prompts),  # prompts that scope `auto` compares with
             }

@@ -15,9 +15,10 @@ How a snapshot is taken (`Saver.save`):
 
 Invariants: until the snapshot is answered, its slot belongs to the request and no row of it changes, so another thread
 may read them. Rows are kept from the first one on without a gap: when time or memory ends, the rest is dropped and
-counted (`Store.dropped_rows`). A snapshot has MAX_SNAPSHOT_NS from its turn on the saver's thread on, including the
-time in which it waits for its gate. One run is copied in any case. There is one saver thread, so snapshots are taken
-one after the other.
+counted (`Store.dropped_rows`). The target's runs come first, so a draft's run that is dropped costs no row of the
+target; it is counted apart (`Store.dropped_draft_rows`). A snapshot has MAX_SNAPSHOT_NS from its turn on the saver's
+thread on, including the time in which it waits for its gate. One run is copied in any case. There is one saver thread,
+so snapshots are taken one after the other.
 
 When the next run may be copied, and whether more memory may be pinned or waited for, is decided in the core
 (`states/pacing.py`). It sends `PaceSnapshot` to the one snapshot that is being taken; `pace_snapshot` puts it into
@@ -36,7 +37,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from attrs import define, field, frozen
 
@@ -66,6 +67,10 @@ MOST_COPIES = 2
 # The pace of a snapshot that the engine no longer waits for: it may copy at once, pin memory, and wait for memory until
 # its time (MAX_SNAPSHOT_NS) is over.
 UNPACED = PaceSnapshot(may_copy=True)
+
+# Why a run was dropped: the snapshot's time was over, the store had no memory or no budget for it, or a draft in
+# another process no longer has these rows.
+DropReason: TypeAlias = Literal["no time", "no memory", "the draft has lost its rows"]
 
 
 @frozen
@@ -236,21 +241,33 @@ class Saver:
     # --- called on the saver's thread ---
 
     def _copy_missing_runs(self, effect: SaveSnapshot, source: SnapshotSource, gate: PaceGate) -> tuple[int, int]:
-        """Copy runs until all are kept or the time is over. Return (rows kept from the first one on, new bytes)."""
+        """Copy runs, those of the target first, until all are kept or one is dropped.
+
+        Return the tokens from the first one on whose rows of the target are kept, and the new bytes.
+        """
         end = self.clock_ns() + MAX_SNAPSHOT_NS
         tokens = effect.tokens
         saved_bytes = 0
         for run, movers in self._find_missing_runs(effect, source):
             gate.wait_until_open()
             is_late = saved_bytes > 0 and self.clock_ns() > end
-            size = None if is_late else self._copy_run(source, run, movers, gate, end)
-            if size is None:
-                why = "no time" if is_late else "no room"
-                log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
-                self.store.dropped_rows += len(tokens) - run.start
-                return (run.start if run.kind == "rows" else len(tokens)), saved_bytes
-            saved_bytes += size
+            copied = "no time" if is_late else self._copy_run(source, run, movers, gate, end)
+            if isinstance(copied, str):
+                return self._drop_rest(effect, source, run, copied), saved_bytes
+            saved_bytes += copied
         return len(tokens), saved_bytes
+
+    def _drop_rest(self, effect: SaveSnapshot, source: SnapshotSource, run: Run, why: DropReason) -> int:
+        """Log and count the rows from this run on, which are not kept. Return the tokens whose target rows are kept."""
+        is_draft = run.kind == "draft"
+        stop = min(source.draft_span[1], len(effect.tokens)) if is_draft else len(effect.tokens)
+        whose = "the draft" if is_draft else "the target"
+        log.info("slot %d: rows %d..%d of %s are not kept: %s", effect.slot, run.start, stop - 1, whose, why)
+        if is_draft:
+            self.store.dropped_draft_rows += stop - run.start
+            return len(effect.tokens)
+        self.store.dropped_rows += stop - run.start
+        return run.start
 
     def _find_missing_runs(
         self, effect: SaveSnapshot, source: SnapshotSource
@@ -264,19 +281,23 @@ class Saver:
 
     def _copy_run(
         self, source: SnapshotSource, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
-    ) -> int | None:
-        """Copy one run and give it to the store. Return its bytes, or None if there was no room."""
+    ) -> int | DropReason:
+        """Copy one run and give it to the store. Return its bytes, or why it was dropped.
+
+        Raises RowsLost if the target has lost the rows, and whatever a copy raises except errors of memory.
+        """
         try:
             buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), gate, end)
             for mover in movers:
                 work = partial(mover.copy_out, source.slot, (run.start, run.stop), buffer.data, source.cuda_events)
                 work() if mover.is_addressable else self._run_on_lane(work, source)
         except Exception as error:
-            is_draft_lost = run.kind == "draft" and isinstance(error, RowsLost)  # it costs its own rows only
-            if not (is_draft_lost or is_out_of_memory(error)):
+            if run.kind == "draft" and isinstance(error, RowsLost):
+                return "the draft has lost its rows"
+            if not is_out_of_memory(error):
                 raise
-            return None
-        return buffer.data.nbytes if self.store.keep_run(run, buffer) else None
+            return "no memory"
+        return buffer.data.nbytes if self.store.keep_run(run, buffer) else "no memory"
 
     def _allocate(self, size: int, gate: PaceGate, end: int) -> Buffer:
         """Return a buffer, of pinned memory where there is a GPU. Raises MemoryError.

@@ -118,7 +118,8 @@ async def compare(
             assert found.tiers == {"none"}
             assert found.said == plain[plan].said, plan
             assert len(found.proposals) >= count // 2
-        assert not target.transfer.store.dropped_rows, "what is kept is all that the draft has"
+        assert not target.transfer.store.dropped_rows
+        assert not target.transfer.store.dropped_draft_rows, "what is kept is all that the draft has"
         await target.close()
     return pairs
 

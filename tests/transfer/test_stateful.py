@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +27,15 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
-from adapters.transfer.copy_rows import StateMover
-from adapters.transfer.saver import UNPACED
+from adapters.transfer.copy_rows import RowMover, StateMover
+from adapters.transfer.saver import MAX_SNAPSHOT_NS, UNPACED
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import CheckpointId, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
+from effects.ports import RowsLost
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
@@ -302,6 +305,38 @@ async def test_a_place_with_another_state_is_refused(bench: StatefulBench) -> No
         outcome = await bench.one(2, RunPrefill(SlotId(1), at, at + 8))
         assert isinstance(outcome, DeviceFailed)
         assert f"checkpoint {place} does not have the state behind {at} tokens" in outcome.detail
+
+
+@pytest.mark.parametrize("why", ["no time", "no memory", "the draft has lost its rows"])
+async def test_a_draft_whose_rows_are_not_kept_costs_no_row_of_the_target(
+    why: str, bench: StatefulBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, copy_out, allocate = bench.moving.saver, RowMover.copy_out, bench.store.memory.allocate
+    draft_bytes = LAYOUT.compute_size("draft", 72)
+
+    def copy_unless_lost(mover: RowMover, *what: Any) -> None:
+        if mover.part is bench.draft and why == "the draft has lost its rows":
+            raise RowsLost((), "its process was started again")
+        copy_out(mover, *what)
+
+    def allocate_unless_full(_: object, size: int, **how: Any) -> Any:
+        if size == draft_bytes and why == "no memory":
+            raise MemoryError(f"{size} bytes")
+        return allocate(size, **how)
+
+    monkeypatch.setattr(RowMover, "copy_out", copy_unless_lost)
+    monkeypatch.setattr(bench.store.memory.__class__, "allocate", allocate_unless_full)
+    times = iter([0, MAX_SNAPSHOT_NS + 1])  # at the start, and before the second run, which is the draft's
+    if why == "no time":
+        saver.clock_ns = lambda: next(times)
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    with caplog.at_level(logging.INFO, "rekindle.store"):
+        saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:72]))
+    assert saved == SnapshotSaved(72, LAYOUT.compute_size("rows", 72))
+    assert f"slot 0: rows 0..71 of the draft are not kept: {why}" in caplog.messages
+    figures = bench.store.collect_figures()
+    assert (figures["dropped_rows"], figures["dropped_draft_rows"]) == (0, 72)
 
 
 async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: StatefulBench) -> None:

@@ -611,6 +611,7 @@ async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
         "rekindle_cache_write_errors_total 0.0",
         "rekindle_cache_dropped_writes_total 0.0",
         "rekindle_cache_dropped_rows_total 0.0",
+        "rekindle_cache_dropped_draft_rows_total 0.0",
         "rekindle_cache_queued_bytes 0.0",
     ):
         assert line in text.splitlines(), line
