@@ -7,8 +7,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal
 
-import msgspec
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 from effects.compression import Mode
 from effects.job import Sampling
@@ -46,6 +45,8 @@ class EdgeModel:
     * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
     * model_info: n_params, size, dtype and more. /v1/models shows them as `meta`.
     * created: Unix time at which the model was made or loaded. version: of this server.
+    * identity: the digest of weights, configuration, kernels and shapes (`engine/loading/identity.py`). text_digest: of
+      the chat template and of how answers are parsed.
     """
 
     model_id: str
@@ -57,14 +58,8 @@ class EdgeModel:
     model_info: Mapping[str, Any] = field(factory=dict)
     created: int = 0
     version: str = "0"
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return OpenAI's `system_fingerprint`. Where it is the same, so are version, numerics and model, and one seed
-        gives one answer. It begins with `b`, as builds of llama.cpp do.
-        """
-        parts = [self.version, self.model_id, dict(self.numerics), dict(self.model_info), self.created]
-        return f"b{self.version}-{blake2b(msgspec.json.encode(parts), digest_size=4).hexdigest()}"
+    identity: str = ""
+    text_digest: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,6 +137,19 @@ class EdgeOptions:
     access: AccessOptions = field(factory=AccessOptions)
     limits: RequestLimits = field(factory=RequestLimits)
     times: EdgeTimes = field(factory=EdgeTimes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return OpenAI's `system_fingerprint`, which stands for the backend's configuration.
+
+        Where two servers have the same, they give a request with a seed the same answer: version, weights, numerics,
+        template and the defaults that a request may leave open are equal. A restart keeps it, and so do options that
+        change no answer, such as those of the cache. It begins with `b`, as builds of llama.cpp do.
+        """
+        model = self.model
+        defaults = asdict(self.defaults.sampling), asdict(self.defaults.compression), self.defaults.stabilize
+        facts = repr((model.version, model.identity, model.text_digest, *defaults))
+        return f"b{model.version}-{blake2b(facts.encode(), digest_size=4).hexdigest()}"
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from hashlib import blake2b
 
 from adapters.http.edge_options import (
     AccessOptions,
@@ -13,14 +14,17 @@ from adapters.http.edge_options import (
     RequestDefaults,
     RequestLimits,
 )
-from effects.job import Sampling
+from adapters.text.model_text import Text
 from engine import __version__
 from engine.loading.load_target import LoadedModel
 from engine.settings.options import Options
 
 
-def build_edge_options(options: Options, target: LoadedModel, sampling: Sampling) -> EdgeOptions:
-    """Return the options of the HTTP edge."""
+def build_edge_options(options: Options, target: LoadedModel, text: Text) -> EdgeOptions:
+    """Return the options of the HTTP edge: ratios in thousandths, and the largest body in bytes instead of MiB.
+
+    text: as `Text.check` has left it. `serve` calls this once, when the model is loaded.
+    """
     compression = options.compression
     http = options.http
     return EdgeOptions(
@@ -34,9 +38,11 @@ def build_edge_options(options: Options, target: LoadedModel, sampling: Sampling
             model_info=target.model_info,
             created=int(time.time()),
             version=__version__,
+            identity=target.identity,
+            text_digest=digest_text(text),
         ),
         RequestDefaults(
-            sampling,
+            text.sampling,
             target.scope,
             target.has_disk,
             CompressionDefaults(
@@ -53,3 +59,13 @@ def build_edge_options(options: Options, target: LoadedModel, sampling: Sampling
         RequestLimits(http.max_body << 20, max_jobs=target.settings.slots + http.max_queue),
         EdgeTimes(request_timeout_s=http.request_timeout),
     )
+
+
+def digest_text(text: Text) -> str:
+    """Return 16 hex digits over what turns messages into a prompt and tokens into an answer, besides the tokenizer.
+
+    The tokenizer is left out: its tokens belong to the weights, whose digest the identity has.
+    """
+    template = None if text.template is None else text.template.source
+    parts = template, text.calls, text.reasoning
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()

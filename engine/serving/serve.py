@@ -209,7 +209,7 @@ async def serve_model(
             running.metrics.watch_shards(
                 partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
-            about = build_edge_options(options, target, text.sampling)
+            about = build_edge_options(options, target, text)
             routes = make_fleet_routes(running.submissions, target)
             gate.app = build_app(running.submissions, text, about, running.metrics, histories, fleet_routes=routes)
             watch.start()

@@ -23,6 +23,11 @@ def ask(server: Running, prompt: list[int] = PROMPT) -> tuple[dict, dict]:
     return answer["choices"][0], answer["rekindle"]
 
 
+def get_fingerprint(server: Running) -> str:
+    """Return the `system_fingerprint` of an answer to a prompt that is too short to be kept."""
+    return server.complete(PROMPT[:8], max_tokens=1).json()["system_fingerprint"]
+
+
 def cache(server: Running) -> dict:
     return server.client.get("/props").json()["full_cache"]
 
@@ -86,6 +91,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         cold, how = ask(server)
         assert (how["restored_tokens"], how["tier"], how["miss"]) == (0, "none", "empty_store")
         written(server)
+        fingerprint = get_fingerprint(server)
         kill(server)
     with serving(*words, trusting=True) as server:
         assert cache(server)["entries"] >= 2
@@ -96,6 +102,7 @@ def test_a_killed_server_starts_warm_and_says_the_same(tmp_path: Path) -> None:
         assert cache(server)["hits"] == {"disk": 1}
         again, how = ask(server)
         assert (again, how["tier"]) == (cold, "device")
+        assert get_fingerprint(server) == fingerprint
         file = first_rows(folder)
         assert server.stop() == 0
     raw = bytearray(file.read_bytes())

@@ -43,7 +43,7 @@ class OpenAiShape(ABC, Generic[D]):
         """Return the fields that every OpenAI object has."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
         tier = {"service_tier": "default"} if self.controls.names_tier else {}
-        return {**named, "system_fingerprint": self.options.model.fingerprint, **tier}
+        return {**named, "system_fingerprint": self.options.fingerprint, **tier}
 
     def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}

@@ -86,7 +86,7 @@ class IngressGate:
 
     def _build_guard(self, paths: frozenset[str]) -> Guard:
         """Return the application of the ingress behind the guard of the HTTP server."""
-        edge = build_edge_options(self.options, self.text)
+        edge = build_ingress_edge_options(self.options, self.text)
         metrics = Metrics()
         finder = KeyFinder(PromptReader(self.text, edge), edge.limits.max_body, self.thread)
         app = IngressApp(self.picker, finder, edge, metrics, open_requests=self.open_requests)
@@ -100,8 +100,12 @@ async def answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"lifespan.{phase}.complete"})
 
 
-def build_edge_options(options: Options, text: Text) -> EdgeOptions:
-    """Return the options of the HTTP server, without what only a loaded model decides."""
+def build_ingress_edge_options(options: Options, text: Text) -> EdgeOptions:
+    """Return the options of the ingress's HTTP server.
+
+    It loads no model, so the model's facts, its device limits and compression have their defaults. The replicas check
+    what depends on those.
+    """
     http = options.http
     names = EdgeModel("", 0, 0, options.model.alias, options.model.any_model, version=__version__)
     return EdgeOptions(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from adapters.http.edge_options import CompressionDefaults
 from adapters.http.wire.errors import ApiError
 from effects.job import Sampling
 from effects.scope import Scope, Selection
+from engine.settings.options import evolve_options
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, stream, text_of
 from tests.text import small
@@ -454,6 +456,26 @@ async def test_a_fingerprint_stands_for_what_decides_an_answer(site: Site) -> No
     shown = (await site.chat(max_tokens=1)).json()["system_fingerprint"]
     assert shown.startswith(f"b{site.options.model.version}-")
     assert {chunk["system_fingerprint"] for chunk in await chunks(site, PATH, chat(max_tokens=1))} == {shown}
-    others = {"version": "9"}, {"numerics": {"mode": "fast"}}, {"model_info": {"dtype": "int8"}}, {"model_id": "b"}
-    prints = {shown, *(evolve(site.options.model, **other).fingerprint for other in others)}
+    others = (
+        {"version": "9"},
+        {"identity": "ab" * 16},
+        {"text_digest": "ab" * 8},
+        {"sampling": Sampling(temperature=0.5)},
+        {"compression": CompressionDefaults("auto")},
+        {"stabilize": "off"},
+    )
+    prints = {shown, *(evolve_options(site.options, **other).fingerprint for other in others)}
     assert len(prints) == 1 + len(others)
+
+
+async def test_a_fingerprint_does_not_change_with_what_changes_no_answer(site: Site) -> None:
+    """A restart at another time, with other names and another cache, gives the same answers."""
+    others = (
+        {"created": 1_700_000_000},
+        {"aliases": ("other",)},
+        {"numerics": {"mode": "exact", "seconds": 9.0}},
+        {"scope": Scope("off")},
+        {"max_body": 1 << 20},
+    )
+    prints = {evolve_options(site.options, **other).fingerprint for other in others}
+    assert prints == {site.options.fingerprint}
