@@ -8,6 +8,8 @@ from functools import cached_property
 
 from attrs import field, frozen
 
+QUOTED = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
+
 
 @frozen(slots=False)
 class CallTags:
@@ -109,3 +111,9 @@ GLM = CallTags(
     value_tag="<arg_value>",
     optional_breaks=True,
 )
+
+
+def unquote(text: str) -> str:
+    """Return the name or the key in a tag, without white space and quotes around it."""
+    found = QUOTED.fullmatch(text)
+    return text.strip() if found is None else found[2]

@@ -9,11 +9,16 @@ The idea: a tag ends a value only if the text after it fits.
 
 * A parameter ends it if its key is declared and was not given yet, or if a `</parameter>` stands before it.
 * `</parameter>` ends it if another parameter, the end of the call, another call or the end of all text follows.
-* `</function>` and `</tool_call>` end it if another call or the end of all text follows. If other text follows, the
-  parser looks further. The value continues if another `</parameter>` or `</function>` comes that no call has opened.
+* `</function>` and `</tool_call>` end it if another call, the end of all text, or a declared parameter that was not
+  given yet follows. If other text follows, the parser looks further. The value continues if another `</parameter>` or
+  `</function>` comes that no call has opened.
+* Where the answer may have one call only, all tags that close a call end the value at once, whatever follows.
 * The beginning of another declared call ends it, unless the tags after that call show that it was part of the value.
 
 The text that the parser looks at is held back, so that nothing has to be withdrawn.
+
+A parameter that is given twice has its last value, as in the parsers of mlx-lm, which fill a dictionary. The first
+value was passed on already, so the arguments have the key twice, and JSON parsers take the last one.
 """
 
 from __future__ import annotations
@@ -27,14 +32,13 @@ from attrs import define, field
 
 from adapters.text.answer.certain_json import JsonWriter
 from adapters.text.answer.forms.call_form import MAX_NAME, CallForm
-from adapters.text.answer.forms.call_tags import QWEN, CallTags
+from adapters.text.answer.forms.call_tags import QWEN, CallTags, unquote
 from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import to_json_value
 from adapters.text.answer.schema_types import collect_types, declared_properties, find_property, required_properties
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
-QUOTED = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
 MAX_SEARCHES = 16  # of all text, so that a text that consists of calls does not take quadratic time
 MIN_CUT_TAG_CHARS = 3  # this many characters of a tag at the end of all text count as the tag
 
@@ -342,8 +346,3 @@ class XmlCalls(CallForm):
             text += self._ending
         if text:
             writer.write_value(json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-def unquote(text: str) -> str:
-    found = QUOTED.fullmatch(text)
-    return text.strip() if found is None else found[2]

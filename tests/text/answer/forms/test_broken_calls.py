@@ -134,6 +134,18 @@ XML: dict[str, tuple[str, Expected]] = {
         xml(given("content", "So:\n" + xml(given("path", "b")))),
         [("write", {"content": "So:\n" + xml(given("path", "b"))})],
     ),
+    "a parameter that is given twice has its last value": (
+        xml(PATH, given("content", "x"), given("path", "b.py")),
+        [("write", {"path": "b.py", "content": "x"})],
+    ),
+    "a parameter that is given twice, with a number": (
+        xml(given("n", "1"), given("n", "2")),
+        [("write", {"n": 2})],
+    ),
+    "the tag of a parameter that was given already is text": (
+        xml(PATH, "<parameter=content>\nsee\n<parameter=path>\nb.py\n</parameter>\n"),
+        [("write", {"path": "a.py", "content": "see\n<parameter=path>\nb.py"})],
+    ),
     "text behind a call": (xml(PATH) + "\nDone. </b>", [("write", {"path": "a.py"}), SAID("Done. </b>")]),
     "text behind a call, and another one": (
         xml(PATH) + "\nThen:\n" + xml(given("command", "ls"), name="bash"),
@@ -203,6 +215,10 @@ ONE = named('{"path": "a.py"}')
 MADE = ("write", {"path": "a.py"})
 HERMES: dict[str, tuple[str, Expected]] = {
     "a line break in a string": (hermes(named('{"path": "a\n\tb"}')), [("write", {"path": "a\n\tb"})]),
+    "a key that is given twice has its last value": (
+        hermes(named('{"path": "b.py", "content": "x", "path": "a.py"}')),
+        [("write", {"path": "a.py", "content": "x"})],
+    ),
     "a trailing comma": (hermes(named('{"path": "a.py", }')), [MADE]),
     "trailing commas everywhere": (
         hermes('{"name": "write", "arguments": {"items": [1, 2,], "deep": {"a": "b",},},}'),
