@@ -10,7 +10,7 @@ from attrs import frozen
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
 CheckpointId = NewType("CheckpointId", int)  # a checkpoint of positional state that a device keeps
-LaneId = NewType("LaneId", int)  # a queue of device work; that of the target's device is MAIN
+LaneId = NewType("LaneId", int)  # a queue of device work: MAIN, PROMPTS, or 1 for a prompt scorer's own device
 PageId = NewType("PageId", int)  # a page of the pool that all slots share
 LeaseId = NewType("LeaseId", int)  # a hit in the block store, which stays until its rows are restored or released
 MAIN = LaneId(0)

@@ -1,4 +1,9 @@
-"""PFlash: a small model, the prompt scorer, decides which tokens of a prompt are kept."""
+"""Effects and outcomes of prompt compression: a small model, the prompt scorer, decides which tokens are kept.
+
+The idea is speculative prefill (Liu et al. 2025, github.com/Jingyu6/speculative_prefill). PFlash is its form in the
+server Lucebox (github.com/Luce-Org/lucebox), whose way of scoring is used here (`adapters/device/compression/`).
+`/props` and the page call it so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transitions of LoadingScorer, Compressing and UnloadingScorer: a prompt is shortened by the prompt scorer (PFlash).
+"""Transitions of LoadingScorer, Compressing and UnloadingScorer: the prompt scorer shortens a prompt.
 
 The scorer is loaded, scores the prompt piece by piece, picks the tokens that are kept, and is given back. A failure on
 the way serves the prompt as it is, if it fits the context. In options the scorer is called `drafter`.
@@ -50,7 +50,11 @@ TOO_LONG = "not enough of it could be left out"
 def start_scoring(
     state: LoadingScorer, _: ModelLoaded, context: DecisionContext
 ) -> Transition[Compressing, CompressPrompt]:
-    """Score the whole prompt, or only the messages that have aged where those are frozen one by one."""
+    """Begin to score the whole prompt or, where messages are frozen one by one, only those that have aged.
+
+    `CompressPrompt.most` is then the context less the tokens of the answer, and 0 for messages, which have no common
+    limit.
+    """
     prompt = state.prompt
     job = prompt.job
     if freezes_messages(job):

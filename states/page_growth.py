@@ -82,7 +82,11 @@ def grow_waiting_steps(
 
 
 def limit_to_rows(effect_request: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:
-    """Return the request for this effect, which may continue alone only as far as its slot has rows."""
+    """Return the request for this effect, which may continue alone only as far as its slot has rows.
+
+    rows: of all pages of the slot. `RunDecode.steps` counts tokens where the executor may copy tokens by a rule, so
+    copies stay within these rows too.
+    """
     if effect is not effect_request.effect:
         effect_request = evolve(effect_request, effect=effect)
     return limit_steps(effect_request, rows - effect.position)

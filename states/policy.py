@@ -62,7 +62,7 @@ def decide_shortening(settings: Settings, prompt: Prompt) -> Decision:
 
 
 def decide_compression(context: DecisionContext, prompt: Prompt, missing: int) -> Decision:
-    """Decide whether the prompt is compressed (PFlash) before it is served.
+    """Decide whether the prompt is compressed (`effects/prompt_compression.py`) before it is served.
 
     A conversation whose aged messages are frozen one by one is decided by `decide_freezing`. Every other prompt is
     decided here, also where freezing is on: no earlier turn of it is kept, so compressing it as a whole loses no

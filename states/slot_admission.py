@@ -52,7 +52,8 @@ from states.slots import (
 
 BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a title or a summary takes fewer
 
-# Target slot, source slot, rows to keep, and the slot whose checkpoint has the state after these rows, if one has it.
+# The slot that the prompt gets (`target`), the slot whose rows it continues (`source`), how many of these, and the slot
+# whose checkpoint has the state after these rows, if one has it.
 SlotChoice: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
@@ -163,7 +164,7 @@ def give_slot(
     checkpoints = mark_used(slots.checkpoints, device_checkpoint, slots.release_count)
     if checkpoints:
         # Checkpoints within the common rows are right for the new prompt, wherever its rows come from.
-        inheritable = list_inheritable_tokens(slots, target, requests, settings)
+        inheritable = list_inheriting_sequences(slots, target, requests, settings)
         checkpoints = hand_over(checkpoints, SlotId(target), shared[target], inheritable)
     state_rows = state_rows if settings.stateful else 0
     follow = slots.follows.get(request)
@@ -225,10 +226,14 @@ def find_start(slots: Slots, shared: list[int], source: int, settings: Settings)
     return best
 
 
-def list_inheritable_tokens(
+def list_inheriting_sequences(
     slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings
 ) -> list[Tokens]:
-    """Return, by slot, the sequence to which checkpoints of the target may be handed over: those of the same salt."""
+    """Return, by slot, the sequence that may take over checkpoints of the slot `target`; () for a slot of another salt.
+
+    A checkpoint must not pass between callers that may not share rows. The target's own sequence is among them, since
+    `hand_over` compares the others with it.
+    """
     salt = find_row_salt(slots.slots[target], requests)
     return [
         get_resident_tokens(slot, requests, settings) if find_row_salt(slot, requests) == salt else ()

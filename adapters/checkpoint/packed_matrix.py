@@ -51,8 +51,9 @@ class StepLayout:
     per: number of groups that share a scale.
     scale: the dtype of a scale.
     inner: each group has an integer factor of its own.
-    least: what is subtracted. "": nothing. "scale": an integer per group, times the scale. "own": an integer per group,
-    times a second number that is stored like the scale.
+    least: what is subtracted. "": nothing. "scale": an integer per group, times the scale (the zero point of GPTQ and
+    AWQ). "own": an integer per group, times a second number that is stored like the scale (the minimum of GGUF's K
+    types).
     """
 
     steps: str
@@ -64,7 +65,7 @@ class StepLayout:
 
     @property
     def span(self) -> int:
-        """The number of columns that share a scale."""
+        """The number of columns that share a scale: a super-block of GGUF's K types, else a group."""
         return self.group * self.per
 
     @property

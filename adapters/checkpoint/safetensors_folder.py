@@ -265,8 +265,11 @@ def _read_entry(
     return TensorEntry(path, kinds[dtype], tuple(shape), base + start, base + stop, base)
 
 
-def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, owner: str) -> None:
-    """Raise CheckpointError for a tensor that is missing, has another shape or is not part of `what`."""
+def check_expected_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, owner: str) -> None:
+    """Raise CheckpointError for a tensor that is missing, has another shape or is not part of `owner`.
+
+    owner: the model in words, for the message. Used when a checkpoint of a target or of a draft is opened.
+    """
     for name, shape in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{folder}: tensor {name} is missing")

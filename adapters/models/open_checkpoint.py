@@ -24,7 +24,7 @@ from adapters.checkpoint.quantised.rounding import GROUP, measure_error, round_m
 from adapters.checkpoint.safetensors_folder import (
     ALL,
     StoredTensor,
-    check_tensors,
+    check_expected_tensors,
     digest_tensors,
     scan_tensors,
 )
@@ -85,7 +85,7 @@ class Checkpoint:
         others_left = tensors.keys() - expected.keys()
         unneeded |= {name for name in others_left if family.is_unused(name) or _adds_nothing(name, tensors)}
         used = {name: entry for name, entry in tensors.items() if name in expected or name not in unneeded}
-        check_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
+        check_expected_tensors(path, used, expected, f"a {config.num_layers}-layer {family.model_type}")
         return cls(path, family, config, tensors, others)
 
     def read(self, name: str) -> Tensor:

@@ -34,7 +34,8 @@ MAGIC = b"rekindle-recent-1\n"
 BODY = struct.Struct("<QQI")
 MAX_PROMPTS = 256  # prompts
 MAX_BYTES = 64 << 20  # of packed tokens
-SLACK = 1 << 20  # bytes of a file beyond twice what it says, before it is written anew
+# A file is written anew if it is longer than twice the prompts that are remembered, and this many bytes.
+SLACK = 1 << 20
 MAX_FILE_BYTES = 2 * MAX_BYTES + 2 * SLACK
 SALT_TOKENS = 4  # tokens
 CHUNK = 4096  # tokens that are compared at once: most prompts differ soon

@@ -33,25 +33,25 @@ def build_shards(
     plan: Sequence[Placement],
     kernels: ProvenKernels,
     sources: Sequence[WeightSource],
-    room: ShardPlacement,
+    common: ShardPlacement,
     *,
     experts: HostExperts | None,
     fast: bool,
 ) -> Pipeline:
     """Build the shard of each placement on its device, with the tensors of its own layers and no others.
 
-    kernels, sources: of each shard, as `prove` and `stage_weights` return them. room: what every shard has room for;
-    its device and layers come from the plan. Shards in other processes have no pages and keep nothing in host memory.
-    experts: those that are in host memory, from where they are brought. fast: numerics are `fast`.
+    kernels, sources: of each shard, as `prove` and `stage_weights` return them. common: the slots, rows and types of
+    all shards; the plan has the device and the layers of each. Shards in other processes have no pages and keep nothing
+    in host memory. experts: those that are in host memory, from where they are brought. fast: numerics are `fast`.
     """
     config = checkpoint.config
     parts = list[Shard]()
     for part_placement, own, weights in zip(plan, kernels.shards, sources, strict=True):
-        placement = evolve(room, device=part_placement.device, layers=part_placement.layers)
+        placement = evolve(common, device=part_placement.device, layers=part_placement.layers)
         if part_placement.peer is not None:
-            ends = CopiedEnds(config, checkpoint, own, room.dtype, part_placement.device)
+            ends = CopiedEnds(config, checkpoint, own, common.dtype, part_placement.device)
             request = build_layers_request(config, placement, fast=fast)
-            left = config.find_crossing(part_placement.layers.stop, room.dtype, room.rows or room.dtype).width
+            left = config.find_crossing(part_placement.layers.stop, common.dtype, common.rows or common.dtype).width
             parts.append(RemoteShard(part_placement.peer, request, ends, config.hidden_size, config.num_layers, left))
             continue
         assert own is not None

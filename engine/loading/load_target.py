@@ -257,7 +257,7 @@ def load_with_peers(
     options = load_plan.options
     plan = load_plan.placements
     memory = transfer_memory(options.cache, [one.device for one in plan], peers.lender)
-    counted = checkpoint.with_hook(start_progress.count_parts(on_step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    counted = checkpoint.with_hook(start_progress.make_weight_counter(on_step, len(checkpoint.tensors)))
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, load_plan.choose_fit(), kept=cache, on_step=on_step)
         numerics = proven.numerics
@@ -267,8 +267,8 @@ def load_with_peers(
         on_step(start_progress.WEIGHTS)
         host_experts = build_host_experts(options, checkpoint, dtype, plan)
         fast = options.runtime.numerics == "fast"
-        room = plan_shard_room(load_plan, proven, usable_draft)
-        shard = build_shards(counted, plan, proven.kernels, sources, room, experts=host_experts, fast=fast)
+        common = plan_shard_placement(load_plan, proven, usable_draft)
+        shard = build_shards(counted, plan, proven.kernels, sources, common, experts=host_experts, fast=fast)
     assign_first_experts(host_experts)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=host_experts)
     neighbours = DraftNeighbours(shard, get_last_kernels(proven.kernels.shards), numerics, cache, peers.draft)
@@ -323,8 +323,8 @@ def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.
     return checkpoint.with_dtype(dtype)
 
 
-def plan_shard_room(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft | None) -> ShardPlacement:
-    """Return what every shard of the target has room for. Its device and its layers are not known yet."""
+def plan_shard_placement(plan: LoadPlan, proven: ProvenPlan, draft: FoundDraft | None) -> ShardPlacement:
+    """Return the slots, rows and types that all shards of the target have. Each gets its device and layers later."""
     options = plan.options
     checkpoint = plan.checkpoint
     return ShardPlacement(

@@ -142,13 +142,13 @@ class ServedModel:
         config = checkpoint.config
         if found is None:
             raise ValueError("there is no draft here: name one with --draft")
-        room = DraftPlacement(
+        placement = DraftPlacement(
             device=self.device, dtype=dtype, slots=asked.slots, capacity=asked.capacity, buckets=asked.buckets
         )
-        kernels = build_own_kernels(found, config, room, kept=kept, fast=asked.fast)
+        kernels = build_own_kernels(found, config, placement, kept=kept, fast=asked.fast)
         with use_device(self.device):
-            draft = build_draft(found, room, kernels, checkpoint)
-            warm_up_own_draft(draft, room, asked.rows)
+            draft = build_draft(found, placement, kernels, checkpoint)
+            warm_up_own_draft(draft, placement, asked.rows)
         return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
 
     def load_scorer(self, asked: LoadScorer) -> ServedScorer:

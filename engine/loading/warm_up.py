@@ -292,14 +292,14 @@ def release_cached_memory(devices: Iterable[torch.device]) -> None:
                 torch.cuda.empty_cache()
 
 
-def warm_up_own_draft(draft: CachedDraft[Any], room: DraftPlacement, most_rows: int) -> None:
+def warm_up_own_draft(draft: CachedDraft[Any], placement: DraftPlacement, most_rows: int) -> None:
     """Run every shape of a draft in its own process, without its target: rows come projected."""
     passes = PASSES[draft.device.type]
     token = torch.zeros(1, dtype=torch.int64)
     width = draft.hidden_size
-    for bucket in tuple(room.buckets) * passes:
+    for bucket in tuple(placement.buckets) * passes:
         draft.extend_projected(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
-    rehearse_proposals(draft, room.slots, most_rows, passes)
+    rehearse_proposals(draft, placement.slots, most_rows, passes)
 
 
 def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:

@@ -246,7 +246,7 @@ class SpeculationOptions:
 
 @frozen(kw_only=True)
 class CompressionOptions:
-    """The compression of prompts (PFlash): when, with which model, and how much is kept."""
+    """The options of prompt compression: when, with which model, and how much is kept."""
 
     prefill_compression: Annotated[Literal["off", "auto", "always"], flag(COMPRESSION)] = "off"
     """Shorten prompts by leaving out what matters least. auto: only long prompts, where that is quicker. always: every

@@ -1,4 +1,4 @@
 """The commands other than `serve`: simulation, load generation, chat, cache, doctor, timeline and the list of models.
 
-Each tool has its own room. May import `core`, `loading` and `settings`.
+Each tool has its own package. May import `core`, `loading` and `settings`.
 """

@@ -273,7 +273,7 @@ def rank_group(
     """Return the best replica of a group, one for each set of prices in it. ranks: of all replicas."""
     ends = tuple(query.stops[blocks - 1] if blocks else 0 for blocks in group.blocks)
     found = list[Candidate]()
-    for prices, mask in fleet.view.kinds:
+    for prices, mask in fleet.view.price_groups:
         numbers = list_numbers(group.mask & mask)
         if not numbers:
             continue

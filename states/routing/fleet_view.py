@@ -66,13 +66,13 @@ class FleetView:
 
     A mask is an integer with the bit `1 << number` set for each replica that it stands for.
 
-    kinds: pairs of prices and the mask of the replicas that have these prices.
+    price_groups: pairs of prices and the mask of the replicas that have these prices.
     """
 
     replicas: dict[str, KnownReplica] = field(factory=dict[str, KnownReplica])
     by_number: list[KnownReplica | None] = field(factory=list["KnownReplica | None"])
     everyone: int = 0  # the mask of all replicas
-    kinds: list[tuple[RoutePrices, int]] = field(factory=list["tuple[RoutePrices, int]"])
+    price_groups: list[tuple[RoutePrices, int]] = field(factory=list["tuple[RoutePrices, int]"])
     _index: dict[bytes, list[int]] = field(factory=dict[bytes, "list[int]"])  # key -> a mask for each tier
 
     def add_replica(self, name: str) -> KnownReplica:
@@ -84,7 +84,7 @@ class FleetView:
         self.by_number[number : number + 1] = [replica]
         self.replicas[name] = replica
         self.everyone |= 1 << number
-        self._sort_kinds()
+        self._group_by_prices()
         return replica
 
     def remove_replica(self, name: str) -> None:
@@ -94,7 +94,7 @@ class FleetView:
             self._forget_blocks(replica)
             self.by_number[replica.number] = None
             self.everyone &= ~(1 << replica.number)
-            self._sort_kinds()
+            self._group_by_prices()
 
     def apply_digest(self, name: str, digest: ReplicaDigest) -> bool:
         """Apply a digest of a replica. Return False where it is repeated, late or unconnected, or the replica unknown.
@@ -119,19 +119,22 @@ class FleetView:
         # Equal rates make the same object.
         if prices is not replica.prices:
             replica.prices = prices
-            self._sort_kinds()
+            self._group_by_prices()
 
-    def _sort_kinds(self) -> None:
-        """Sort replicas by their prices. One without known rates is taken to be like the first that has some."""
+    def _group_by_prices(self) -> None:
+        """Group the replicas by their prices, which are equal only if they are the same object (`make_prices`).
+
+        A replica without known rates gets the prices of the first one that has some.
+        """
         unknown = make_prices(Rates())
         known = next((one.prices for one in self.replicas.values() if one.prices is not unknown), unknown)
-        kinds: list[tuple[RoutePrices, int]] = []
+        groups: list[tuple[RoutePrices, int]] = []
         for replica in self.replicas.values():
             prices = known if replica.prices is unknown else replica.prices
-            at = next((index for index, (other, _) in enumerate(kinds) if other is prices), len(kinds))
-            mask = kinds[at][1] if at < len(kinds) else 0
-            kinds[at : at + 1] = [(prices, mask | 1 << replica.number)]
-        self.kinds = kinds
+            at = next((index for index, (other, _) in enumerate(groups) if other is prices), len(groups))
+            mask = groups[at][1] if at < len(groups) else 0
+            groups[at : at + 1] = [(prices, mask | 1 << replica.number)]
+        self.price_groups = groups
 
     def _change_tier(
         self, replica: KnownReplica, tier: Tier, added: frozenset[bytes], removed: frozenset[bytes]

@@ -271,20 +271,20 @@ def name_of(node: ast.expr) -> str:
             return ""
 
 
-def test_every_room_says_what_it_is_for() -> None:
-    rooms = {path.parent for path in modules()}
-    silent = [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(init(room)))]
+def test_every_package_says_what_it_is_for() -> None:
+    packages = {path.parent for path in modules()}
+    silent = [str(package.relative_to(ROOT)) for package in packages if not ast.get_docstring(ast.parse(init(package)))]
     assert silent == []
 
 
-def init(room: Path) -> str:
-    return (room / "__init__.py").read_text()
+def init(package: Path) -> str:
+    return (package / "__init__.py").read_text()
 
 
-def test_no_room_has_more_modules_than_a_reader_can_survey() -> None:
+def test_no_package_has_more_modules_than_a_reader_can_survey() -> None:
     """`states/` stays flat: its modules are one machine."""
     counts = Counter(path.parent for path in modules() if path.parent != ROOT / "states")
-    assert {str(room.relative_to(ROOT)): count for room, count in counts.items() if count > MOST_FILES} == {}
+    assert {str(package.relative_to(ROOT)): count for package, count in counts.items() if count > MOST_FILES} == {}
 
 
 def test_the_map_of_the_core_names_each_of_its_modules_once() -> None:

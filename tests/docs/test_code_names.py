@@ -160,19 +160,19 @@ def test_files_that_pages_mention_exist(page: Path) -> None:
     assert sorted(one for one in mentioned if not any(path.endswith(f"/{one}") for path in list_file_paths())) == []
 
 
-def list_rooms() -> Iterator[str]:
+def list_packages() -> Iterator[str]:
     """Yield every folder that an import contract names."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     for contract in contracts:
         for container in contract.get("containers", ()):
             folder = ROOT.joinpath(*container.split("."))
-            for room in (one.strip() for layer in contract["layers"] for one in layer.split("|")):
-                if (folder / room).is_dir():
-                    yield room
+            for package in (one.strip() for layer in contract["layers"] for one in layer.split("|")):
+                if (folder / package).is_dir():
+                    yield package
 
 
-def test_the_architecture_names_every_room_of_the_import_contracts() -> None:
+def test_the_architecture_names_every_package_of_the_import_contracts() -> None:
     page = (ROOT / "ARCHITECTURE.md").read_text()
-    rooms = set(list_rooms())
-    assert len(rooms) > 30
-    assert sorted(room for room in rooms if f"{room}/`" not in page) == []
+    packages = set(list_packages())
+    assert len(packages) > 30
+    assert sorted(package for package in packages if f"{package}/`" not in page) == []

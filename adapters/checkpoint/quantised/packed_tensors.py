@@ -163,14 +163,14 @@ def list_requirements(packing: Packing, main: tuple[int, int]) -> tuple[tuple[in
     match packing:
         case ScaledBlocks():
             own = "F8_E4M3" if packing.floating else "I8"
-            scales = list_scale_shapes(count_parts(main[0], packing.rows), count_parts(main[1], packing.columns))
+            scales = list_scale_shapes(count_groups(main[0], packing.rows), count_groups(main[1], packing.columns))
             return main, {"weight": PartRequirement((main,), (own,)), packing.scale: PartRequirement(scales)}
         case Int32Words():
             outputs = main[0]
             inputs = main[1] * (32 // packing.bits)
-            groups = count_parts(inputs, packing.group)
+            groups = count_groups(inputs, packing.group)
             zeros = PartRequirement(
-                ((count_parts(outputs, 32 // packing.bits), groups), (outputs, groups)), ("I32", "I8")
+                ((count_groups(outputs, 32 // packing.bits), groups), (outputs, groups)), ("I32", "I8")
             )
             return (outputs, inputs), {
                 "weight_packed": PartRequirement((main,), ("I32",)),
@@ -182,7 +182,7 @@ def list_requirements(packing: Packing, main: tuple[int, int]) -> tuple[tuple[in
         case Awq():
             inputs = main[0]
             outputs = main[1] * 8
-            groups = count_parts(inputs, packing.group)
+            groups = count_groups(inputs, packing.group)
             return (outputs, inputs), {
                 "qweight": PartRequirement((main,), ("I32",)),
                 "qzeros": PartRequirement(((groups, main[1]),), ("I32",)),
@@ -191,18 +191,18 @@ def list_requirements(packing: Packing, main: tuple[int, int]) -> tuple[tuple[in
         case Gptq():
             inputs = main[0] * (32 // packing.bits)
             outputs = main[1]
-            groups = count_parts(inputs, packing.group)
+            groups = count_groups(inputs, packing.group)
             return (outputs, inputs), {
                 "qweight": PartRequirement((main,), ("I32",)),
-                "qzeros": PartRequirement(((groups, count_parts(outputs, 32 // packing.bits)),), ("I32",)),
+                "qzeros": PartRequirement(((groups, count_groups(outputs, 32 // packing.bits)),), ("I32",)),
                 "scales": PartRequirement(((groups, outputs),)),
                 "g_idx": PartRequirement(((inputs,),), ("I32",), optional=not packing.ordered),
             }
 
 
-def count_parts(size: int, part: int) -> int:
-    """Return into how many parts of `part` a size is divided. The last may be shorter. 0: there is one part."""
-    return -(-size // part) if part else 1
+def count_groups(size: int, group: int) -> int:
+    """Return how many groups of `group` numbers cover `size` numbers. The last may be shorter. 0: there is one."""
+    return -(-size // group) if group else 1
 
 
 def list_scale_shapes(rows: int, columns: int) -> Sequence[Shape]:

@@ -1,4 +1,4 @@
 """Forwards of a launch: prefill chunks and decode steps, alone, in batches, overlapped or in one native call.
 
-Begin with `decode_step.py`. May import every other room of the device.
+Begin with `decode_step.py`. May import every other package of the device.
 """

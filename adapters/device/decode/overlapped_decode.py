@@ -236,9 +236,11 @@ class OverlappedDecode:
     ) -> InFlightStep | None:
         """Launch the step after `running`.
 
-        It is fed what the staying members pick, then the last tokens of those that join.
+        It is fed what the staying members pick, then the last tokens of those that join. Called on the lane.
 
-        Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`.
+        Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`: the
+        staying members get their last outcome with what `running` picks. Without memory, the joining members and a
+        prompt that goes along get DeviceFailed.
         """
         assert running.picking is not None
         tokens = running.picking.tokens

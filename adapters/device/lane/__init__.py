@@ -1,4 +1,4 @@
 """The device thread and what it shares with the event loop: the queue of work, the running batch and its outcomes.
 
-Begin with `lane.py`. Imports no other room of the device.
+Begin with `lane.py`. Imports no other package of the device.
 """

@@ -122,8 +122,8 @@ class MessageFreezing:
         if not (compression.freeze and compression.continues):
             return compression
         parts = compression.parts
-        band = find_aged_range(compression.parts, messages)
-        marked = tuple(self._add_spans(part, prompt) if at in band else part for at, part in enumerate(parts))
+        aged = find_aged_range(compression.parts, messages)
+        marked = tuple(self._add_spans(part, prompt) if at in aged else part for at, part in enumerate(parts))
         return evolve(compression, parts=marked, least=MIN_AGED_TOKENS)
 
     def _add_spans(self, part: PromptPart, prompt: Tokens) -> PromptPart:

@@ -1,4 +1,4 @@
 """Connections, bodies and errors: everything below a parsed request.
 
-Begin with `connection.py`. Imports no other room of the edge but its options.
+Begin with `connection.py`. Imports no other package of the edge but its options.
 """

@@ -1,9 +1,10 @@
 """The factory of everything that depends on a backend: the one module outside the backends that imports them.
 
-Other rooms ask here for an implementation and see interfaces only: `Kernels` (`layer_interface.py`), `SamplingKernels`
-(`sampling_interface.py`), `StepPacer` (`step_pacer.py`) and `KernelCompiler` (`compiler_interface.py`). A backend is
-imported when it is first asked for, so an installation without Triton serves on a processor. This module imports no
-torch itself, because a start asks it for work that overlaps the loading of torch's libraries.
+Other packages ask here for an implementation and see interfaces only: `Kernels` (`layer_interface.py`),
+`SamplingKernels` (`sampling_interface.py`), `StepPacer` (`step_pacer.py`) and `KernelCompiler`
+(`compiler_interface.py`). A backend is imported when it is first asked for, so an installation without Triton serves on
+a processor. This module imports no torch itself, because a start asks it for work that overlaps the loading of torch's
+libraries.
 """
 
 from __future__ import annotations

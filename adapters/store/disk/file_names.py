@@ -11,11 +11,14 @@ from adapters.store.files.private_folder import LOCK, TEMPORARY
 
 QUARANTINE = "damaged-"
 CHOICE = "auto-codec"  # what `auto` chose: `adapters/store/disk/codec_choice.py`
-FileRole: TypeAlias = Literal["lock", "journal", "run", "recent", "codec", "temporary", "aside", "stranger"]
+FileRole: TypeAlias = Literal["lock", "journal", "run", "recent", "codec", "temporary", "quarantined", "foreign"]
 
 
 def classify_name(name: str) -> FileRole:
-    """Return what a file of the cache folder is, by its name. What we have not named is a `stranger`."""
+    """Return what a file of the cache folder is, by its name.
+
+    A quarantined file is a run that was found damaged, and renamed. A foreign one has a name that no server gives.
+    """
     fixed: dict[str, FileRole] = {LOCK: "lock", index_journal.NAME: "journal", CHOICE: "codec"}
     if name in fixed:
         return fixed[name]
@@ -26,8 +29,8 @@ def classify_name(name: str) -> FileRole:
     whole = {"run", "recent", "journal", "codec"}
     if name.startswith(TEMPORARY) and classify_name(name.removeprefix(TEMPORARY)) in whole:
         return "temporary"
-    aside = name.startswith(QUARANTINE) and classify_name(name.removeprefix(QUARANTINE)) == "run"
-    return "aside" if aside else "stranger"
+    is_damaged_run = name.startswith(QUARANTINE) and classify_name(name.removeprefix(QUARANTINE)) == "run"
+    return "quarantined" if is_damaged_run else "foreign"
 
 
 def is_recent(name: str) -> bool:

@@ -38,7 +38,7 @@ class FolderUpkeep:
 
     def register_quarantined(self, names: Iterable[str]) -> None:
         """Register the files that an earlier process has quarantined."""
-        self._quarantined = dict.fromkeys(sorted(name for name in names if classify_name(name) == "aside"))
+        self._quarantined = dict.fromkeys(sorted(name for name in names if classify_name(name) == "quarantined"))
 
     def remove(self, name: str) -> None:
         """Remove a file if that is possible. A failure costs disk space only."""

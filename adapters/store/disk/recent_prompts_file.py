@@ -1,4 +1,8 @@
-"""Keeps the recent prompts of one identity in a file: read at the start, then appended to."""
+"""Keeps the recent prompts of one identity in a file, which is read at the start and then appended to.
+
+Scope `auto` compares new prompts with these, to choose how much of a prompt is worth keeping. They also tell where a
+prompt that missed the cache differs from an earlier one (`recent_prompts.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,24 +18,25 @@ MAX_FOREIGN_FILES = 8  # of other identities
 
 @define(eq=False)
 class RecentPromptsFile:
-    """The file of recent prompts. Used on the writer's thread, except `has_lost_prompt`, which any thread may set.
+    """The file of recent prompts. The thread that opens the tier loads it, and then only the tier's writer uses it.
 
-    has_lost_prompt: a prompt was not written. Later prompts may refer to it, so all of them are written anew.
+    origin: the root of the identity's block keys, which names the file. has_lost_prompt: a prompt was not written.
+    Later prompts may refer to it, so the next call writes the whole file. Any thread may set it.
     """
 
     prompts: RecentPrompts
-    origin: bytes  # of the identity
+    origin: bytes
     upkeep: FolderUpkeep
     has_lost_prompt: bool = False
-    _bytes: int = 0
-    _last: int = 0  # serial
+    _bytes: int = 0  # size of the file; 0: it is written from the beginning
+    _last: int = 0  # serial number of the last prompt in the file
 
     @property
     def name(self) -> str:
         return recent_prompts.PREFIX + self.origin.hex()
 
     def load(self, listing: dict[str, int]) -> None:
-        """Read the prompts of this identity's file. Of the files of other identities, MAX_FOREIGN_FILES are left there.
+        """Read the prompts of this identity's file. Of those of other identities, the first MAX_FOREIGN_FILES stay.
 
         listing: names and sizes of the folder's files. The files of prompts are taken out of it.
         """
@@ -46,14 +51,17 @@ class RecentPromptsFile:
         most = 2 * self.prompts.max_bytes + 2 * recent_prompts.SLACK
         raw = self.upkeep.read_small(self.name) if 0 < self._bytes <= most else b""
         if not recent_prompts.restore_prompts(raw, self.prompts):
-            self._bytes = 0  # it is written anew with the next one
+            self._bytes = 0  # the next prompt writes the whole file
             which = f"the list of recent prompts, {len(self.prompts)} of which could be read"
             self.upkeep.report_rebuilt("recent", which)
 
     def write_prompt(self, prompt: RecentPrompt) -> None:
-        """Append a prompt, or write the whole file anew. After a failure the next call writes it anew."""
+        """Append a prompt, or write the whole file if it has lost one or is over twice as long as its prompts.
+
+        Raises OSError. After a failure the next call writes the whole file.
+        """
         if prompt.serial <= self._last:
-            return  # they were, meanwhile
+            return  # a whole file that was written meanwhile has this prompt
         before = self._bytes
         self._bytes = 0
         kept = [prompt]

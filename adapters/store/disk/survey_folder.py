@@ -63,7 +63,7 @@ class Survey:
     quarantined: list[str] = field(factory=list[str])  # damaged-*
     temporary: list[str] = field(factory=list[str])
     recent_prompts: list[str] = field(factory=list[str])
-    strangers: list[str] = field(factory=list[str])  # not ours
+    foreign: list[str] = field(factory=list[str])  # names that are not ours
     sizes: dict[str, int] = field(factory=dict[str, int])
     journal: journal.JournalContents | None = None
 
@@ -110,7 +110,7 @@ def survey(folder: PrivateFolder) -> Survey:
             match classify_name(name):
                 case "lock" | "journal" | "codec":
                     pass
-                case "aside":
+                case "quarantined":
                     found.quarantined.append(name)
                 case "temporary":
                     found.temporary.append(name)
@@ -118,8 +118,8 @@ def survey(folder: PrivateFolder) -> Survey:
                     found.recent_prompts.append(name)
                 case "run":
                     add_description(folder, name, known, found)
-                case "stranger":
-                    found.strangers.append(name)
+                case "foreign":
+                    found.foreign.append(name)
     return found
 
 
@@ -221,7 +221,7 @@ def check_run(name: str, descriptor: int) -> None:
     seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
     said = parse_head(first)
     make_named_entry(named, said, size)
-    check_tensors(first, said.run, data)
+    check_tensor_spans(first, said.run, data)
     for packed, content in frames[1:]:
         frame = read_exactly(descriptor, at, packed)
         seekable.decompress(frame, memoryview(bytearray(content)))
@@ -231,9 +231,11 @@ def check_run(name: str, descriptor: int) -> None:
         raise Damaged("these are not the frames that the head was written for")
 
 
-def check_tensors(raw: bytearray, run: Run, content: int) -> None:
-    """Check that the header's tensors lie end to end: the token ids, then the contents of the other frames, to the last
-    byte.
+def check_tensor_spans(raw: bytearray, run: Run, content: int) -> None:
+    """Check that the tensors of a run lie end to end: the token ids, then the contents of the other frames.
+
+    raw: the first frame, which begins as safetensors files do: 8 bytes of length, then JSON. content: bytes of all
+    other frames together. Raises Damaged.
     """
     header = json.loads(bytes(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
     tensors = [(name, about) for name, about in header.items() if name != "__metadata__"]

@@ -1,4 +1,4 @@
 """Files of the prefix cache: their names, format, journal, and the private folder that they lie in.
 
-Begin with `file_format.py`. Imports no other room of the store but its interfaces.
+Begin with `file_format.py`. Imports no other package of the store but its interfaces.
 """

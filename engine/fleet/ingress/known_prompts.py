@@ -25,13 +25,18 @@ MOST_KEYS: Final = 1 << 18  # keys that are remembered: 15 MB, for 16 million to
 LEAST_KNOWN_PERCENT: Final = 75  # of a body's bytes; if less of a conversation is known, it is read
 DIGEST_BYTES: Final = 16
 TURN_FIELDS: Final = ("messages", "input")  # lists that grow from one request of a conversation to the next
-# Fields that no prompt depends on. Numbers are left out as well: they limit or vary the answer.
+# Fields that neither the prompt nor the session (`prompt_cache_key`) of a request depends on. Numbers are left out as
+# well: they limit or vary the answer.
 OTHER_FIELDS: Final = frozenset({"stream", "stream_options", "metadata", "user"})
 
 
 @frozen
 class ConversationDigests:
-    """Digests of a body: one for each number of its first turns. sizes: bytes of the turns up to there."""
+    """Digests of a body: one for its head, and one for each of its turns with everything before it.
+
+    The head is what shapes the prompt besides the turns, such as tools. sizes: bytes of the JSON up to the same turn,
+    the head among them.
+    """
 
     digests: tuple[bytes, ...]
     sizes: tuple[int, ...]
@@ -68,7 +73,10 @@ class KnownPrompts:
     _keys: int = field(default=0, init=False)
 
     def find(self, conversation: ConversationDigests) -> KnownPrompt | None:
-        """Return what is known of a conversation; None if too little of it is."""
+        """Return what is known of a conversation; None if less than LEAST_KNOWN_PERCENT of its bytes are known.
+
+        If only its first turns are known, `RouteKeys.tokens` is estimated for the whole prompt by the bytes.
+        """
         whole = conversation.sizes[-1]
         for digest, size in zip(reversed(conversation.digests), reversed(conversation.sizes), strict=True):
             if 100 * size < LEAST_KNOWN_PERCENT * whole:

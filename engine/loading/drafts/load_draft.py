@@ -98,7 +98,7 @@ class DraftNeighbours:
         return 0 if self.shard.states.tree_obstacle else nodes
 
     def place_draft(self, device: torch.device) -> DraftPlacement:
-        """Return the room of a draft on this device: it has the slots of its target."""
+        """Return the placement of a draft on this device, with the slots, rows and buckets of its target."""
         spec = self.shard.spec
         return DraftPlacement(
             device=device, dtype=spec.dtype, slots=spec.slots, capacity=spec.capacity, buckets=spec.buckets

@@ -1,4 +1,4 @@
 """Devices: what they can do, what fits into their memory, and what experts and packed weights take of it.
 
-Begin with `device_survey.py`. Imports no other room of `loading`.
+Begin with `device_survey.py`. Imports no other package of `loading`.
 """

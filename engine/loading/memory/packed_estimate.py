@@ -116,7 +116,12 @@ def log_unpacked_weights(checkpoint: Checkpoint, dtype: torch.dtype, plan: Seque
 
 
 def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of the tensors that a GPU keeps packed. Gates stay packed only if their partner does."""
+    """Return, by name, the bytes in GPU memory of the tensors that stay packed. Other tensors are unpacked to `dtype`.
+
+    shapes: `[outputs, inputs]` by name, of single matrices: stacked experts and fused gates have been split before.
+    layouts: of the packed tensors by name; their `bits` include scales. A gate stays packed only if the projection that
+    it gates has the same layout.
+    """
     found = dict[str, int]()
     for name, shape in shapes.items():
         layout = layouts.get(name)

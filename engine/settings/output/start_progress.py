@@ -128,15 +128,15 @@ class StartProgress:
             self._bar = None
 
 
-def count_parts(on_step: StepListener, name: str, total: int) -> Callable[[], None]:
-    """Return a function to call after each part of a step. Every hundredth of all is reported."""
+def make_weight_counter(on_step: StepListener, total: int) -> Callable[[], None]:
+    """Return a function to call when a tensor was loaded, of `total` tensors. It reports every hundredth of them."""
     done = 0
 
     def one_more() -> None:
         nonlocal done
         done += 1
         if 100 * done // total > 100 * (done - 1) // total and done <= total:
-            on_step(name, done, total)
+            on_step(WEIGHTS, done, total)
 
     return one_more
 

@@ -72,7 +72,7 @@ def print_summary(path: Path, found: Survey, identities: Sequence[Identity]) -> 
         (found.temporary, "unfinished"),
         (found.outdated, "of an earlier format"),
         (found.newer, "of a later format"),
-        (found.strangers, "not ours"),
+        (found.foreign, "not ours"),
     ]
     for names, what in others:
         if names:
@@ -199,6 +199,6 @@ def build_json(found: Survey, identities: Sequence[Identity], decode: Callable[[
         "unfinished": found.temporary,
         "outdated": found.outdated,
         "newer": found.newer,
-        "not_ours": found.strangers,
+        "not_ours": found.foreign,
         "journal_whole": found.journal is not None and found.journal.whole,
     }

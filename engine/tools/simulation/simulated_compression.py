@@ -1,4 +1,4 @@
-"""Simulates prompt compression: guesses the roles in a logged prompt, and how much of it a scorer would keep."""
+"""Simulates prompt compression: cuts logged prompts into messages, and guesses how much of each a scorer would keep."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class SimulatedCompression:
     frozen: FrozenMessages = field(factory=lambda: FrozenMessages(scorer_identity="simulated"))
 
     def build_compression(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
-        """Return the compression of a prompt.
+        """Return the compression of a prompt. boundaries: positions in tokens at which its messages open.
 
-        Logs have no roles, so messages alternate, and the first is the system's.
+        Logs have no roles, so every message counts as the user's. The first message is never shortened, whatever its
+        role (`find_aged_range`), so it stands for the system's. A prompt of more than TURNS messages continues a
+        conversation.
         """
         if self.asked.mode == "off":
             return self.asked

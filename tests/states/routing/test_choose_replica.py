@@ -217,7 +217,7 @@ def test_a_conversation_without_a_name_is_known_by_the_prompt_that_it_continues(
 def test_a_replica_that_has_not_told_its_rates_is_taken_to_be_like_others():
     router = fleet(2, b={"device": 5})
     router.advance(ReplicaAdded("c"))
-    assert [mask for _, mask in router.view.kinds] == [0b111]
+    assert [mask for _, mask in router.view.price_groups] == [0b111]
     assert route(router, ask(1))[0] == "b"
 
 

@@ -68,6 +68,6 @@ def test_something_else_in_its_place_is_as_if_it_was_gone(path: Path) -> None:
     assert settle(path, "zstd") == ("zstd", 0)
 
 
-@pytest.mark.parametrize(("name", "kind"), [(CHOICE, "codec"), (".new-" + CHOICE, "temporary"), ("codec", "stranger")])
+@pytest.mark.parametrize(("name", "kind"), [(CHOICE, "codec"), (".new-" + CHOICE, "temporary"), ("codec", "foreign")])
 def test_its_name_is_known(name: str, kind: str) -> None:
     assert classify_name(name) == kind

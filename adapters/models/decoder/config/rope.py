@@ -104,6 +104,8 @@ class Proportional:
         return found
 
 
+# How a family scales its frequencies. `scale(powers, theta)` returns the frequency of each pair of numbers in radians
+# per position, float32 `[hd / 2]`. powers: theta ** (2 i / hd) for the pair i, so unscaled frequencies are 1 / powers.
 Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided | Proportional
 
 
@@ -120,13 +122,13 @@ class Rotary:
 
         They are computed on the host in float32, with the operations of transformers, so every device has the same.
         """
-        frequencies, scale = self.frequencies()
+        frequencies, attention = self.frequencies()
         angles = torch.outer(torch.arange(positions).float(), frequencies)
         cos = angles.cos()
         sin = angles.sin_()
-        if scale != 1:
-            cos = cos.mul_(scale)
-            sin = sin.mul_(scale)
+        if attention != 1:
+            cos = cos.mul_(attention)
+            sin = sin.mul_(attention)
         return Rope(cos.to(device), sin.to(device))
 
     def frequencies(self) -> tuple[Tensor, float]:
@@ -134,8 +136,8 @@ class Rotary:
         powers = self.theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim)
         if self.scaling is None:
             return 1.0 / powers, 1.0
-        scale = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
-        return self.scaling.scale(powers, self.theta), scale
+        attention = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
+        return self.scaling.scale(powers, self.theta), attention
 
 
 @frozen

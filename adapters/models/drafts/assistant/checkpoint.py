@@ -11,7 +11,7 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
-from adapters.checkpoint.safetensors_folder import check_tensors, scan_tensors
+from adapters.checkpoint.safetensors_folder import check_expected_tensors, scan_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.assistant.config import (
     TYPES,
@@ -54,5 +54,5 @@ class AssistantCheckpoint(StoredTensors):
             for name, entry in scan_tensors(folder).items()
             if name not in _IGNORED and (name in expected or not gemma4.is_unused(name))
         }
-        check_tensors(folder, tensors, expected, f"a {config.layers.num_layers}-layer assistant")
+        check_expected_tensors(folder, tensors, expected, f"a {config.layers.num_layers}-layer assistant")
         return cls(folder=folder, config=config, tensors=tensors)

@@ -15,7 +15,13 @@ from attrs import frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
 from adapters.checkpoint.gguf.metadata import read_metadata
-from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, read_header, scan_tensors
+from adapters.checkpoint.safetensors_folder import (
+    Shapes,
+    StoredTensor,
+    check_expected_tensors,
+    read_header,
+    scan_tensors,
+)
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.layers.decoder_layer import layer_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
@@ -109,7 +115,9 @@ def _check_draft(
         config = parse_draft_config(raw, _read_shapes(tensors), target, tensors.keys())
     except CheckpointError as error:
         raise _name_place(error, path) from None
-    check_tensors(path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer {config.parts.name} draft")
+    check_expected_tensors(
+        path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer {config.parts.name} draft"
+    )
     return config
 
 
@@ -143,7 +151,7 @@ def _translate_names(scanned: Mapping[str, StoredTensor]) -> dict[str, StoredTen
 
 
 def _read_shapes(tensors: Mapping[str, StoredTensor]) -> DraftShapes:
-    """Return the sizes that the tensors' shapes show. Raises CheckpointError. `check_tensors` checks the rest."""
+    """Return the sizes that the tensors' shapes show. Raises CheckpointError. The caller checks the rest."""
 
     def rows_of(name: str, dimensions: int) -> tuple[int, ...]:
         if name not in tensors:

@@ -17,7 +17,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json, read_optional
 from adapters.checkpoint.gguf.header import read_header
 from adapters.checkpoint.gguf.metadata import read_metadata
-from adapters.checkpoint.safetensors_folder import FLOATS, Shapes, StoredTensor, check_tensors, scan_tensors
+from adapters.checkpoint.safetensors_folder import FLOATS, Shapes, StoredTensor, check_expected_tensors, scan_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.layers.decoder_layer import layer_tensors
 from adapters.models.drafts.eagle3.config import (
@@ -109,7 +109,7 @@ class Eagle3Checkpoint(StoredTensors):
         expected = {**list_eagle3_tensors(config)}
         if config.has_embedding:
             expected["embed_tokens.weight"] = (target.vocab_size, config.hidden_size)
-        check_tensors(location, tensors, expected, "an EAGLE-3 draft")
+        check_expected_tensors(location, tensors, expected, "an EAGLE-3 draft")
         for name, entry in tensors.items():
             accepted = _MAP_DTYPES if name == TOKEN_MAP else FLOATS.values()
             if entry.dtype not in accepted:
@@ -176,7 +176,7 @@ def _translate_names(scanned: Mapping[str, StoredTensor]) -> dict[str, StoredTen
 
 
 def _read_shapes(tensors: Mapping[str, StoredTensor]) -> Eagle3Shapes:
-    """Return the sizes that the tensors' shapes show. Raises CheckpointError. `check_tensors` checks the rest."""
+    """Return the sizes that the tensors' shapes show. Raises CheckpointError. The caller checks the rest."""
 
     def rows_of(name: str) -> tuple[int, int]:
         if name not in tensors:

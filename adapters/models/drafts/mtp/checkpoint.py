@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
+from adapters.checkpoint.safetensors_folder import Shapes, check_expected_tensors
 from adapters.models.decoder.config.deepseek_names import HEAD_PREFIX
 from adapters.models.decoder.config.rope import Rotary
 from adapters.models.decoder.family import USUAL_INPUTS, HeadInputs, HeadShape
@@ -101,6 +101,6 @@ class HeadCheckpoint(StoredTensors):
         if not tensors:
             raise CheckpointError(f"mtp: {target.folder} has no prediction head (tensors mtp.*); {instead}")
         shape = target.family.head_shape(target.config)
-        check_tensors(target.folder, tensors, list_head_tensors(shape), "a prediction head of one layer")
+        check_expected_tensors(target.folder, tensors, list_head_tensors(shape), "a prediction head of one layer")
         config = HeadConfig(shape, target.config.num_layers, target.family.head_inputs)
         return cls(folder=target.folder, config=config, tensors=tensors)

@@ -49,7 +49,11 @@ def draw_tokens(
 
 
 def describe_draws(rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int], width: int) -> Tensor:
-    """Return what the kernels read about each draw: int64 `[R, 6]` on the host, as their `asked_of` reads it."""
+    """Return what the kernels read about each draw: int64 `[R, 6]` on the host, for R draws (`asked_of` reads it).
+
+    The columns are the row of the logits, the key of its noise (64 bits, as a signed number), top-k (`width` if there
+    is no limit), and then the bits of three float64: temperature, log(min-p) and top-p.
+    """
     whole = [
         (row, noise_key(sampling.seed, position), min(sampling.top_k or width, width))
         for row, sampling, position in zip(rows, samplings, positions, strict=True)

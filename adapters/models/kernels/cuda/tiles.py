@@ -1,7 +1,7 @@
 """Tiles of products and of attention on a CUDA device.
 
-The choice is free, because a product's rows and columns cannot change bits. `KV_TILE` is not free: keys of a tile are
-added up together.
+The choice is free, because an element of a product is one sum in one order, whatever the rows, columns and depth of a
+tile (`triton/linear.py`). `KV_TILE` is not free: keys of a tile are added up together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def rows_to_plan(bucket: int) -> int:
 
 @frozen
 class Tile:
-    """The step of one program: rows x columns x depth, its warps, and the steps that are loaded ahead."""
+    """The part of a product that one program computes, `rows` x `columns` of the result, and how it does so.
+
+    depth: terms of each sum that one step of the program's loop adds. warps: of 32 threads. stages: steps whose
+    operands are in shared memory or on their way there.
+    """
 
     rows: int
     columns: int

@@ -1,4 +1,4 @@
 """Numeric functions that all backends share, and that give the same bits on every processor.
 
-Begin with `exact_functions.py`, the constants of exp, log and noise. This room imports no other room of the kernels.
+Begin with `exact_functions.py`, the constants of exp, log and noise. It imports no other package of the kernels.
 """

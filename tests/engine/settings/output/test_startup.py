@@ -16,8 +16,8 @@ from engine.settings.output.start_progress import (
     STEPS,
     WEIGHTS,
     StartProgress,
-    count_parts,
     find_module,
+    make_weight_counter,
     pause_collection,
 )
 
@@ -30,7 +30,7 @@ def test_a_step_that_goes_on_says_so_and_how_far_it_has_got(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "rekindle"), StartProgress(every_s=0.01) as steps:
         steps(WEIGHTS)
         wait_for(lambda: any("still reading weights (" in line for line in lines(caplog)))
-        count_one = count_parts(steps, WEIGHTS, 1000)
+        count_one = make_weight_counter(steps, 1000)
         for _ in range(1200):  # more than were expected are no more than all
             count_one()
         wait_for(lambda: any("still reading weights, 1,000 of 1,000 (" in line for line in lines(caplog)))
@@ -55,7 +55,7 @@ def test_who_wants_no_news_gets_none(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_a_part_is_told_once_for_each_hundredth_of_all() -> None:
     reports = list[tuple[str, int, int]]()
-    one_more = count_parts(lambda step, done=0, total=0: reports.append((step, done, total)), WEIGHTS, 18_000)
+    one_more = make_weight_counter(lambda step, done=0, total=0: reports.append((step, done, total)), 18_000)
     for _ in range(18_000):
         one_more()
     assert len(reports) == 100

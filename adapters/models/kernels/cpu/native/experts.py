@@ -21,7 +21,13 @@ from adapters.models.kernels.interfaces.experts_interface import ExpertsShape, G
 
 
 class TableForm(ctypes.Structure):
-    """One weight of every expert of a layer, in the library's structure (`table_t` of experts.h)."""
+    """One weight of every expert of a layer, in the library's structure (`table_t` of experts.h).
+
+    The first three are addresses, whose memory has to outlive the structure. weights: of an array of one address for
+    each expert. ups: the same for what the weights gate (`ExpertTable.gated`); NULL: they gate nothing. form: of the
+    layout of packed weights (`packed_t`); NULL: they are not packed, and weight_form is the code of their dtype.
+    outputs: rows of a weight. terms: numbers of such a row; of a packed one its spans (`StepLayout.span` numbers each).
+    """
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "ups", "form")),

@@ -51,7 +51,13 @@ class NativeWeight:
 
 
 class PackedForm(ctypes.Structure):
-    """The layout of a packed weight in the library's structure (`packed_t` of numbers.h)."""
+    """The layout of a packed weight in the library's structure (`packed_t` of numbers.h).
+
+    kind, scale, least: numbers from KINDS or FIXED, SCALES and LEASTS. inner: whether groups have integer factors.
+    raised: what is added to each step, so that none is negative in fixed point. group, per: as in `StepLayout`. record:
+    bytes of one span of a panel's 32 outputs. table: the values of the 16 steps of a type of four bits. places: the
+    same plus `raised`, as bytes.
+    """
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("kind", "scale", "inner", "least", "raised")),
@@ -70,7 +76,10 @@ FIXED = {"int8": (4, 128), "uint4": (5, 0), "int4": (5, 8), "iq4": (6, 128), "e2
 
 @frozen(eq=False)
 class NativePacked:
-    """A packed weight. panels: bytes `[ceil(outputs / 32), spans, record]`. fixed: for rows in fixed point."""
+    """A packed weight. panels: bytes `[ceil(outputs / 32), spans, record]`, a record for each span of a panel.
+
+    A span is the columns that share a scale (`StepLayout.span`). fixed: it multiplies rows in fixed point.
+    """
 
     panels: Tensor
     layout: StepLayout
