@@ -204,7 +204,8 @@ def _canonical_name(name: str) -> str:
     return f"model.{name}" if bare else name
 
 
-def _header_length(path: Path, file: BinaryIO) -> int:
+def _read_header_length(path: Path, file: BinaryIO) -> int:
+    """Return the bytes of the JSON header behind its 8 bytes of length. Raises CheckpointError for a truncated file."""
     file.seek(0)
     prefix = file.read(8)
     file.seek(0)
@@ -219,7 +220,7 @@ def read_header(path: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[s
     """Return all tensors of one safetensors file, by their names with the `model.` prefix. Reads only the header."""
     try:
         with open_regular(path) as file:
-            length = _header_length(path, file)
+            length = _read_header_length(path, file)
             file.seek(8)
             header = bounded_json.loads(file.read(length).decode(), _MAX_PARTS)
     except FileNotFoundError:

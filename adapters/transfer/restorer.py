@@ -205,6 +205,11 @@ class Restorer:
         return piece
 
     async def _copy_piece(self, restore: Restore, moves: Sequence[RunMove]) -> None:
+        """Copy these moves into the slot, and return when they are there. Runs on the event loop.
+
+        Parts that cannot be addressed from here get their rows on the lane, and the others are copied by threads
+        meanwhile, behind the fence of the slot. A failed fence is recorded as the failure of these moves.
+        """
         pairs = [(mover, move) for move in moves for mover in tuple(move.missing_movers)]
         near = deque(pair for pair in pairs if pair[0].is_addressable)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.is_addressable)]

@@ -36,7 +36,7 @@ def run_local_fleet(options: Options, fleet: FleetOptions) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set handlers of its own
             signal.signal(number, lambda *_: stop.set())
         deploy({**list_arguments(options, fleet), "is_local": True})
-        announce(options, fleet.replicas, time.monotonic() - began)
+        announce_fleet(options, fleet.replicas, time.monotonic() - began)
         stop.wait()
         print("shutting down: running requests may end first", file=sys.stderr, flush=True)
         drain_ingresses(options.http.grace)
@@ -101,7 +101,7 @@ def find_cause(messages: Sequence[str]) -> str:
     return refusals[-1] if refusals else (failures or messages)[-1 if failures else 0].strip().splitlines()[-1].strip()
 
 
-def announce(options: Options, replicas: str, seconds: float) -> None:
+def announce_fleet(options: Options, replicas: str, seconds: float) -> None:
     """Print a line that a script can wait for, then a command that a person can paste."""
     host = f"[{options.http.host}]" if ":" in options.http.host else options.http.host
     url = f"http://{host}:{options.http.port}"

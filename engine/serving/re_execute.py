@@ -271,9 +271,11 @@ def build_difference(number: int, recorded: object, executed: Outcome | None) ->
 
 
 async def execute(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
-    """Execute a trace up to and including event `until`. Returns the replay, and how many tokens were compared.
+    """Execute a trace up to and including the event with number `until`, for `rekindle replay --execute`.
 
-    Raises BadTrace, ReplayDiffers or UserError.
+    Return the replay, and how many tokens were compared. model: a name or path that replaces that of the trace. Raises
+    BadTrace for a file that is no trace, ReplayDiffers for another decision or token, and UserError for a redacted
+    trace or another identity.
     """
     header, lines = read_trace_lines(path)
     if header.redacted:

@@ -54,7 +54,7 @@ def prepare_options(options: Options) -> Options:
     if options.diagnostics.trace is not None:
         check_trace(options.diagnostics.trace)
     if options.cache.kv_cache_dir is not None and options.cache.uses_disk:
-        check_cache(options.cache.kv_cache_dir)
+        check_cache_folder(options.cache.kv_cache_dir)
     if (url := options.shared_tier.kv_shared_tier) and importlib.util.find_spec("obstore") is None:
         raise UserError(f"--kv-shared-tier {url}: {INSTALL}")
     return evolve_options(options, api_key=collect_keys(options.http))
@@ -140,7 +140,7 @@ def check_trace(path: Path) -> None:
         raise UserError(f"--trace {path}: permission denied")
 
 
-def check_cache(path: Path) -> None:
+def check_cache_folder(path: Path) -> None:
     """Check the cache folder as it will be opened: ours alone, and not in use."""
     try:
         if not os.path.lexists(path):

@@ -138,6 +138,7 @@ class RayPrefixAffinity(PowerOfTwo):
     sent: dict[str, int] = field(factory=dict[str, int])  # tokens by replica
 
     def choose(self, query: RouteQuery) -> str:
+        """Return the replica, and note in the tree that it is sent the blocks of this prompt."""
         name = self._follow_prefix(query)
         before = 0
         for key, stop in zip(query.keys, query.stops, strict=True):

@@ -85,6 +85,10 @@ class PackedTensor:
         return check_levels(self._read_grid(name, fetch).to_packed(layout, self.shape[0]), file, name)
 
     def _read_grid(self, name: str, fetch: Fetch) -> Grid:
+        """Read all parts of the matrix, and return its steps with their scales. name: of the matrix, for messages.
+
+        Raises CheckpointError for numbers that no such matrix has.
+        """
         module = name.removesuffix(".weight")
         file = next(iter(self.parts.values())).file
         parts = {part: fetch(entry, f"{module}.{part}") for part, entry in self.parts.items()}

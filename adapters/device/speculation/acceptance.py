@@ -85,11 +85,12 @@ def accept_proposals(
 ) -> Acceptance | DeviceFailed:
     """Return the part of a member's tree that the target agrees with, or why the step has failed for the member.
 
-    It begins at node 0, which is the token that was fed. As long as the target picks a token that a child of the
-    current node proposes, it goes on to that child. The first pick that no child proposes is kept as well: it is the
-    target's own token. Nothing is kept past a token that ends the answer.
+    The path begins at node 0, which is the token that was fed. As long as the target picks a token that a child of the
+    current node proposes, the path goes on to that child. The first pick that no child proposes is kept as well: it is
+    the target's own token. Nothing is kept past a token that ends the answer.
 
-    picked_at: returns the target's pick behind a row of the step. first: the row of node 0 in the step.
+    picked_at: returns the target's pick behind a row of the step. first: the row of node 0 in the step. If a pick fails
+    after others were accepted, those are kept, and the next step meets the failure again.
     """
     if len(member.tree.tokens) == 1:
         picked = picked_at(first)

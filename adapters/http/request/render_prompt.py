@@ -80,7 +80,7 @@ async def render_chat_prompt(
 async def render_text(
     conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions, turns: CallerTurns
 ) -> Rendered:
-    """Return the text of a conversation, not tokenized. Raises ApiError."""
+    """Return the text of a conversation, not tokenized, as `/apply-template` shows it. Raises ApiError."""
     check_value_count(conversation, "$.messages")
     conversation = await stabilize_conversation(conversation, fields, options, turns)
     check_text_length(conversation, text, options.max_counted_tokens, options.model, "$.messages")

@@ -199,6 +199,10 @@ class Scoring:
             self.done = 0
 
     def _forward(self, layer: DecoderLayer | DeltaLayer, portion: Portion, *, last: bool) -> None:
+        """Run one layer over the rows of a portion, padded to a bucket, and update their hidden states in place.
+
+        last: it is the last layer, which stops after its keys and queries.
+        """
         rows = portion.stop - portion.start
         bucket = next(bucket for bucket in self.scorer.buckets if bucket >= rows)
         step = Step((Segment(0, portion.start, rows),), bucket, rows_only=True)

@@ -183,7 +183,7 @@ def describe_expert_kernels(kernels: ExpertKernels) -> str:
 
 
 def describe_machine(kernels: Kernels | ExpertKernels, device: torch.device) -> str:
-    """Return the device kind, instruction set or GPU, torch build and kernels, in words."""
+    """Return the device kind, instruction set or GPU, torch build and kernels, in words. Numerics classes begin so."""
     build = f"torch {torch.__version__}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -124,6 +124,7 @@ def survey(folder: PrivateFolder) -> Survey:
 
 
 def read_journal(folder: PrivateFolder, found: Survey) -> Mapping[int, Entry]:
+    """Read the journal into `found.journal`, and return its entries by their numbers. Empty if it cannot be read."""
     if not 0 < found.sizes.get(journal.NAME, 0) <= journal.MAX_BYTES:
         return {}
     try:

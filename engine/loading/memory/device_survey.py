@@ -99,10 +99,11 @@ def choose_device(name: str, flag: str) -> torch.device:
 def plan_placement(
     placement: PlacementOptions, config: ModelConfig, peers: Sequence[Peer | None] | None = None
 ) -> tuple[Placement, ...]:
-    """Return which layers go to which device: as the weights say, or else by the free memory of each. Raises UserError.
+    """Return which layers go to which device: by `--target-layer-split`, or else by the free bytes of each device.
 
-    peers: of each shard, the process that has it, or None for this process. Without peers all shards are in this
-    process.
+    Several shards of one memory share its free bytes equally. peers: of each shard, the process that has it, or None
+    for this process. Without peers all shards are in this process. Raises UserError if there are fewer layers than
+    shards.
     """
     devices = choose_devices(placement)
     peers = peers or [None] * len(devices)

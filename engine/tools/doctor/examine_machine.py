@@ -28,7 +28,7 @@ from engine.settings.model_catalog import list_local_models
 from engine.settings.options import Options, flat_values
 from engine.settings.output.formatting import format_bytes
 from engine.settings.paths import find_cache_folder, find_user_folder
-from engine.settings.preflight import check_cache
+from engine.settings.preflight import check_cache_folder
 from engine.settings.user_error import UserError
 from engine.tools.doctor import findings
 from engine.tools.doctor.findings import DiskFacts, Finding
@@ -101,7 +101,7 @@ def measure_disk(folder: Path) -> DiskFacts:
     """
     in_use = False
     try:
-        check_cache(folder)
+        check_cache_folder(folder)
     except UserError as error:
         message = str(error).removeprefix("--kv-cache-dir ")
         in_use = "another process is using" in message

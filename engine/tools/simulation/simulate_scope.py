@@ -17,7 +17,7 @@ from engine.tools.simulation.logs.logged_requests import Request, Session
 from engine.tools.simulation.simulated_compression import SimulatedCompression
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_process import LiveRequest, Process
-from engine.tools.simulation.simulated_store import SimulatedDisk, SimulatedStore, build_layout
+from engine.tools.simulation.simulated_store import SimulatedDisk, SimulatedStore, build_simulated_layout
 from engine.tools.simulation.tally import (
     Figures,
     FinishedRun,
@@ -79,7 +79,7 @@ class Simulation:
         every = (request for session in self.sessions for agent in session.agents for request in agent.requests)
         self._indices = {id(request): index for index, request in enumerate(every)}
         self.tally = Tally(InfiniteCache(settings.block_size))
-        kept = create_index(build_layout(costs, settings.block_size), self.setup.disk_budget)
+        kept = create_index(build_simulated_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
         self._shortening = SimulatedCompression(self.setup.compression, settings.scorer_max_tokens)
         self._start_process()
@@ -93,7 +93,7 @@ class Simulation:
 
     def _start_process(self) -> None:
         setup = self.setup
-        shape = build_layout(setup.costs, setup.settings.block_size)
+        shape = build_simulated_layout(setup.costs, setup.settings.block_size)
         keeping = SimulatedStore(self.disk, setup.host_budget, shape, setup.costs, self.clock)
         settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
         self.process = Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.store)

@@ -88,7 +88,10 @@ class Costs:
         return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
 
     def build_rates(self, *, shared: bool = False) -> Rates:
-        """Return the rates that the engine would have measured at its start. shared: with those of a shared tier."""
+        """Return the rates that the engine would have measured at its start: nanoseconds per token.
+
+        Prefill has one for each span of positions (`states/rates.py`), from its middle. shared: with a shared tier.
+        """
         edges = [0, *(1024 << span for span in range(SPANS))]
         prefill = [
             max(1, round(self.prefill + self.prefill_slope * (start + stop) / 2)) for start, stop in pairwise(edges)

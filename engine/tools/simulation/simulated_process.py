@@ -287,7 +287,7 @@ class Process:
             live.count.device = live.count.found = opening.state if self.settings.stateful else opening.keep
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
-        """Copy out the blocks that no tier has. Then they are kept, and wait to be written."""
+        """Copy out the blocks that no tier has, in virtual time. Then they are kept, and wait to be written."""
         tokens = saving.tokens
         salt = get_remainder(self.get_held_state(request)).prompt.job.salt
         runs = self.keeping.find_missing_runs(tokens, salt)

@@ -33,7 +33,7 @@ from engine.tools.simulation.virtual_clock import Clock, SerialServer
 ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
-def build_layout(costs: Costs, block_size: int) -> Layout:
+def build_simulated_layout(costs: Costs, block_size: int) -> Layout:
     """Return a layout with this many bytes of rows a token, and this many bytes of recurrent state."""
     state = (TensorSpec("state", "U8", (costs.state_bytes,)),) if costs.state_bytes else ()
     return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"), state=state)

@@ -18,7 +18,7 @@ from effects.all import Launch
 from effects.job import Job
 from engine.core.block_digests import MOST_MESSAGE, DigestSource, decode_digests, encode_digests, list_tier_keys
 from engine.tools.simulation.simulated_costs import Costs
-from engine.tools.simulation.simulated_store import build_layout, make_rows
+from engine.tools.simulation.simulated_store import build_simulated_layout, make_rows
 from states.rates import Rates
 from states.routing.digests import LoadReport, ReplicaDigest, TierChange
 from states.routing.fleet_view import FleetView
@@ -55,7 +55,7 @@ async def test_the_sequence_of_a_slot_is_told_with_its_salt_when_its_request_has
 
 
 def test_tiers_tell_their_runs_without_checkpoints():
-    layout = build_layout(Costs(), 4)
+    layout = build_simulated_layout(Costs(), 4)
     host = HostTier(create_index(layout, 1 << 30))
     store = Store(layout, (host,), threading.RLock())
     tokens = tuple(range(12))

@@ -30,7 +30,7 @@ def test_the_command_to_paste_has_a_key_where_one_is_needed(
 ) -> None:
     context = SimpleNamespace(gcs_address="127.0.0.1:1")
     monkeypatch.setattr(deploy_fleet.ray, "get_runtime_context", lambda: context)
-    deploy_fleet.announce(build_options(**options), "2", 1.0)
+    deploy_fleet.announce_fleet(build_options(**options), "2", 1.0)
     assert ("-H 'Authorization: Bearer KEY'" in capsys.readouterr().out) == has_key
 
 

@@ -60,7 +60,8 @@ class Waves:
     def run(self, chunks: Iterable[tuple[Step, Tensor]]) -> Iterator[Forward]:
         """Yield the result of each chunk, in order. It must be read before the next one is asked for.
 
-        A chunk is taken from `chunks` when it begins. After the last one, the chunks on their way are finished.
+        chunks: steps with the input of the first shard; one is taken when it begins. After the last one, the chunks on
+        their way are finished. Called on the lane. Raises what a shard raised, once no shard computes any more.
         """
         coming = iter(chunks)
         flying = list[Flight]()

@@ -154,6 +154,10 @@ class AssistantDraft(SequentialDraft[LoadedAssistant]):
         self._hidden.index_copy_(0, buffers.batch.kept_at, hidden)
 
     def _run_layers(self, loaded: LoadedAssistant, buffers: AssistantBuffers) -> None:
+        """Compute the next token's logits of all rows of a step, into `buffers.logits`.
+
+        The rows' hidden states are left in `_hidden` from `step_rows` on, where the next step of the chain reads them.
+        """
         kernels = self._kernels
         batch = buffers.batch
         table = self._head.embedding

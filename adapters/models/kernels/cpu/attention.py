@@ -158,7 +158,12 @@ class CpuAttention:
     def _block_spans(
         row: int, segment: Segment, before: int, mask: AttentionMask, served: ServedHeads, capacity: int
     ) -> Iterator[Span]:
-        """Cut a block into spans. A sliding window is read from the key tile on in which it starts."""
+        """Cut the rows of a block into spans of few queries each, with the range of keys that they read.
+
+        row: of the block's first query in the step. before: the first row of the context that the block sees. capacity:
+        rows of the slot's cache. A sliding window is read from the key tile on in which it starts; masks hide what a
+        query does not see.
+        """
         end = segment.start + segment.count
         low = mask.lowest(before, segment.start)
         first = low // TILE * TILE

@@ -110,8 +110,10 @@ def _draw_truncated(drawing: Drawing, rows: Sequence[int], samplings: Sequence[S
 def _find_allowed(
     drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampling], width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `width` likeliest tokens of each row, and which of them top-k, top-p over what it left, and min-p
-    allow.
+    """Return the `width` likeliest tokens of each row, int64 `[rows, width]`, and which of them may be drawn (bool).
+
+    Those are the tokens that top-k leaves, of these the ones that top-p leaves, and of all the ones that min-p leaves.
+    rows: of `drawing`, one for each of `samplings`.
     """
     logits = drawing.logits[rows]
     ids = find_likeliest(logits, width)
