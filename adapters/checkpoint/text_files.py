@@ -17,19 +17,19 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 1 << 10
 
 
-def read_text_files(folder: Path) -> TextContent:
+def read_text_files(path: Path) -> TextContent:
     """Read the text files of a folder or of a GGUF file. A folder may have a tekken.json in place of tokenizer.json.
 
     Raises CheckpointError that names the file that is missing or wrong.
     """
-    if is_gguf(folder):
-        return read_gguf_text(folder, MAX_TEMPLATE_BYTES)
-    settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
-    generation = read_optional(folder / "generation_config.json")
-    config = read_optional(folder / "config.json")
-    tekken = folder / TEKKEN_FILE
-    if (folder / "tokenizer.json").exists() or not tekken.is_file():
-        tokenizer = read_json(folder / "tokenizer.json", TOKENIZER)
+    if is_gguf(path):
+        return read_gguf_text(path, MAX_TEMPLATE_BYTES)
+    settings = read_optional(path / "tokenizer_config.json", TOKENIZER)
+    generation = read_optional(path / "generation_config.json")
+    config = read_optional(path / "config.json")
+    tekken = path / TEKKEN_FILE
+    if (path / "tokenizer.json").exists() or not tekken.is_file():
+        tokenizer = read_json(path / "tokenizer.json", TOKENIZER)
     else:
         tokenizer = read_tekken(tekken)
         settings = {**name_special_tokens(tokenizer), **settings}
@@ -38,7 +38,7 @@ def read_text_files(folder: Path) -> TextContent:
         settings=settings,
         generation=generation,
         end_tokens=find_end_tokens(generation, config),
-        template=find_template(folder, settings),
+        template=find_template(path, settings),
     )
 
 

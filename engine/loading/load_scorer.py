@@ -148,15 +148,16 @@ def add_scorer(
     lane: DeviceLane,
     *,
     settings: Settings,
-    kept: CalibrationCache,
+    calibrations: CalibrationCache,
 ) -> tuple[LoadedScorer | None, Settings]:
-    """Make the prompt scorer ready. Return it, and the settings with it.
+    """Prove the products of the prompt scorer and make it ready. Return it, and the settings with it.
 
-    Its weights are read at first use, unless they are to stay loaded. lane: the target's.
+    Its weights are read at first use, unless they are to stay loaded. lane: the target's; a scorer on another device
+    gets a lane of its own. Raises UserError, and torch.OutOfMemoryError if `persistent` weights do not fit.
     """
     if found is None:
         return None, settings
-    compressor, named = build_compressor(found, options, kept)
+    compressor, named = build_compressor(found, options, calibrations)
     settings = load_if_kept(compressor, settings)
     if found.peer is None and shares_device(lane, found.device):
         return LoadedScorer(found, compressor, lane, identity=named), evolve(settings, scorer_max_tokens=found.limit)
@@ -202,7 +203,7 @@ def shares_device(lane: DeviceLane, device: torch.device) -> bool:
     return device in lane.devices or device.type == lane.device.type == "cpu"
 
 
-def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
+def build_compressor(found: FoundScorer, options: Options, calibrations: CalibrationCache) -> tuple[Compressor, str]:
     """Return the compressor of a scorer, and the identity of its model and numerics. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint = found.checkpoint.with_dtype(dtype)
@@ -216,7 +217,9 @@ def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCach
     assert isinstance(config, DenseConfig)
     placement = Placement(range(config.num_layers), found.device)
     runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, placement))
-    numerics, proven = prove(options.weights, runtime, checkpoint, dtype, (placement,), context=found.limit, kept=kept)
+    numerics, proven = prove(
+        options.weights, runtime, checkpoint, dtype, (placement,), context=found.limit, kept=calibrations
+    )
     [kernels] = proven.shards
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)

@@ -279,7 +279,7 @@ def load_with_peers(
     warm_up(shard, draft, BATCH_ROWS)
     on_step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, found_scorer, plan=plan, proven=proven, kept=cache)
-    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, kept=cache)
+    scorer, settings = add_scorer(found_scorer, options, lane, settings=settings, calibrations=cache)
     on_step(start_progress.CACHE)
     layout = build_layout(shard, draft, proven.identity, numerics.block_size)
     transfer = open_transfer(
