@@ -354,7 +354,13 @@ AHEAD = [  # type, numbers of a head, heads of a key head, rows of a page, rule
     (torch.bfloat16, 64, 8, PAGE, SINKS),
     (torch.bfloat16, 64, 8, 0, evolve(SINKS, window=128)),
     (torch.bfloat16, 64, 8, OF_WINDOW, evolve(SINKS, window=128)),
+    *((torch.bfloat16, 256, group, page, PLAIN) for group in (2, 6) for page in (0, PAGE)),
     (torch.bfloat16, 64, 3, OF_WINDOW, AttentionRule(300)),
+    (torch.bfloat16, 128, 3, 0, AttentionRule(300)),
+    (torch.bfloat16, 128, 4, OF_WINDOW, AttentionRule(1024)),
+    (torch.bfloat16, 256, 1, OF_WINDOW, AttentionRule(300)),
+    (torch.bfloat16, 256, 2, OF_WINDOW, AttentionRule(1024)),
+    (torch.float16, 256, 2, OF_WINDOW, AttentionRule(1024)),
     (torch.float16, 64, 8, OF_WINDOW, AttentionRule(1024)),
 ]
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
-from adapters.models.kernels.activations import GATES, SILU
+from adapters.models.kernels.activations import GATES
 from adapters.models.kernels.cuda.descriptors import launch_options
 from adapters.models.kernels.cuda.packed_ahead import comes_ahead, multiply_ahead
 from adapters.models.kernels.cuda.tiles import count_parts
@@ -89,14 +89,12 @@ class CudaPackedMatrix:
 @frozen(eq=False)
 class CudaStack:
     """A weight made of parts, one below the other, at least one of them packed. gated: see `CudaWeight`; there is one
-    part then. widths: outputs of each part. activation: of gates that follow the product, whose rows come before those
-    of what they let through; empty: none.
+    part then. widths: outputs of each part.
     """
 
     parts: tuple[Any, ...]
     widths: tuple[int, ...]
     gated: int = 0
-    activation: str = ""
 
 
 def find_only_part(weight: Any) -> CudaPackedMatrix | None:
@@ -139,15 +137,15 @@ class CudaPacking:
         filled = (plain(joined.unpack_part(part)) if own is None else own for own, part in pairs)
         return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
 
-    def pack_gated(self, stack: StackedWeight) -> CudaStack | None:
-        """Return a gate by SiLU and what it gates, packed alike, or None where they are to be unpacked."""
+    def pack_gated(self, stack: StackedWeight, activation: str) -> CudaStack | None:
+        """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
             return None
         pairs = zip(gate.tensors, up.tensors, strict=True)
         both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
         own = self._pack_matrix(PackedMatrix(gate.layout, *both), stack.dtype)  # type: ignore[arg-type]
-        return None if own is None else CudaStack((own,), (own.outputs,), GATES[SILU])
+        return None if own is None else CudaStack((own,), (own.outputs,), GATES[activation])
 
     def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaPackedMatrix | None:
         if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):

@@ -60,7 +60,7 @@ def merge_row(
         partials = ()
         for j in gl.static_range(AT_ONCE):
             used = real & (group + j < end)
-            at = head * split_limit + group + j
+            at = head * split_limit + (group + j) % split_limit
             acc = gl.load(acc_ptr + at[:, None] * HEAD + d, mask=used[:, None], other=0.0, cache_modifier=".cg")
             peak = gl.load(sums_ptr + at * 2, mask=used, other=_NOTHING, cache_modifier=".cg")
             total = gl.load(sums_ptr + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
