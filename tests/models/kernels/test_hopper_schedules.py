@@ -1,7 +1,4 @@
-"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU.
-
-Among them is a candidate, which no server launches.
-"""
+"""Kernels of Hopper's whose warps have different tasks: right in any order in which these can run, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,15 +30,11 @@ maximum, exp2, fma, add_up = (OPERATIONS[name] for name in ("maximum", "exp2", "
 
 
 HOPPER = "adapters.models.kernels.triton.hopper"
-CHAINS = {
-    f"{HOPPER}.hopper_chain": "attend_chain_ahead",
-    "benchmarks.candidates.chain_overlapped": "attend_chain_overlapped",
-}
 
 
-@pytest.fixture(scope="module", params=CHAINS)
-def attend_chain(request):
-    return getattr(load_kernels(request.param), CHAINS[request.param])
+@pytest.fixture(scope="module")
+def attend_chain():
+    return load_kernels(f"{HOPPER}.hopper_chain").attend_chain_ahead
 
 
 @pytest.fixture(scope="module")
