@@ -77,7 +77,7 @@ class TritonKernels:
     products: CudaProducts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
-    name = "triton-3"
+    name = "triton-4"
     kv_tile = KV_TILE
     is_paged = True
     packs_experts = True
