@@ -66,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     for item in items:
+        for marker in item.iter_markers("usual"):
+            if not marker.kwargs["where"](item.callspec.indices):
+                item.add_marker(pytest.mark.long)
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = given_up(item.obj, limit_of(item))
         if item.get_closest_marker("long") and "long" not in (config.getoption("markexpr") or ""):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -32,3 +32,30 @@ def take_turns(many: Sequence[Any], few: Sequence[Any]) -> list[Any]:
         )
         for (number, one), (place, other) in product(enumerate(many), enumerate(few))
     ]
+
+
+def in_turns(many: str, few: str, *, full: int, one_in: int = 3) -> pytest.MarkDecorator:
+    """Mark most combinations of two parameters of a test as long.
+
+    In a usual run the first `full` values of `many` meet every value of `few`. Each other one meets one value in
+    `one_in`, in turn. many, few: names of parameters or of fixtures with parameters.
+    """
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return places[many] < full or places[many] % one_in == places[few] % one_in
+
+    return usual_where(is_usual)
+
+
+def with_first(*names: str) -> pytest.MarkDecorator:
+    """Mark a test as long unless each of these parameters has its first value."""
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return all(places[name] == 0 for name in names)
+
+    return usual_where(is_usual)
+
+
+def usual_where(is_usual: Callable[[Mapping[str, int]], bool]) -> pytest.MarkDecorator:
+    """Mark a test as long unless `is_usual` says otherwise of the places of its parameters in their lists."""
+    return pytest.mark.usual(where=is_usual)

@@ -40,7 +40,7 @@ from tests.models.draft_models import (
     save_draft,
     slow_logits,
 )
-from tests.pairs import take_turns
+from tests.pairs import in_turns, take_turns
 
 LENGTH = 700
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,6 +115,7 @@ def proposed(draft, slot: int, at: int):
     return draft.logits([BlockRequest(slot, 0, at, 9, draft.block - 1)])
 
 
+@in_turns("whole", "pieces", full=2)
 @pytest.mark.parametrize(
     "pieces",
     [
