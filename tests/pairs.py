@@ -56,6 +56,15 @@ def with_first(*names: str) -> pytest.MarkDecorator:
     return usual_where(is_usual)
 
 
+def one_in(step: int, name: str, start: int = 0) -> pytest.MarkDecorator:
+    """Mark a test as long unless the place of this parameter is `start`, `start + step` and so on."""
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return places[name] % step == start
+
+    return usual_where(is_usual)
+
+
 def usual_where(is_usual: Callable[[Mapping[str, int]], bool]) -> pytest.MarkDecorator:
     """Mark a test as long unless `is_usual` says otherwise of the places of its parameters in their lists."""
     return pytest.mark.usual(where=is_usual)

@@ -31,7 +31,11 @@ SAMPLINGS = [
 # Neither in a grid nor in buckets, which are about rows, is anything about dtypes: one of them is tried in both.
 every_way = pytest.mark.parametrize(
     ("target", "shapes"),
-    [("bfloat16", "buckets"), ("bfloat16", "grid"), ("float32", "buckets")],
+    [
+        ("bfloat16", "buckets"),
+        ("bfloat16", "grid"),
+        pytest.param("float32", "buckets", marks=pytest.mark.long),
+    ],
     indirect=["target"],
     scope="module",
 )

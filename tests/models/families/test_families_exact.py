@@ -198,6 +198,7 @@ def test_a_product_that_was_never_proven_is_refused(whole):
 LONG = 2600
 
 
+@in_turns("shape", "dtype", full=0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):

@@ -41,9 +41,11 @@ class DraftedTarget:
         assert words(heard) == self.plain
         return heard
 
-    async def right_each(self, **how) -> None:
-        """One after the other, each once the draft is there again: what is kept without its rows stays so."""
-        for job, plain in zip(self.jobs, self.plain, strict=True):
+    async def right_each(self, count: int, **how) -> None:
+        """The first `count` jobs one after the other, each once the draft is there again: what is kept without its rows
+        stays so.
+        """
+        for job, plain in zip(self.jobs[:count], self.plain[:count], strict=True):
             assert words(await answers(self.target, [job], rates=FLAT, **how)) == [plain]
             await self.back()
 
@@ -80,6 +82,7 @@ def reasons(heard: Sequence[Heard]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("serving", ["demo", pytest.param("demo-hybrid", marks=pytest.mark.long)], indirect=True)
 async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTarget) -> None:
     """Half of all seeds that are drawn where a request has none are 2**62 and more."""
     for seed, top_k in (((1 << 62) + 1, 0), ((1 << 63) - 1, 1 << 31)):
@@ -122,7 +125,7 @@ async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_el
     for op in (Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY):
         serving.fates.coming[:] = [(op, "asked", 0)]
         for _ in range(2):  # what is kept by the first is loaded by the second
-            await serving.right_each(residency=scoped)
+            await serving.right_each(2, residency=scoped)
         assert op in serving.fates.died
     last = await serving.right(residency=scoped)
     assert all(proposed(last))
