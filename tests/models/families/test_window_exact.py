@@ -261,6 +261,7 @@ def test_layers_split_over_shards_give_the_bits_of_one():
     assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
 
 
+@in_turns("cuts", "rows", full=1)
 @pytest.mark.parametrize("rows", [None, torch.int8, MIXED], ids=["plain", "coded", "of two types"])
 @pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (5,), (2, 5)], ids=str)
 def test_layers_split_from_those_whose_rows_they_read_give_the_bits_of_one(cuts, rows):
