@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from allpairspy import AllPairs
 
 
@@ -68,3 +69,23 @@ def one_in(step: int, name: str, start: int = 0) -> pytest.MarkDecorator:
 def usual_where(is_usual: Callable[[Mapping[str, int]], bool]) -> pytest.MarkDecorator:
     """Mark a test as long unless `is_usual` says otherwise of the places of its parameters in their lists."""
     return pytest.mark.usual(where=is_usual)
+
+
+def is_usual(item: pytest.Function) -> bool:
+    """Return whether a usual run has this test, which is so unless one of its marks says otherwise."""
+    markers = list(item.iter_markers("usual"))
+    places = find_places(item) if markers else {}
+    return all(marker.kwargs["where"](places) for marker in markers)
+
+
+def find_places(item: pytest.Function) -> dict[str, int]:
+    """Return the place of each parameter of a test in the list that it comes from."""
+    places = dict(item.callspec.indices)  # right for fixtures; of others pytest counts combinations
+    for marker in item.iter_markers("parametrize"):
+        names, rows = marker.args
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+        for place, row in enumerate(rows):
+            values = row.values if isinstance(row, ParameterSet) else row if len(names) > 1 else [row]
+            if all(item.callspec.params[name] is value for name, value in zip(names, values, strict=True)):
+                places |= dict.fromkeys(names, place)
+    return places
