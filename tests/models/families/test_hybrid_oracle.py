@@ -92,6 +92,7 @@ def test_greedy_tokens_in_bfloat16_are_those_of_transformers_in_float32_where_ro
     assert (ours[clear].argmax(1) != exact[clear].argmax(1)).sum() <= accepted
 
 
+@usual_where(lambda places: places["kernels"] == 0 or places["model"] == 0)
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
     [
