@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import engine  # noqa: F401 - before torch: how its threads wait
 from tests.compile_once import compile_modules
+from tests.pairs import is_usual
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.
@@ -66,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     for item in items:
+        if isinstance(item, pytest.Function) and not is_usual(item):
+            item.add_marker(pytest.mark.long)
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = given_up(item.obj, limit_of(item))
         if item.get_closest_marker("long") and "long" not in (config.getoption("markexpr") or ""):

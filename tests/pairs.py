@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from allpairspy import AllPairs
 
 
@@ -32,3 +33,59 @@ def take_turns(many: Sequence[Any], few: Sequence[Any]) -> list[Any]:
         )
         for (number, one), (place, other) in product(enumerate(many), enumerate(few))
     ]
+
+
+def in_turns(many: str, few: str, *, full: int, one_in: int = 3) -> pytest.MarkDecorator:
+    """Mark most combinations of two parameters of a test as long.
+
+    In a usual run the first `full` values of `many` meet every value of `few`. Each other one meets one value in
+    `one_in`, in turn. many, few: names of parameters or of fixtures with parameters.
+    """
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return places[many] < full or places[many] % one_in == places[few] % one_in
+
+    return usual_where(is_usual)
+
+
+def with_first(*names: str) -> pytest.MarkDecorator:
+    """Mark a test as long unless each of these parameters has its first value."""
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return all(places[name] == 0 for name in names)
+
+    return usual_where(is_usual)
+
+
+def one_in(step: int, name: str, start: int = 0) -> pytest.MarkDecorator:
+    """Mark a test as long unless the place of this parameter is `start`, `start + step` and so on."""
+
+    def is_usual(places: Mapping[str, int]) -> bool:
+        return places[name] % step == start
+
+    return usual_where(is_usual)
+
+
+def usual_where(is_usual: Callable[[Mapping[str, int]], bool]) -> pytest.MarkDecorator:
+    """Mark a test as long unless `is_usual` says otherwise of the places of its parameters in their lists."""
+    return pytest.mark.usual(where=is_usual)
+
+
+def is_usual(item: pytest.Function) -> bool:
+    """Return whether a usual run has this test, which is so unless one of its marks says otherwise."""
+    markers = list(item.iter_markers("usual"))
+    places = find_places(item) if markers else {}
+    return all(marker.kwargs["where"](places) for marker in markers)
+
+
+def find_places(item: pytest.Function) -> dict[str, int]:
+    """Return the place of each parameter of a test in the list that it comes from."""
+    places = dict(item.callspec.indices)  # right for fixtures; of others pytest counts combinations
+    for marker in item.iter_markers("parametrize"):
+        names, rows = marker.args
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+        for place, row in enumerate(rows):
+            values = row.values if isinstance(row, ParameterSet) else row if len(names) > 1 else [row]
+            if all(item.callspec.params[name] is value for name, value in zip(names, values, strict=True)):
+                places |= dict.fromkeys(names, place)
+    return places

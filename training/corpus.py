@@ -194,7 +194,7 @@ def source_files(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
 
 
 def is_mostly_ascii(text: str) -> bool:
-    return sum(map(str.isascii, text)) > 0.98 * len(text)
+    return text.isascii() or sum(map(str.isascii, text)) > 0.98 * len(text)
 
 
 def is_generated(text: str) -> bool:
@@ -205,7 +205,14 @@ def is_generated(text: str) -> bool:
 
 def is_table(text: str) -> bool:
     """Mostly digits, or lines longer than anybody writes: data."""
-    return sum(map(str.isdigit, text)) > 0.2 * len(text) or max(map(len, text.splitlines())) > 2000
+    return count_digits(text) > 0.2 * len(text) or max(map(len, text.splitlines())) > 2000
+
+
+def count_digits(text: str) -> int:
+    if text.isascii():  # nearly always, and much quicker than asking each character
+        data = text.encode("ascii")
+        return len(data) - len(data.translate(None, b"0123456789"))
+    return sum(map(str.isdigit, text))
 
 
 def shingles(text: str) -> Shingles:

@@ -15,7 +15,7 @@ from tests.campaign.mixture import LEAVES, drawn
 SEED = 0
 
 
-@pytest.mark.parametrize("seed", [SEED, 1])
+@pytest.mark.parametrize("seed", [SEED, pytest.param(1, marks=pytest.mark.long)])
 def test_every_pair_of_values_that_is_legal_is_in_the_array(seed: int) -> None:
     found = arrangements(seed)
     assert not uncovered([row.values for row in found])

@@ -29,6 +29,7 @@ from states.speculation_control import list_widths
 from states.suffix_control import list_copy_widths
 from tests.e2e.test_kinds_of_drafts import save
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, answers, words
+from tests.pairs import with_first
 
 pytestmark = pytest.mark.skipif(build_text_matcher() is None, reason="there is no compiled library")
 ANSWER = 40
@@ -167,6 +168,7 @@ async def test_whichever_expects_more_proposes(target: LoadedModel) -> None:
 
 
 @pytest.mark.timeout(300)
+@with_first("target")
 async def test_a_draft_proposes_where_matches_are_too_short_to_be_worth_more(target: LoadedModel) -> None:
     """The draft is expected to be right about one token, copies after short matches about none."""
     jobs = make_jobs(target)

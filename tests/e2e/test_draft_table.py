@@ -6,6 +6,7 @@ docs/SPECULATION.md has the table. The tests are its cells; by default one of ea
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ from tests.e2e.test_speculation import timeless
 pytestmark = pytest.mark.skipif(build_text_matcher() is None, reason="there is no compiled library")
 ANSWER, LONGEST, PROMPTS = 24, 120, 4
 FULL = Scope("full")
+DRAWN = "prompts.json"  # the file with the prompts for the process that is killed
 
 
 @frozen
@@ -119,9 +121,15 @@ async def answer(
         return await together(target, jobs, at_once=at_once, **changed)
 
 
-def make_jobs() -> list[Job]:
+@cache
+def draw_once() -> list[Tokens]:
+    """Drawing takes 12 s of processor time (Intel Xeon 2.8 GHz), so a process that is killed is given the prompts."""
+    return draw_prompts(2 * PROMPTS, LONGEST)
+
+
+def make_jobs(drawn: Sequence[Tokens] | None = None) -> list[Job]:
     """Prompts that say everything twice, so that there is something to copy; greedy and sampled ones in turn."""
-    jobs = exactness.make_jobs(draw_prompts(2 * PROMPTS, LONGEST), (), answer=ANSWER)[::2]
+    jobs = exactness.make_jobs(drawn or draw_once(), (), answer=ANSWER)[::2]
     return [evolve(job, prompt=job.prompt * 2) for job in jobs]
 
 
@@ -180,7 +188,8 @@ def verified() -> Iterator[Verified]:
 async def leave(kind: str, folder: Path) -> None:
     """Answer, and be killed as soon as everything is on disk. It runs in a process of its own."""
     target = await load(KINDS[kind], folder)
-    await answer(target, KINDS[kind], [evolve(job, scope=FULL) for job in make_jobs()])
+    drawn = [tuple(prompt) for prompt in json.loads((folder / DRAWN).read_text())]
+    await answer(target, KINDS[kind], [evolve(job, scope=FULL) for job in make_jobs(drawn)])
     assert target.transfer is not None
     disk = target.transfer.store.find_tier(DiskTier)
     assert disk is not None
@@ -190,6 +199,7 @@ async def leave(kind: str, folder: Path) -> None:
 
 
 def be_killed(kind: str, folder: Path) -> None:
+    (folder / DRAWN).write_text(json.dumps(draw_once()))
     words = ["-c", "from tests.e2e.test_draft_table import main; main()", kind, str(folder)]
     ended = subprocess.run([sys.executable, *words], check=False, timeout=200)
     assert ended.returncode == -signal.SIGKILL

@@ -19,6 +19,7 @@ from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.serving.wiring import Engine, run_engine
 from engine.settings.options import build_options
+from tests.pairs import usual_where
 
 SAMPLINGS = [
     Sampling(),
@@ -31,7 +32,11 @@ SAMPLINGS = [
 # Neither in a grid nor in buckets, which are about rows, is anything about dtypes: one of them is tried in both.
 every_way = pytest.mark.parametrize(
     ("target", "shapes"),
-    [("bfloat16", "buckets"), ("bfloat16", "grid"), ("float32", "buckets")],
+    [
+        ("bfloat16", "buckets"),
+        ("bfloat16", "grid"),
+        pytest.param("float32", "buckets", marks=pytest.mark.long),
+    ],
     indirect=["target"],
     scope="module",
 )
@@ -83,6 +88,7 @@ async def test_tokens_are_the_same_however_they_come_about(target: LoadedModel, 
 
 
 @pytest.mark.timeout(300)
+@usual_where(lambda places: places["shapes"] == 0)
 @every_way
 async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     target: LoadedModel, shapes: str

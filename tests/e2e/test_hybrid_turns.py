@@ -1,4 +1,4 @@
-"""Ten turns with the hybrid demo, whose earlier reasoning is left out, and a restart in between."""
+"""Turns with the hybrid demo, whose earlier reasoning is left out, and a restart in between."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written
 from tests.store.kit import settled
 
+TURNS = 3  # before the restart, and as many after it
 OPENS, THINKS, SAYS = (5, 6), 70, 96  # what opens a message; tokens of an answer that are reasoning, and all of them
 
 
@@ -77,7 +78,7 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         jobs = list[tuple[Job, Tokens]]()
         settings = evolve(target.settings, rates=evolve(target.settings.rates, loads={}))  # restoring is trusted
         async with run_engine(settings, target.executor, transfer=target.transfer) as running:
-            for _ in range(5):
+            for _ in range(TURNS):
                 job = talk.asks()
                 found = await answered(running, job)
                 await gone(running)
@@ -94,7 +95,7 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         for job, tokens in jobs:
             assert await alone(target, job) == tokens
         await target.close()
-    assert tiers == ["none", *["device"] * 4, "disk", *["device"] * 4]
+    assert tiers == ["none", *["device"] * (TURNS - 1), "disk", *["device"] * (TURNS - 1)]
 
 
 THOUGHT = "<think>We think about what was asked, and about what was said before, one thing after the other."

@@ -60,7 +60,7 @@ def chunks(usual: int, most: int, start: int = 0, step: int = CHUNK) -> list[Any
 
 
 @pytest.mark.parametrize(
-    "first", [*chunks(COVERED + 400, 10_000, start=COVERED), *chunks(0, COVERED)], ids=lambda first: f"from {first}"
+    "first", [*chunks(COVERED + 200, 10_000, start=COVERED), *chunks(0, COVERED)], ids=lambda first: f"from {first}"
 )
 def test_no_schedule_breaks_a_promise_and_every_history_replays(first: int) -> None:
     """The first schedules are played by `test_the_schedules_go_nearly_everywhere`, so here they are long."""
@@ -192,7 +192,7 @@ def test_an_answer_in_a_crowd_is_the_answer_alone(seed: int) -> None:
         assert only.tokens[: len(client.tokens)] == client.tokens
 
 
-@pytest.mark.parametrize("first", chunks(100, 200, step=50))
+@pytest.mark.parametrize("first", chunks(50, 200, step=50))
 def test_a_request_whose_slot_is_lost_once_is_answered_as_if_nothing_had_been_and_the_second_time_it_is_told(
     first: int,
 ) -> None:

@@ -32,6 +32,7 @@ from states.residency import (
 )
 from states.settings import Settings
 from states.world import Output, World, make_world
+from tests.pairs import usual_where
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, advance, make_effect_requests
 
 NO, YES = False, True
@@ -279,6 +280,7 @@ def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved without an acknowledgement"
 
 
+@usual_where(lambda places: places["jobs"] == places["after"] % 2)
 @pytest.mark.parametrize(
     ("jobs", "failures"),
     [(JOBS, ()), (TWO_JOBS, FAILED), pytest.param(JOBS, FAILED, marks=pytest.mark.long)],

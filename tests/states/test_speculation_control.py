@@ -19,7 +19,7 @@ from states.settings import Settings
 from states.speculation_control import LONGEST_TRIAL_GAP, REFILL
 from states.speculation_plan import Plan, SpeculationControl
 from states.step_prices import UNIT, Shape, StepPrices
-from tests.pairs import cover_pairs
+from tests.pairs import cover_pairs, one_in
 
 CHAIN = Settings(max_proposals=15, batch_rows=64)
 TREE = Settings(max_proposals=15, tree=22, batch_rows=64)
@@ -658,6 +658,7 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
     assert sum(costs[20:]) <= 1.006 * UNIT * 64 * 10
 
 
+@one_in(2, "rates")
 @pytest.mark.parametrize(
     ("rates", "chance", "others"), cover_pairs([UNKNOWN, FLAT, STEEP], [0.0, 0.3, 0.8], [0.0, 0.5, 0.9])
 )
@@ -698,6 +699,7 @@ def test_a_request_that_the_draft_suits_is_found_out_where_it_suited_no_other() 
     assert cost <= 0.6 * UNIT * 1500
 
 
+@one_in(2, "members")
 @pytest.mark.parametrize(("members", "dear", "chance"), cover_pairs([2, 4, 16], [1.0, 1.5, 3.0], [0.8, 0.3, 0.0]))
 def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int, dear: float, chance: float) -> None:
     """Answers of 64 tokens come and go; steps really cost `dear` times what is presumed of them."""

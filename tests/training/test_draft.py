@@ -406,6 +406,6 @@ def test_the_server_computes_what_training_measured(shipped, source):
 def test_the_shipped_draft_foresees_tool_calls(shipped, source):
     target, draft = shipped
     subject = next(subject for subject in SUBJECTS if subject.opening is not None)
-    prompts = prompts_of(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 3)
+    prompts = prompts_of(subject, Tokenizer.from_file(str(DEMO / "tokenizer.json")), source, 2)
     said = answers(target, prompts, subject.limit, 0.0)
     assert examine_draft(draft, target, said, 16, 0.0).a_step > 3

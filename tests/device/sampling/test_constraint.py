@@ -178,9 +178,7 @@ async def answered(driver: Driver, client: Caller, propose: int = 0) -> list[int
 ENDS = (2, 0)
 
 
-@pytest.mark.parametrize(
-    "first", [0, 20, *(pytest.param(first, marks=pytest.mark.long) for first in range(40, 200, 20))]
-)
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(20, 200, 20))])
 async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draft(
     tokenizer: Tokenizer, first: int
 ) -> None:

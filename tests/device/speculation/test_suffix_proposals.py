@@ -36,6 +36,7 @@ from tests.device.driver import (
     straightforward,
 )
 from tests.device.fake_shard import FakeShard
+from tests.pairs import usual_where
 
 MATCHER = build_text_matcher()
 pytestmark = pytest.mark.skipif(MATCHER is None, reason="there is no compiled library")
@@ -221,6 +222,7 @@ async def answer_with_copies(driver: Driver, clients: list[Caller], count: int, 
     return found
 
 
+@usual_where(lambda places: places["count"] == (places["sampling"] + places["ahead"]) % 2)
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("count", [1, 3])

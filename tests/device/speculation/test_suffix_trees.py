@@ -27,6 +27,7 @@ from effects.ids import RequestId, SlotId
 from effects.job import Sampling
 from engine.tools.bench.forced_answer import force_answers
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, Caller, Driver, drive, let_run_ahead, prompt_of
+from tests.pairs import usual_where
 
 MATCHER = build_text_matcher()
 pytestmark = pytest.mark.skipif(MATCHER is None, reason="there is no compiled library")
@@ -234,6 +235,7 @@ def copying(client: Caller, rule: Copying, steps: int) -> EffectRequest:
     return EffectRequest(effect_request.request, evolve(effect_request.effect, copying=rule, steps=steps))
 
 
+@usual_where(lambda places: places["count"] == (places["sampling"] + places["ahead"]) % 2)
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("count", [1, 3])

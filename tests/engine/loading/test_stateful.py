@@ -240,11 +240,11 @@ class Dialogue:
 async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and_what_is_new(
     tmp_path: Path, host: int, places: int
 ) -> None:
-    """Ten turns, a restart before the sixth. Nothing but the new tokens, less than a chunk, and one state a turn."""
+    """Six turns, a restart before the fourth. Nothing but the new tokens, less than a chunk, and one state a turn."""
     dialogue, before, tiers, large = Dialogue(), 0, list[str](), {"max_context": 1024, "state_checkpoints": places}
     for lives in range(2):
         async with process(tmp_path / "kv", host, **large) as running:
-            for _ in range(5):
+            for _ in range(3):
                 job, states = dialogue.asks(), running.shard.states.brought
                 tokens, (tier, restored) = await running.answer(job)
                 assert tokens == await cold(tmp_path, job, **large)
@@ -254,8 +254,8 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
                 dialogue.hears(tokens)
                 before, tiers = len(dialogue.said), [*tiers, tier]
     back = "device" if places else "host" if host else "disk"
-    assert (tiers[0], tiers[5]) == ("none", "disk")
-    assert {*tiers[1:5], *tiers[6:]} == {"device"}, f"rows stay on the device, wherever the state is: {back}"
+    assert (tiers[0], tiers[3]) == ("none", "disk")
+    assert {*tiers[1:3], *tiers[4:]} == {"device"}, f"rows stay on the device, wherever the state is: {back}"
 
 
 async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ LONGEST_GRAMMARS = ("harmony", "minimax-xml")  # of the forms in which a call's 
 @pytest.mark.parametrize(
     ("parser", "count"),
     [
-        *((parser, 60) for parser in TOOL_PARSERS[:-1] if parser not in LONGEST_GRAMMARS),
+        *((parser, 20) for parser in TOOL_PARSERS[:-1] if parser not in LONGEST_GRAMMARS),
         *((parser, 300) for parser in LONGEST_GRAMMARS),
         *(
             pytest.param(parser, 300, marks=pytest.mark.long)

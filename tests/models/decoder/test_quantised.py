@@ -24,12 +24,14 @@ from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model, tokens_of
 from tests.models.gguf.test_gguf_models import WIDE_FAMILIES, greedy, told
 from tests.models.quantised import E4M3, FORMATS, blocks, quantise, words
+from tests.pairs import take_turns
 
 UP = "model.layers.1.mlp.up_proj.weight"
 # Neither blocks of 128 nor words fill the matrices of all of them; a group is 32 columns everywhere
 SHAPES = {name: {**how, "intermediate_size": 320} for name, how in WIDE_FAMILIES.items()}
-SERVED = [(family, name) for family in SHAPES for name in ("fp8", "awq")]
-SERVED += [("qwen3", name) for name in ("gptq, by activation", "w4a16, zero points", "w8a16")]
+SERVED = take_turns([*SHAPES], ("fp8", "awq"))
+OTHER_FORMATS = ("gptq, by activation", "w4a16, zero points", "w8a16")
+SERVED += [pytest.param(("qwen3", name), id=f"qwen3-{name}") for name in OTHER_FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +111,11 @@ def find_laguna_name(published: str, config: object) -> str:
 NAMES_OF_ORACLE = {"minimax_m2": minimax_m2.find_name, "laguna": find_laguna_name}
 
 
-@pytest.mark.parametrize(("family", "name"), SERVED)
+@pytest.mark.parametrize("served", SERVED)
 def test_greedy_tokens_are_those_of_transformers_on_the_unpacked_weights(
-    family: str, name: str, models: dict[str, Any], tmp_path: Path
+    served: tuple[str, str], models: dict[str, Any], tmp_path: Path
 ) -> None:
+    family, name = served
     folder, oracle = models[family]
     values = quantise(folder, tmp_path / "m", name)
     if family in NAMES_OF_ORACLE:

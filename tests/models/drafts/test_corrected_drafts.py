@@ -13,6 +13,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from tests.models.checkpoints import same_bits
 from tests.models.corrected_drafts import CORRECTED, dspark, proposed, slow_proposals, tensors_of
 from tests.models.draft_models import aux_hidden_states_of, config_of, draft_of, extend_in_pieces, head_of
+from tests.pairs import usual_where
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
@@ -28,6 +29,7 @@ def distance(found, expected) -> float:
     return ((found[seen].double() - expected[seen]).norm() / expected[seen].norm()).item()
 
 
+@usual_where(lambda places: places["kernels"] == 0 or places["config"] == 0)
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["cpu", "reference"])
 def test_proposals_are_those_of_the_equations(config, kernels):
     tensors = tensors_of(config)

@@ -40,7 +40,7 @@ from tests.models.draft_models import (
     save_draft,
     slow_logits,
 )
-from tests.pairs import take_turns
+from tests.pairs import in_turns, take_turns, usual_where
 
 LENGTH = 700
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,6 +56,7 @@ def distance(a, b) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
+@usual_where(lambda places: places["config"] == 0 or places["dtype"] + places["kernels"] < 2)
 @pytest.mark.parametrize("kernels", [None, ReferenceKernels()], ids=["cpu", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_proposals_are_those_of_the_formulas(config, dtype, kernels):
@@ -115,6 +116,7 @@ def proposed(draft, slot: int, at: int):
     return draft.logits([BlockRequest(slot, 0, at, 9, draft.block - 1)])
 
 
+@in_turns("whole", "pieces", full=2)
 @pytest.mark.parametrize(
     "pieces",
     [

@@ -30,7 +30,7 @@ from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
-from tests.pairs import take_turns
+from tests.pairs import in_turns, take_turns, with_first
 
 SIGMOID = SigmoidExpertsShape(12, 3, 72, is_normalized=True, shared=72, groups=3, chosen_groups=2, factor=1.5)
 LATENT = LatentShape(queries=36, latent=28, rotated=12, plain=20, values=24, scale=0.2, interleaved=True)
@@ -72,6 +72,7 @@ def whole(request):
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
 
 
+@in_turns("whole", "pieces", full=2)
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -97,6 +98,7 @@ def test_decoding_is_prefill_bit_for_bit_across_a_key_tile(whole):
     assert same_rows(shard, 0, 1, 0, 530)
 
 
+@in_turns("whole", "bucket", full=2)
 @pytest.mark.parametrize("bucket", [4, 8, 16, 32, 64, 128, 256])
 def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, bucket):
     shard, tokens, expected = whole
@@ -107,6 +109,7 @@ def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, bucket):
     assert same_bits(found, expected[list(starts.values())])
 
 
+@in_turns("whole", "counts", full=2)
 @pytest.mark.parametrize("counts", [(3, 1, 0), (5, 5, 6), (16, 7, 9), (1, 1, 30), (100, 1, 11)])
 def test_blocks_of_several_slots_in_one_step_are_each_as_if_alone(whole, counts):
     shard, tokens, expected = whole
@@ -169,6 +172,7 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
         torch.set_num_threads(before)
 
 
+@with_first("whole")
 def test_a_product_that_was_never_proven_is_refused(whole):
     shard, tokens, _ = whole
     listed = shard.config.products((4, 256), capacity=256, dtype=shard.spec.dtype, threads=torch.get_num_threads())
@@ -194,6 +198,7 @@ def test_a_product_that_was_never_proven_is_refused(whole):
 LONG = 2600
 
 
+@in_turns("shape", "dtype", full=0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
@@ -224,6 +229,7 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
         assert same_bits(beside[5:], expected[124:130])
 
 
+@with_first("whole")
 def test_wrong_steps_are_refused_by_name(whole):
     shard, tokens, _ = whole
     for message, bucket, parts in [
@@ -237,6 +243,7 @@ def test_wrong_steps_are_refused_by_name(whole):
             run(shard, bucket, *parts)
 
 
+@with_first("whole")
 def test_rows_that_are_not_ours_are_refused_by_name(whole):
     shard, _, _ = whole
     rows = dict(shard.rows.export(0, 0, 64))

@@ -10,6 +10,7 @@ import torch
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import VARIANTS, run, run_in_pieces, save_model, save_qwen3, shard_of, tokens_of
+from tests.pairs import one_in
 
 
 @pytest.fixture(scope="module", params=[*VARIANTS])
@@ -29,6 +30,7 @@ def test_logits_in_float32_are_those_of_transformers(model):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=4e-5)
 
 
+@one_in(3, "model")
 def test_greedy_tokens_are_those_of_transformers(model):
     folder, oracle = model
     tokens = tokens_of(40)
@@ -72,6 +74,7 @@ def test_captures_are_the_hidden_states_after_the_chosen_layers(tmp_path):
     assert torch.equal(forward.aux_hidden_states[2], forward.hidden)
 
 
+@one_in(3, "model", start=1)
 def test_the_reference_kernels_give_the_same_logits(model):
     folder, _ = model
     tokens = tokens_of(100)

@@ -33,7 +33,7 @@ from tests.models.hybrids import (
     same_sequence,
     whole_of,
 )
-from tests.pairs import take_turns
+from tests.pairs import in_turns, take_turns
 
 CONFIGS = {
     "two value heads to a key head": config((2, 4, 32, 32), 512, 96, 160, 3, 3, 1, 32, 2048, 1e6, rotated=8),
@@ -67,6 +67,7 @@ def whole(request):
     return whole_of(shard)
 
 
+@in_turns("whole", "pieces", full=2)
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
     check_rows_in_pieces(whole, pieces)
@@ -82,6 +83,7 @@ def test_rows_in_random_pieces_too(whole):
         assert same_sequence(shard, 0, 1)
 
 
+@in_turns("whole", "start", full=2)
 @pytest.mark.parametrize(("start", "kept"), STARTS_AND_KEPT)
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
     check_rolled_back_rows(whole, start, kept)

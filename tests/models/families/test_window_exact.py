@@ -34,7 +34,7 @@ from tests.models.hybrids import (
     whole_of,
 )
 from tests.models.windowed import WINDOWED, read_config
-from tests.pairs import take_turns
+from tests.pairs import in_turns, take_turns
 
 SLOTS = 4
 MIXED = read_row_types("k=int8,v=fp8", torch.float32)
@@ -57,6 +57,7 @@ def whole(request):
     return whole_of(shard_of(name, kernels, dtype))
 
 
+@in_turns("whole", "pieces", full=2)
 @in_pieces
 def test_rows_in_any_pieces_are_rows_of_chunks_bit_for_bit(whole, pieces):
     check_rows_in_pieces(whole, pieces)
@@ -71,6 +72,7 @@ def test_rows_in_random_pieces_too(whole):
     assert same_sequence(shard, 0, 1)
 
 
+@in_turns("whole", "start", full=2)
 @pytest.mark.parametrize(("start", "kept"), [(64, 0), (100, 30), (127, 1), (128, 5), (250, 30)])
 def test_what_is_rolled_back_has_never_happened(whole, start, kept):
     check_rolled_back_rows(whole, start, kept)
@@ -259,6 +261,7 @@ def test_layers_split_over_shards_give_the_bits_of_one():
     assert same_bits(computed(split, tokens, [(64, 50), (0, 0)], slot=2, start=192), expected[192:])
 
 
+@in_turns("cuts", "rows", full=1)
 @pytest.mark.parametrize("rows", [None, torch.int8, MIXED], ids=["plain", "coded", "of two types"])
 @pytest.mark.parametrize("cuts", [(1,), (3,), (4,), (5,), (2, 5)], ids=str)
 def test_layers_split_from_those_whose_rows_they_read_give_the_bits_of_one(cuts, rows):

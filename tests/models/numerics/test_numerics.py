@@ -278,6 +278,11 @@ def test_an_outcome_can_be_kept_and_read_again():
     assert shown["products"][0].startswith("64 to 128: float32, rows ")
 
 
+@pytest.fixture(scope="module")
+def outcome():
+    return measure(CpuKernels(torch.float32))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -292,8 +297,8 @@ def test_an_outcome_can_be_kept_and_read_again():
         {"plan": {"steps": [4], "threads": [1, 1], "weights": [], "heads": [{"rows": []}]}},
     ],
 )
-def test_an_outcome_that_was_not_ours_is_refused(change):
-    text = json.dumps({**json.loads(measure(CpuKernels(torch.float32)).to_json()), **change})
+def test_an_outcome_that_was_not_ours_is_refused(change, outcome):
+    text = json.dumps({**json.loads(outcome.to_json()), **change})
     with pytest.raises(ValueError, match="numerics probe"):
         Numerics.from_json(text)
 

@@ -17,6 +17,7 @@ from engine.loading.background_load import load_target
 from engine.loading.load_target import LoadedModel
 from engine.settings.options import build_options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
+from tests.pairs import with_first
 from tests.remote.daemon.test_faults import made, on_threads
 from tests.remote.daemons import Fates, Threads
 
@@ -41,9 +42,11 @@ class DraftedTarget:
         assert words(heard) == self.plain
         return heard
 
-    async def right_each(self, **how) -> None:
-        """One after the other, each once the draft is there again: what is kept without its rows stays so."""
-        for job, plain in zip(self.jobs, self.plain, strict=True):
+    async def right_each(self, count: int, **how) -> None:
+        """The first `count` jobs one after the other, each once the draft is there again: what is kept without its rows
+        stays so.
+        """
+        for job, plain in zip(self.jobs[:count], self.plain[:count], strict=True):
             assert words(await answers(self.target, [job], rates=FLAT, **how)) == [plain]
             await self.back()
 
@@ -53,17 +56,22 @@ class DraftedTarget:
         assert self.draft.weights_state != "lost"
 
 
-@pytest.fixture(params=["demo", "demo-hybrid"])
-async def serving(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DraftedTarget]:
+@pytest.fixture(scope="module", params=["demo", "demo-hybrid"])
+async def undrafted(request) -> tuple[str, Sequence[Job], Sequence[tuple]]:
+    """A model, jobs, and what it answers without a draft."""
     jobs = [evolve(job, speculate=True, max_tokens=16) for job in await made(request.param, 4)]
     whole = await load_target(build_options(model=request.param, **SHAPE, draft="none", disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
+    return request.param, jobs, plain
+
+
+@pytest.fixture
+async def serving(undrafted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DraftedTarget]:
+    model, jobs, plain = undrafted
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(
-        build_options(model=request.param, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path)
-    )
+    target = await load_target(build_options(model=model, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path))
     found = DraftedTarget(target, fates, jobs, plain)
     found.draft.peer.pause_s = 0
     yield found
@@ -80,6 +88,7 @@ def reasons(heard: Sequence[Heard]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
+@with_first("undrafted")
 async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTarget) -> None:
     """Half of all seeds that are drawn where a request has none are 2**62 and more."""
     for seed, top_k in (((1 << 62) + 1, 0), ((1 << 63) - 1, 1 << 31)):
@@ -115,14 +124,14 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("serving", ["demo"], indirect=True)
+@with_first("undrafted")
 async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_else(serving: DraftedTarget) -> None:
     scoped = evolve(serving.target.settings.residency, policy="request-scoped", draft="park")
     serving.draft.offload()
     for op in (Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY):
         serving.fates.coming[:] = [(op, "asked", 0)]
         for _ in range(2):  # what is kept by the first is loaded by the second
-            await serving.right_each(residency=scoped)
+            await serving.right_each(2, residency=scoped)
         assert op in serving.fates.died
     last = await serving.right(residency=scoped)
     assert all(proposed(last))

@@ -34,10 +34,11 @@ from engine.loading.shard_server import ServedModel
 from engine.settings.options import build_options
 from engine.settings.paths import choose_draft_name, find_model_folder
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
+from tests.pairs import usual_where, with_first
 from tests.remote.daemons import Fates, Mortal, Threads
 
 MODELS = ("demo", "demo-hybrid")
-KILLS = 5  # of each model, in the default suite
+KILLS = 3  # of each model, in the default suite
 MANY_KILLS = 1000  # of each
 PLAN = {"target_devices": "cpu:0,ipc+cpu:0", "target_layer_split": "1,1"}
 SHAPE = {"max_ctx": 512, "kv_cache_min_tokens": 64, "host_cache_budget": 0, "draft": "none", "slots": 2}
@@ -85,15 +86,22 @@ async def made(model: str, count: int) -> list[Job]:
     return [Job(prompt, 8, sampling=SAMPLINGS[n % 4], speculate=False) for n, prompt in enumerate(found)]
 
 
-@pytest.fixture(params=MODELS)
-async def split(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Split]:
+@pytest.fixture(scope="module", params=MODELS)
+async def unbroken(request) -> tuple[str, Sequence[Job], Sequence[tuple]]:
+    """A model, jobs, and what it answers where nothing dies."""
     jobs = await made(request.param, 6)
     whole = await load_target(build_options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
+    return request.param, jobs, plain
+
+
+@pytest.fixture
+async def split(unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Split]:
+    model, jobs, plain = unbroken
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(build_options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
+    target = await load_target(build_options(model=model, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
     found = Split(target, fates, jobs, plain)
     found.shard.peer.pause_s = 0
     yield found
@@ -146,6 +154,7 @@ async def test_a_shard_that_is_killed_changes_no_answer(split: Split) -> None:
     assert right(split, range(6), await answers(split.target, split.jobs, rates=FLAT)) == 6, "what was kept was right"
 
 
+@usual_where(lambda places: places["unbroken"] == places["how"] % 2)
 @pytest.mark.parametrize("how", ["asked", "answering", "refused"])
 async def test_rows_that_nobody_waited_for_and_that_were_never_put_change_no_answer(
     split: Split, how: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +184,7 @@ async def test_rows_that_nobody_waited_for_and_that_were_never_put_change_no_ans
     assert all(one.closed is not None and one.closed.report.restored_tokens for one in heard)
 
 
-@pytest.mark.parametrize("split", ["demo"], indirect=True)
+@with_first("unbroken")
 async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_lost(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:

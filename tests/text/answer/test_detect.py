@@ -11,6 +11,7 @@ from adapters.text.answer.detect_call_form import detect_call_form, detect_reaso
 from adapters.text.conversation import ChatMessage, Conversation, ToolCall
 from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate, ControlToken, join_rendered
+from tests.pairs import in_turns
 from tests.text import small
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -54,6 +55,7 @@ def template(call: str, opening: str = "", closed: str = "") -> ChatTemplate:
     return ChatTemplate(source, CONTROLS)
 
 
+@in_turns("form", "opening", full=1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("opening", "closed"), [("", ""), ("<think>\n", "<think>\n\n</think>\n\n"), ("<think>\n", "")])
 async def test_the_form_is_the_one_that_the_template_writes(form: str, opening: str, closed: str) -> None:

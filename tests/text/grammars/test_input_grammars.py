@@ -20,6 +20,7 @@ from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammars.grammar import GrammarRefused, Grammars
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
+from tests.pairs import in_turns
 from tests.text import small
 from tests.text.test_held import allowed
 
@@ -215,6 +216,7 @@ EXPRESSIONS = (
 )
 
 
+@in_turns("source", "flags", full=1, one_in=2)
 @pytest.mark.parametrize("flags", ["", "s", "i", "is"])
 @pytest.mark.parametrize("source", EXPRESSIONS)
 @given(text=st.text(st.sampled_from('aAbx1_ "\\/\n\t\r\x00\x1fé中].'), max_size=5))

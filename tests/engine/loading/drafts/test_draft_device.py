@@ -41,7 +41,7 @@ def proposed(draft: CachedDraft, width: int) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
+@pytest.mark.parametrize("model", ["demo", pytest.param("demo-hybrid", marks=pytest.mark.long)])
 async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_and_go(model: str) -> None:
     options = build_options(model=model, device="cpu", max_ctx=512, disk_prefix_cache="off", host_cache_budget=0)
     target = await load_target(options)

@@ -20,6 +20,7 @@ from benchmarks.window_restart import TOKENS, WINDOW, count_row_memory
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.hybrids import CHUNKS, LENGTH, computed, last_layer, same_sequence
 from tests.models.windowed import read_config
+from tests.pairs import in_turns
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,7 @@ def test_memory_of_a_long_sequence_is_within_a_twentieth_of_the_arithmetic(monke
     assert shard.memory()["kv"] <= 1.05 * (needed + CHUNK * shard.rows.spec.token_bytes)
 
 
+@in_turns("name", "seed", full=0)
 @pytest.mark.parametrize("name", ["gemma3", "gemma4, inputs of layers, rows shared", "gpt_oss"])
 @pytest.mark.parametrize("seed", range(3))
 def test_proposals_that_are_rejected_leave_no_trace(two_threads, name, seed):
